@@ -73,7 +73,6 @@ TRAINER = (
     # What is saved comes back, in both formats, from fsdp to ddp to one process; and what other Pythons have written.
     "test_checkpoint_dcp.py::test_content_comes_back_with_its_types",
     "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_one_continue_from_each_other",
-    "test_convert.py",
     "test_manifest.py",
     "test_other_pythons.py",
 )

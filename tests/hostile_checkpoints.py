@@ -1,8 +1,7 @@
-"""Pickles that change what they name, and checkpoints as an earlier version wrote them."""
+"""Pickles that change what they name."""
 
 from __future__ import annotations
 
-import io
 import json
 import pathlib
 import struct
@@ -11,8 +10,6 @@ from typing import Any
 
 import torch
 from ddpjob_trainer.checkpoints import dcp, manifest
-from ddpjob_trainer.checkpoints.metadata import Metadata
-from ddpjob_trainer.checkpoints.snapshot import map_tensors
 from torch.distributed.checkpoint import filesystem, metadata
 
 ALLOWED: dict[str, Any] = {
@@ -23,7 +20,7 @@ ALLOWED: dict[str, Any] = {
         *(filesystem._StorageInfo, torch.serialization._get_layout),
     )
 } | {"pathlib PosixPath": pathlib.PosixPath}
-"""What the index could name when its pickle was read."""
+"""What the index of torch names."""
 
 
 def setting(name: str, attribute: str = "ddpjob_evil") -> bytes:
@@ -55,23 +52,3 @@ def listed_anew(path: Path) -> None:
         content = path / name
         recorded["files"][name] = {"size": content.stat().st_size, "sha256": dcp.sha256(content)}
     (path / dcp.MANIFEST).write_bytes(manifest.write(recorded))
-
-
-def earlier(path: Path, snapshot: Any, step: int = 9) -> Path:
-    """A checkpoint as it was written before the manifest described the tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def take(place: tuple[Any, ...], tensor: torch.Tensor) -> dict[str, str]:
-        name = f"{len(tensors)}:" + ".".join(map(str, place))
-        tensors[name] = tensor
-        return {"__tensor__": name}
-
-    path.mkdir(parents=True)
-    content = io.BytesIO()
-    torch.save(map_tensors(snapshot, take), content)
-    (path / "tree.pt").write_bytes(content.getvalue())
-    torch.distributed.checkpoint.save(tensors, storage_writer=filesystem.FileSystemWriter(path, overwrite=True))
-    names = [entry.name for entry in path.iterdir()]
-    (path / dcp.MANIFEST).write_bytes(manifest.write(Metadata(step).written(files=dict.fromkeys(names))))
-    listed_anew(path)
-    return path

@@ -26,7 +26,7 @@ PROGRESS = {
     "stragglers": [{"rank": 1, "slowdown": 2}], "updatedAt": _TIME,
 }  # fmt: skip
 REPORT = {
-    "generation": 0, "state": "Running", "nodes": 2, "minNodes": 2, "backoff": [1.0, 60.0], "now": _TIME, "version": 3,
+    "generation": 0, "state": "Running", "nodes": 2, "minNodes": 2, "backoff": [1.0, 60.0], "now": _TIME,
     "news": 2, "mode": "Fast", "attempt": 0, "hangAfter": None, "world": 2, "round": 1, "startedAt": _TIME,
     "members": [{"pod": "a-0-0", "state": "Running", "index": 0, "attempt": 0, "rank": 0, "round": 1}],
     "lost": [{"pod": "a-1-0", "since": _TIME, "index": 1, "why": "x"}],

@@ -135,44 +135,6 @@ def _dcp_manifests() -> Target:
     return Target(read, [manifest.read_bytes()], (CheckpointError, OSError))
 
 
-def _dcp_indexes() -> Target:
-    """torch's index, a pickle: the trainer ignores it, and reads it to convert an earlier version's checkpoint."""
-    import torch
-    import torch.distributed.checkpoint.filesystem as filesystem
-    import torch.distributed.checkpoint.metadata as metadata
-    from ddpjob_trainer.checkpoints import dcp
-    from ddpjob_trainer.checkpoints.convert import convert
-    from ddpjob_trainer.errors import CheckpointError
-
-    folder = _checkpoint_folder("dcp-indexes")
-    manifest, index, tree = folder / dcp.MANIFEST, folder / ".metadata", folder / "tree.pt"
-    recorded = json.loads(manifest.read_text())
-    torch.save({"model": {"a": {"__tensor__": "0:model.a"}}, "b": [1, "x"]}, tree)
-    earlier = {name: value for name, value in recorded.items() if name not in ("tensors", "state")}
-    named = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
-             "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
-    classes = [getattr(metadata, name) for name in named]
-    untouched = _Untouched(pathlib.Path, pathlib.PurePath, type(folder), filesystem._StorageInfo, *classes)
-
-    def entry(content: bytes) -> dict[str, Any]:
-        return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-    def read(data: bytes) -> None:
-        index.write_bytes(data)
-        files = {**recorded["files"], index.name: entry(data), tree.name: entry(tree.read_bytes())}
-        try:
-            _record(manifest, {**recorded, "files": files})
-            dcp.check(folder)
-            dcp.read(folder)
-            _record(manifest, {**earlier, "files": files})
-            assert convert(folder)
-            dcp.read(folder)
-        finally:
-            untouched.check()
-
-    return Target(read, [index.read_bytes()], (CheckpointError, OSError))
-
-
 def _cifar(binary: bool) -> Target:
     import numpy as np
     import torch
@@ -293,7 +255,6 @@ PARSERS = (
     Parser("checkpoint-files", "the end of a checkpoint's file, with a right checksum", Form.JSON, _checkpoint_files),
     Parser("weights", "any file as checkpoint.load", Form.BYTES, _weights),
     Parser("dcp-manifests", "the manifest of a checkpoint in parts, up to its tensors", Form.JSON, _dcp_manifests),
-    Parser("dcp-indexes", "torch's index of a checkpoint in parts, up to its conversion", Form.PICKLE, _dcp_indexes),
     Parser("cifar", "a CIFAR batch, python version", Form.PICKLE, _cifar_pickles),
     Parser("cifar-binary", "a CIFAR batch, binary version", Form.BYTES, _cifar_binary),
     Parser("images", "an image, from its header to its pixels", Form.BYTES, _images),

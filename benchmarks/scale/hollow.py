@@ -143,7 +143,6 @@ class Group:
             min_nodes=self.nodes,
             backoff=(1.0, 60.0),
             now=datetime.now(UTC),
-            version=self.news,
             news=self.news,
             world=self.nodes if self.complete else None,
             round=self.round,

@@ -18,7 +18,6 @@ from typing import Any
 from ddpjob_runtime import protocol
 
 INTERVAL_SECONDS, TIMEOUT_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 2.0, 15.0
-SPEED = "stepsPerSecond"  # protocol.COUNTED_SPEED, which an older runtime in the image may lack
 
 
 class Outbox:
@@ -89,12 +88,9 @@ class Link(Outbox):
 
     def _send(self, figures: dict[str, Any]) -> bool:
         """Whether the coordinator has taken them, or never will."""
-        report = self._with_speed(figures)
+        report = {**self._with_speed(figures), **self._round}
         try:
-            status, answer = self._post({**report, **self._round})
-            if status == 400 and self._round:
-                status, answer = self._post(report)
-                self._round = self._round if status == 400 else {}  # An older coordinator knows no round.
+            status, answer = self._post(report)
         except (OSError, ValueError, http.client.HTTPException):
             return False  # One that restarts or is gone must not disturb training; the operator notices it.
         self._counted = self._seen
@@ -125,7 +121,7 @@ class Link(Outbox):
             return figures
         speed, more = (step - before[0]) / (self._seen[1] - before[1]), dict(figures)
         if "samplesPerSecond" not in figures:
-            metrics = [(SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
+            metrics = [(protocol.COUNTED_SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
             more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # rather the script's than one too many
         if (figures.get("steps") or 0) > 0 and "eta" not in figures:
             more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))

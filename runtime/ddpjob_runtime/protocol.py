@@ -20,7 +20,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import Any, Optional, Union
 
-VERSION = 3
+VERSION = 1
 """Of this protocol and of how pods start the runtime. A job whose pods use another one gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
 """Rounds and incidents of the coordinator of attempt A begin at A times this and one: coordinators of one generation
@@ -686,8 +686,6 @@ class Report(Record):
     """Initial and longest wait of a crash loop, in seconds."""
     now: Optional[datetime] = None
     """The coordinator's clock, which its times are read by."""
-    version: int = 0
-    """Grows with every change of the report."""
     news: int = 0
     """Grows with every change but that of the progress."""
     mode: Mode = Mode.STANDARD
@@ -707,5 +705,5 @@ class Report(Record):
     recovery: Recovery = Recovery()
     overdue: Optional[Overdue] = None
     """Only where `hang_after` is none: else it is an incident."""
-    order: Optional[str] = _at_most(MAX_FIGURES, None)
-    """The `order_mark` of the pods in whose order ranks are numbered; empty: by index. None: it knows no order."""
+    order: str = _at_most(MAX_FIGURES, "")
+    """The `order_mark` of the pods in whose order ranks are numbered; empty: by index."""

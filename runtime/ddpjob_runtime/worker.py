@@ -653,7 +653,7 @@ class StepCounter:
 
         self.counts: dict[int, int] = {}
         self.process, self.posted = os.getpid(), 0
-        self.world, self.grouped, self.says_group = int(os.environ.get("WORLD_SIZE") or 1), False, True
+        self.world, self.grouped = int(os.environ.get("WORLD_SIZE") or 1), False
         self.said = self.captured = self.said_uncountable = False
         self.compiled = 0
         self.state = 0  # its id: the first optimizer's, which nothing here keeps alive
@@ -749,7 +749,7 @@ class StepCounter:
         steps = max(self.counts.values(), default=0)
         if os.getpid() != self.process:
             return
-        alone = self.says_group and self.trains_alone(steps, 1 if last else STEPS_WITHOUT_GROUP)
+        alone = self.trains_alone(steps, 1 if last else STEPS_WITHOUT_GROUP)
         if steps == self.posted and not (last and alone):
             return
         report: dict[str, Any] = {"step": steps, "automatic": True, **self.round}
@@ -757,14 +757,13 @@ class StepCounter:
             report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
         if alone:
             report["ungrouped"] = True
-        if self.says_group and self.uncountable():
+        if self.uncountable():
             report["uncountable"] = True
         else:
             self.said_uncountable = False
-        if self.says_group:
-            report["resumed"] = self.resumed(steps)
-            if self.exchanged >= STEPS_OF_EXCHANGE - 1:
-                report["exchanging"] = True
+        report["resumed"] = self.resumed(steps)
+        if self.exchanged >= STEPS_OF_EXCHANGE - 1:
+            report["exchanging"] = True
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)
@@ -775,8 +774,6 @@ class StepCounter:
             return
         if status == "200":
             self.posted = steps
-        elif status == "400":
-            self.says_group = False  # it is of an earlier release, and the next post counts
 
     def trains_alone(self, steps: int, least: int) -> bool:
         """Whether each of several ranks seems to train a model of its own; the program's log says so once."""

@@ -1,15 +1,17 @@
-"""From the previous release to this one, back, and forth again, while jobs run: nothing that runs may notice.
+"""From this release to an invented next one, back, and forth again, while jobs run: nothing that runs may notice.
 
-What the operator decides on its own of such jobs is in unit/core/test_upgraded_jobs.py, from a recorded status.
+The next one is this checkout with another version of the protocol and one more field of the status. Once there is a
+release, its tag takes the place of this checkout. What the operator decides on its own of such jobs is in
+unit/core/test_upgraded_jobs.py, from a recorded status.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import previous_release
 import pytest
 from jobs import Jobs, Json, job, steps_job
 from operator_process import CRD, OperatorProcess, install_crd
@@ -18,36 +20,51 @@ from testcluster.cluster import Cluster
 
 RUNNING = ("fast", "standard", "command")
 GRACE = 5
-SAID = "this operator does nothing for any job: the DDPJob definition (CRD) in the cluster lacks status."
+SAID = "this operator does nothing for any job: the DDPJob definition (CRD) in the cluster lacks status.invented"
+CHECKOUT = Path(__file__).parents[2]
+NEXT_CRD = Path("charts", "ddpjob-operator", "crds", "ddpjobs.ddpjob.io.yaml")
+FIELD = f"\n{' ' * 16}runtime: "
+
+
+def next_release(folder: Path) -> None:
+    """The operator, the runtime and the chart of a next release, in `folder`."""
+    for part in ("operator", "runtime", "charts"):
+        shutil.copytree(CHECKOUT / part, folder / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    changed(folder / "runtime" / "ddpjob_runtime" / "protocol.py", "\nVERSION = ", "\nVERSION = 1 + ")
+    changed(folder / NEXT_CRD, FIELD, f"\n{' ' * 16}invented: {{type: integer}}{FIELD}")
+
+
+def changed(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, f"{old!r} in {file}"
+    file.write_text(text.replace(old, new))
 
 
 class Releases:
-    """The previous operator and this one take turns, each with its CRD."""
+    """This operator and the next one take turns. The definition of the next one stays, as docs/upgrade.md says."""
 
     def __init__(self, cluster: Cluster, operator: OperatorProcess, folder: Path) -> None:
-        self.cluster, self.operator, self.folder = cluster, operator, folder
-
-    def previous(self) -> None:
-        self.operator.kill()
-        install_crd(self.cluster, self.folder / "charts" / "ddpjob-operator" / "crds")
-        self.operator.start(PYTHONPATH=str(self.folder / "operator"))
+        self.cluster, self.operator, self.folder, self.installed = cluster, operator, folder, False
 
     def this(self) -> None:
+        self.operator.kill()
+        self.operator.start()
+
+    def next(self) -> None:
         """The operator first: it must wait for its CRD."""
         self.operator.kill()
-        known = self.operator.log.read_text().count(SAID)
-        self.operator.start()
-        processes.wait_for("the operator to miss its CRD", lambda: self.operator.log.read_text().count(SAID) > known)
-        install_crd(self.cluster, CRD)
+        self.operator.start(PYTHONPATH=os.pathsep.join(str(self.folder / part) for part in ("operator", "runtime")))
+        if not self.installed:
+            processes.wait_for("the operator to miss its CRD", lambda: SAID in self.operator.log.read_text())
+            install_crd(self.cluster, self.folder / NEXT_CRD.parent)
+            self.installed = True
 
 
 @pytest.fixture
 def releases(cluster: Cluster, operator: OperatorProcess, tmp_path: Path) -> Iterator[Releases]:
     if os.environ.get("DDPJOB_TEST_UPGRADE") != "1":
-        pytest.skip("runs the operator of the previous release for three minutes: set DDPJOB_TEST_UPGRADE=1")
-    if not previous_release.is_known():
-        pytest.skip(f"the previous release ({previous_release.COMMIT[:7]}) is not in this clone's history")
-    previous_release.unpack(tmp_path)
+        pytest.skip("upgrades to an invented next release and back for three minutes: set DDPJOB_TEST_UPGRADE=1")
+    next_release(tmp_path)
     made = Releases(cluster, operator, tmp_path)
     yield made
     install_crd(cluster, CRD)
@@ -59,7 +76,7 @@ def with_grace(manifest: Json) -> Json:
 
 
 def test_jobs_outlive_an_upgrade_and_the_way_back(releases: Releases, jobs: Jobs) -> None:
-    releases.previous()
+    releases.this()
     jobs.apply(with_grace(steps_job("fast", 100000, recovery={"mode": "Fast"})))
     jobs.apply(with_grace(steps_job("standard", 100000)))
     jobs.apply(with_grace(job("command", command=["sleep", "100000"])))
@@ -70,7 +87,7 @@ def test_jobs_outlive_an_upgrade_and_the_way_back(releases: Releases, jobs: Jobs
     before = uids(jobs)
     assert len(before) == 9
 
-    for release in (releases.this, releases.previous, releases.this):
+    for release in (releases.next, releases.this, releases.next):
         steps = {name: jobs.step(name) for name in ("fast", "standard")}
         release()
         jobs.wait(f"steps after {release}", lambda s=steps: all(jobs.step(n) > s[n] for n in s))  # type: ignore[misc]

@@ -434,25 +434,6 @@ def test_a_job_that_comes_to_share_the_runtime_takes_those_along_that_are_about_
     run(main())
 
 
-def test_a_runtime_that_earlier_versions_made_for_its_jobs_is_shared_by_later_ones() -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.server.store.create("ConfigMap", build_runtime(await c.job()))
-            await seen()
-            await c.reconcile()
-            assert len(c.pods()) == 3 and c.server.store.find("ConfigMap", JOBS) is None
-            c.add("b")
-            await seen()
-            await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
-            assert len(c.pods()) == 6
-            c.server.store.delete("DDPJob", "job")
-            assert c.server.store.find("ConfigMap", runtime_name()) is not None
-            c.server.store.delete("DDPJob", "b")
-            assert not list(c.server.store.all("ConfigMap"))
-
-    run(main())
-
-
 def test_what_an_operator_has_left_half_shared_is_finished_by_the_next() -> None:
     """It died when the job had become an owner, and the runtime did not belong to the jobs yet."""
 
@@ -656,8 +637,13 @@ def test_an_older_runtime_is_kept_while_its_files_are_those_that_pods_mount(file
             data = {**made["binaryData"], "ddpjob_worker.py": b64encode(b"the older one").decode()}
             if files == "one more":
                 data["ddpjob_runtime.more.py"] = ""
-            owners = [runtime_owner(await c.job())]
-            old = {**made["metadata"], "name": f"job-runtime-{digest(data)}", "uid": "old", "ownerReferences": owners}
+            old = {**made["metadata"], "name": f"job-runtime-{digest(data)}", "uid": "old"}
+            jobs = store.get("ConfigMap", JOBS)
+            jobs = {**jobs, "metadata": {**jobs["metadata"], "name": runtime_jobs_name(old["name"]), "uid": "keeper"}}
+            jobs = store.create("ConfigMap", jobs)["metadata"]
+            old["ownerReferences"] = [
+                {"apiVersion": "v1", "kind": "ConfigMap", "name": jobs["name"], "uid": jobs["uid"]}
+            ]
             if files == "one less":
                 data.popitem()
             store.remove("ConfigMap", made)
@@ -939,7 +925,7 @@ def test_a_claim_is_made_once_and_one_without_an_owner_is_known_by_its_label() -
 def test_a_claim_that_is_lost_under_a_job_is_seen_when_a_pod_is_missing() -> None:
     async def main() -> None:
         async with case() as c:
-            _make_a_claim(c, status={"schema": 1, "trained": True})
+            _make_a_claim(c, status={"trained": True})
             await seen()
             await c.reconcile()
             pods = c.pods()

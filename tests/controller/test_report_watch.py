@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count, pairwise
-from typing import Any
 from unittest import mock
 
 from ddpjob.controller.report_watch import STALE_SECONDS, ReportWatch
@@ -300,26 +299,3 @@ async def test_another_address_is_asked_at_once_and_none_ends_it(world: World, c
         began = world.now
         await asyncio.sleep(100)
         assert world.watch.report(KEY) is None and c.requests(began) == 0
-
-
-@in_virtual_time
-async def test_an_older_coordinator_is_followed_without_proofs(world: World, c: Coordinator) -> None:
-    """It does not know `news`: its versions are asked for, and progress is one."""
-    asked: list[bytes] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append((await reader.readuntil(b"\r\n\r\n")).split()[1])
-        if b"after" in asked[-1]:
-            await asyncio.sleep(10)
-        body: dict[str, Any] = c.server.coordinator.report().write()
-        data = json.dumps({key: value for key, value in body.items() if key not in ("now", "news")}).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-        writer.close()
-
-    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
-    target = Target(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, version=2)
-    world.watch.follow(KEY, target)
-    await asyncio.sleep(25)
-    assert world.watch.report(KEY) is not None
-    assert asked[0] == b"/status" and asked[1].startswith(b"/status?after=0&wait=10") and len(asked) <= 4
-    listener.close()

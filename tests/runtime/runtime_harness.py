@@ -137,9 +137,9 @@ class Job:
         content: dict[str, Any] = json.loads((self.folder / f"{name}.end").read_text())
         return content
 
-    def status(self, after: int | None = None, wait: float = 0) -> dict[str, Any]:
+    def status(self, news: int | None = None, wait: float = 0) -> dict[str, Any]:
         """The coordinator's report."""
-        query = "" if after is None else f"?after={after}&wait={wait}"
+        query = "" if news is None else f"?news={news}&wait={wait}"
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/status{query}", headers={"Authorization": f"Bearer {TOKEN}"}
         )

@@ -342,8 +342,9 @@ def coordinator(*answers: dict[str, object], heard: list[dict[str, object]] | No
         with connection.makefile("rb") as lines:
             challenge = json.loads(lines.readline())
             token = TOKEN if answer else "another"
-            proof = protocol.seal(token, "coordinator", challenge["nonce"], "N")
-            connection.sendall(protocol.encode("proof", nonce="N", proof=proof))
+            place = {"generation": answer.get("generation", 2), "attempt": 0}
+            proof = protocol.seal(token, "coordinator", challenge["nonce"], "N", *map(str, place.values()))
+            connection.sendall(protocol.encode("proof", nonce="N", proof=proof, **place))
             line = lines.readline()
             if heard is not None:
                 heard.extend([challenge, *([json.loads(line)] if line else [])])

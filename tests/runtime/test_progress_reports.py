@@ -161,22 +161,6 @@ def test_a_report_names_its_round(
     assert b'"round": "0.7"' in relay.requests[-1]
 
 
-def test_a_script_s_report_is_taken_by_a_coordinator_that_knows_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpjob_report import link
-
-    monkeypatch.setenv("DDPJOB_FENCE", "0.7")
-    asked: list[bytes] = []
-
-    def ask(self: Any, body: bytes) -> tuple[int, str, str]:
-        asked.append(body)
-        return (400 if b"round" in body else 200), "number", ""
-
-    monkeypatch.setattr(link.Link, "_ask", ask)
-    client = link.Link("127.0.0.1:1", TOKEN)
-    assert client._send({"loss": 3}) and client._send({"loss": 4})
-    assert asked == [b'{"loss": 3, "round": "0.7"}', b'{"loss": 3}', b'{"loss": 4}']
-
-
 def test_a_post_that_fails_keeps_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Posted again it has the speed of when its steps were done."""
     from ddpjob_report import link
@@ -405,14 +389,13 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     monkeypatch.setattr(worker, "exchanges_otherwise", lambda: False)
     posted: list[dict[str, Any]] = []
-    answers = {"status": "200"}
 
     def counted(world: str, *steps: int, last: bool = False) -> list[bool]:
         monkeypatch.setenv("WORLD_SIZE", world)
         hooks: list[Any] = []
         counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=hooks.append))
         monkeypatch.setattr(counter, "start", lambda: None)
-        monkeypatch.setattr(counter, "ask", lambda body: (posted.append(json.loads(body)), (answers["status"], ""))[1])
+        monkeypatch.setattr(counter, "ask", lambda body: (posted.append(json.loads(body)), ("200", ""))[1])
         posted.clear()
         for number in steps:
             for _ in range(number):
@@ -429,9 +412,6 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     assert counted("1", 9, 1, 5) == [False, False, False]
     assert counted("2", 3, last=True) == [False, True], "a program that ends will form no group"
     assert counted("2", 12, last=True) == [True, True]
-    answers["status"] = "400"
-    assert counted("2", 20, 1) == [True, False], "an earlier coordinator does not know it"
-    answers["status"] = "200"
     monkeypatch.setattr(worker, "group_exists", lambda: True)
     assert counted("2", 20, 1) == [False, False]
     monkeypatch.setattr(worker, "group_exists", lambda: False)

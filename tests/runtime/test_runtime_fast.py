@@ -207,7 +207,7 @@ def test_a_frozen_node_is_fenced(job: Job) -> None:
             ),
             20,
         )
-        job.post("/v1/gone", {"pod": victim, "why": "its node was given up"})
+        job.post("/v1/gone", {"pods": [victim], "why": "its node was given up"})
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)

@@ -148,10 +148,10 @@ class Launcher:
         """Hello, to the coordinator of this job; another's connection is closed, and the name is looked up again."""
         assert self._connection is not None
         nonces = self.pod.name, message["nonce"]
-        if not production.is_sealed(message["proof"], self.token, "coordinator", *nonces):
+        place = message["generation"], message["attempt"]
+        if not production.is_sealed(message["proof"], self.token, "coordinator", *nonces, *map(str, place)):
             self._connection.close_down("it does not know this job's token")
             return
-        place = message["generation"], message["attempt"]
         if place < self._place:
             self._connection.close_down("it has been replaced")
             return

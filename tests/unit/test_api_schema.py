@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
 import json
 import re
@@ -42,7 +41,7 @@ from ddpjob.api.job_status import (
     Slot,
     SlotState,
 )
-from ddpjob.api.schema import Json, apply_defaults, load_crd, object_schema, schema_of, to_json_schema
+from ddpjob.api.schema import apply_defaults, load_crd, object_schema, schema_of, to_json_schema
 from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +111,7 @@ def test_no_field_changes_by_itself_while_running() -> None:
     assert guarded == (set(SPEC["properties"]) - free) | {"recovery.mode"}
 
 
-RENAMED = {"initialSeconds": "initial", "maxSeconds": "maximum", "on": "cause"}
+RENAMED = {"initialSeconds": "initial", "maxSeconds": "maximum"}
 Path_ = tuple[str | int, ...]
 
 
@@ -204,11 +203,15 @@ def test_without_checkpoints_their_path_is_the_default() -> None:
 def test_the_template_hash_is_of_the_spec_as_it_is_stored() -> None:
     """A default that a later release adds must not replace the pods of every job."""
     spec = {"image": "a", "recovery": {"maxRestarts": 3}}
-    assert JobSpec.read(spec).template_hash == "7720613975"
-    assert JobSpec.read(spec | {"nodes": 7}).template_hash == "7720613975"
-    assert JobSpec.read(spec | {"rankOrder": ["rack"]}).template_hash == "7720613975"
-    assert JobSpec.read({"image": "a", "recovery": {"mode": "Standard"}}).template_hash == "7720613975"
-    assert JobSpec.read({"image": "a", "recovery": {"mode": "Fast"}}).template_hash != "7720613975"
+    assert JobSpec.read(spec).template_hash == HASH
+    assert JobSpec.read(spec | {"nodes": 7}).template_hash == HASH
+    assert JobSpec.read(spec | {"rankOrder": ["rack"]}).template_hash == HASH
+    assert JobSpec.read({"image": "a", "recovery": {"mode": "Standard"}}).template_hash == HASH
+    assert JobSpec.read({"image": "a", "recovery": {"mode": "Fast"}}).template_hash != HASH
+
+
+HASH = "7720613975"
+"""Of a spec that names an image alone: another one replaces the pods of all jobs at an upgrade."""
 
 
 def test_the_enums_have_the_same_values() -> None:
@@ -261,7 +264,6 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
         ),
         selector="a=b",
         runtime="job-runtime-12345678",
-        pod_defaults=1,
         start_time=now,
         completion_time=now,
         template_hash="abc",
@@ -321,7 +323,6 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
         | {"stragglers": [{"rank": 3, "pod": "p", "node": "n", "slowdown": 1.8, "since": TIME}]},
         trained=True,
         claim_made=True,
-        schema=1,
     )
     status = replace(status, slots=(*status.slots, *(Slot(node=f"n{i}") for i in range(100))))
     written = status.write(JobSpec.read({"image": "a"}))
@@ -380,10 +381,11 @@ def test_what_is_not_set_is_not_written() -> None:
     yaml.safe_dump(written)  # plain values alone
 
 
-def test_a_status_of_another_release_is_read() -> None:
-    old = {"slots": [{"attempt": 3, "state": "Running"}, {"attempt": 1, "state": "Lost"}], "restarts": {"counted": 2}}
-    read = JobStatus.read(old | {"later": {"a": 1}, "rendezvous": {"later": 1}, "nodes": {"later": 1, "ready": 2}})
-    assert (read.highest_attempt, read.restarts.total, read.ready, read.active) == (3, 2, 2, 0)
+def test_a_status_of_a_later_release_is_read() -> None:
+    later = {"later": {"a": 1}, "rendezvous": {"later": 1, "generation": 3}, "nodes": {"later": 1, "ready": 2}}
+    read = JobStatus.read(later | {"slots": [{"attempt": 3, "state": "Running", "later": 1}]})
+    assert (read.rendezvous.generation, read.ready, read.active) == (3, 2, 0)
+    assert read.slots == (Slot(attempt=3, state=SlotState.RUNNING),)
     assert JobStatus.read({}) == JobStatus()
     unknown = {"type": "Running", "status": "Unknown", "reason": "A", "message": "", "lastTransitionTime": TIME}
     assert not JobStatus.read({"conditions": [unknown]}).holds(ConditionType.RUNNING)
@@ -483,7 +485,7 @@ def test_equal_slots_of_a_large_job_are_written_as_one() -> None:
     spec = JobSpec.read({"image": "a"})
     running = [Slot(state=SlotState.RUNNING, node=f"node-{i}") for i in range(1024)]
     running[7] = replace(running[7], attempt=3)
-    status = JobStatus(slots=tuple(running), highest_attempt=3, schema=1)
+    status = JobStatus(slots=tuple(running), highest_attempt=3)
     written = status.write(spec)
     assert [entry.get("count", 1) for entry in written["slots"]] == [7, 1, 1016]
     assert len(json.dumps(written["slots"])) < 16_000
@@ -492,17 +494,8 @@ def test_equal_slots_of_a_large_job_are_written_as_one() -> None:
     assert planned.write(spec)["slots"] == [{"attempt": 0, "state": "Planned", "count": 1024}]
     assert JobStatus.read(planned.write(spec)) == planned
     for wrong in ({"count": 5000}, {"count": 0}, {"count": "all"}, {"nodes": ["n", "m"]}):
-        one = JobStatus(slots=(Slot(attempt=4),), highest_attempt=4)
+        one = JobStatus(slots=(Slot(attempt=4),))
         assert JobStatus.read({"slots": [{"attempt": 4, **wrong}]}) == one
-
-
-def test_a_crd_of_the_first_release_is_sent_only_what_it_holds() -> None:
-    """It would prune the rest: a job of 1,024 slots would have one left."""
-    spec = JobSpec.read({"image": "a"})
-    status = JobStatus(slots=(Slot(),) * 1024, trained=True, claim_made=True)
-    assert len(status.write(spec)["slots"]) == 1024
-    assert not {"trained", "claimMade", "schema"} & status.write(spec).keys()
-    assert apply_defaults({}, STATUS)["schema"] == 1, "a later CRD says that it is one"
 
 
 STORED = json.loads(
@@ -516,19 +509,11 @@ STORED = json.loads(
     "cleanPodPolicy": "Running", "failedPodsKept": 3}, "scheduling": {"onePodPerNode": true, "topologyKey":
     "kubernetes.io/hostname"}}"""
 )
-FIRST_HASH = "d1aeac3640"
-"""Of STORED, as the first release wrote it into status.templateHash."""
-
-
-def first_release_hash(spec: Mapping[str, Any]) -> str:
-    changeable = ("nodes", "elastic", "spares", "recovery", "runPolicy")
-    fixed = {key: value for key, value in spec.items() if key not in changeable} | {"recovery.mode": "Standard"}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a status of the first release to a later one, and back."""
-    assert JobSpec.read(STORED).template_hash == FIRST_HASH == first_release_hash(STORED)
+    """From this release to a later one, and back."""
+    stored = JobSpec.read(STORED).template_hash
     later = deepcopy(schema_of("spec"))
     queue = {"type": "object", "default": {}, "properties": {"depth": {"type": "integer", "default": 3}}}
     later["properties"]["fabric"] = {
@@ -542,36 +527,13 @@ def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatc
     }
     read = apply_defaults(STORED, later)
     assert read["fabric"] == {"policy": "Isolated", "queue": {"depth": 3}} and read["storage"]["data"]["split"] is False
-    assert JobSpec.read(read).template_hash == FIRST_HASH, "an operator that does not know the fields yet"
+    assert JobSpec.read(read).template_hash == stored, "an operator that does not know the fields yet"
     with monkeypatch.context() as patched:
         patched.setattr(job_spec, "schema_of", lambda path: later if path == "spec" else schema_of(path))
-        assert job_spec._template_hash(read, "Standard") == FIRST_HASH
+        assert job_spec._template_hash(read, "Standard") == stored
         for change in ({"policy": "Open"}, {"note": "x"}, {"queue": {"depth": 4}}):
             changed = {**read, "fabric": {**read["fabric"], **change}}
-            assert job_spec._template_hash(changed, "Standard") != FIRST_HASH
-    assert first_release_hash(_pruned(read)) == FIRST_HASH, "the first release, with its own CRD again"
-
-
-def _pruned(spec: Json) -> Json:
-    spec = deepcopy(spec)
-    del spec["fabric"], spec["storage"]["data"]["split"], spec["network"], spec["scheduling"]["disruptionBudget"]
-    return spec
-
-
-def test_the_defaults_of_the_first_release_stay_and_later_ones_are_not_added_to_them() -> None:
-    """Another value would change what running jobs do, and the list decides what their hashes hold."""
-    assert apply_defaults(STORED, schema_of("spec")).keys() >= STORED.keys()
-    bare = {key: STORED[key] for key in ("image", "script")}
-    for name in job_spec._FIRST_DEFAULTS:
-        first = STORED
-        for part in name.split("."):
-            first = first[part]
-        if name not in ("gpusPerNode", "podTemplate") and not isinstance(first, dict):
-            filled = apply_defaults({**bare, "storage": {"data": {}, "checkpoints": {}}}, schema_of("spec"))
-            for part in name.split("."):
-                filled = filled[part]
-            assert filled == first, name
-    assert len(job_spec._FIRST_DEFAULTS) == 21
+            assert job_spec._template_hash(changed, "Standard") != stored
 
 
 def _functions_of_fields(kind: Any, seen: set[Any]) -> Iterator[Any]:

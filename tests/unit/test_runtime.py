@@ -154,20 +154,18 @@ def test_the_config_map_is_one_that_kubernetes_takes() -> None:
     )
 
 
-def test_a_runtime_is_trusted_by_sixteen_digits_and_by_the_eight_of_earlier_releases() -> None:
+def test_a_runtime_is_trusted_by_sixteen_digits() -> None:
     """A running job is pinned to the name that it began with, and an upgrade does not disturb it."""
     manifest = build_runtime(JOB)
     for name, trusted in (
         (runtime_name(), True),
-        (runtime_name()[:-8], True),
-        (runtime_name()[:-9], False),
+        (runtime_name()[:-8], False),
         (runtime_name()[:-8] + "00000000", False),
         ("ddpjob-runtime-", False),
     ):
         assert holds_runtime({**manifest, "metadata": {"name": name}}) is trusted
     changed = {**manifest["binaryData"], "ddpjob_report.py": ""}
-    for name in (runtime_name(), runtime_name()[:-8]):
-        assert not holds_runtime({**manifest, "metadata": {"name": name}, "binaryData": changed})
+    assert not holds_runtime({**manifest, "binaryData": changed})
 
 
 def constants(path: str) -> dict[str, Any]:

@@ -15,15 +15,13 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from ddpjob_runtime.protocol import Mode
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.alias_generators import to_camel
 
 from ddpjob.api.schema import apply_defaults, default_of, exceeds, schema_of, without_nulls
 
 MANAGER = "ddpjob.io/operator"
 """`spec.managedBy` of a job that this operator runs; it may as well be left out."""
-POD_DEFAULTS = 1
-"""What new jobs' pods get where the spec is silent. 1: a security context, and limits of the coordinator."""
 Json = dict[str, Any]
 """A JSON object at the edge: a manifest or a part of one."""
 
@@ -229,7 +227,7 @@ class Backoff:
 class Rule:
     """One entry of `recovery.rules`; without exit codes it matches all of them."""
 
-    cause: Annotated[RuleCause, Field(validation_alias=AliasChoices("cause", "on"))]
+    cause: RuleCause
     action: RuleAction
     exit_codes: tuple[int, ...] = ()
 
@@ -395,44 +393,33 @@ class JobSpec:
 
 _CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder")
 """Fields that running pods adopt, but for recovery.mode."""
-_FIRST_DEFAULTS = frozenset(
-    {
-        *("gpusPerNode", "gpuResource", "resources", "backend", "podTemplate"),
-        *("rendezvous", "rendezvous.placement", "rendezvous.port", "rendezvous.joinTimeoutSeconds"),
-        *("rendezvous.resources", "rendezvous.resources.requests"),
-        *("scheduling", "scheduling.onePodPerNode", "scheduling.topologyKey"),
-        *("storage", "storage.data.mountPath", "storage.data.readOnly", "storage.sharedMemory"),
-        *("storage.checkpoints.mountPath", "storage.checkpoints.readOnly", "storage.checkpoints.shared"),
-    }
-)
-"""Fields that had a default in the first release: every stored spec holds them, and every hash does. Never add one."""
 
 
 def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
     """Hash of what pods are made from: no upgrade of the CRD may change it, since that replaces all running pods.
 
-    A spec is read with the defaults of the CRD in the cluster. Left out are therefore later fields
+    A spec is read with the defaults of the CRD in the cluster, which may be a later one. Left out are therefore fields
     that have their defaults, and fields that this operator does not know.
     """
     fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}
-    hashed = _without_later(fixed, schema_of("spec"), "") | {"recovery.mode": mode}
+    hashed = _without_defaults(fixed, schema_of("spec")) | {"recovery.mode": mode}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _without_later(value: Any, schema: Mapping[str, Any], path: str) -> Any:
+def _without_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
-        return [_without_later(item, schema.get("items") or {}, path) for item in value]
+        return [_without_defaults(item, schema.get("items") or {}) for item in value]
     properties = schema.get("properties")
     if not isinstance(value, Mapping) or not properties or "x-kubernetes-preserve-unknown-fields" in schema:
         return value
     kept = {}
     for name, item in value.items():
-        known, below = properties.get(name), f"{path}.{name}".lstrip(".")
+        known = properties.get(name)
         if known is None:
             continue
-        item = _without_later(item, known, below)
+        item = _without_defaults(item, known)
         default = apply_defaults(known.get("default"), known)
-        if below in _FIRST_DEFAULTS or "default" not in known or item != _without_later(default, known, below):
+        if "default" not in known or item != _without_defaults(default, known):
             kept[name] = item
     return kept
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import groupby
@@ -304,8 +304,6 @@ class JobStatus:
     conditions: tuple[Condition, ...] = ()
     selector: Annotated[str, _OMIT_EMPTY] = ""
     runtime: Annotated[str, _OMIT_EMPTY] = ""
-    pod_defaults: Annotated[_Number, _OMIT_EMPTY] = 0
-    """The defaults that the pods are built with, POD_DEFAULTS of the release that began the job."""
     start_time: _OptionalTime = None
     completion_time: _OptionalTime = None
     template_hash: Annotated[str, _OMIT_EMPTY] = ""
@@ -336,8 +334,6 @@ class JobStatus:
     """Whether it has made a step, or has run for so long that it must be assumed."""
     claim_made: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the claim of its claimTemplate has existed: one that is gone then took the checkpoints with it."""
-    schema: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Set by the CRD in the cluster, by a default. What a CRD below 1 does not hold is not written."""
 
     def slot(self, index: int | None) -> Slot | None:
         """The slot of an index that may be anything: reports are written in the user's image."""
@@ -383,22 +379,12 @@ class JobStatus:
         Raises for no JSON object: a field that cannot be read is left out, and so is an object that lacks what it must
         have. The CRD admits some of that, and a file with a job's record may hold anything.
         """
-        read = _validated({**status, "slots": _expanded(status.get("slots") or ())})
-        # Not written by early releases.
-        if "highestAttempt" not in status:
-            read = replace(read, highest_attempt=max((s.attempt for s in read.slots), default=0))
-        counts, stored = read.restarts, status.get("restarts")
-        if not isinstance(stored, Mapping) or "total" not in stored:
-            read = replace(read, restarts=replace(counts, total=counts.counted + counts.uncounted))
-        return read
+        return _validated({**status, "slots": _expanded(status.get("slots") or ())})
 
     def write(self, spec: JobSpec) -> Json:
         """The object's `status`, with what is derived for display."""
         written: Json = _STATUS.dump_python(self, mode="json", by_alias=True)
-        if not self.schema:
-            for name in ("trained", "claimMade"):
-                written.pop(name, None)
-        elif len(self.slots) >= COMPACT_FROM:
+        if len(self.slots) >= COMPACT_FROM:
             written["slots"] = _compact(written["slots"])
         written["nodes"] = {
             "wanted": self._wanted(spec),
@@ -415,10 +401,6 @@ class JobStatus:
         return written
 
 
-SINCE_SCHEMA = frozenset(
-    {"status.schema", "status.trained", "status.claimMade", "status.slots.count", "status.slots.nodes"}
-)
-"""Fields without which the operator works too: `JobStatus.schema` says whether the CRD in the cluster holds them."""
 COMPACT_FROM = 100
 """Slots from which on equal ones in a row are written as one entry; 1,024 of them would be 100 KB at each write."""
 _MOST_SLOTS = 4096

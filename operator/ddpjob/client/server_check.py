@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpjob.api.job import PLURAL, DDPJob
-from ddpjob.api.job_spec import POD_DEFAULTS, Json, Placement
+from ddpjob.api.job_spec import Json, Placement
 from ddpjob.api.job_status import JobStatus, Slot
 from ddpjob.client.api_server import ApiRefusal
 from ddpjob.client.cluster_backend import ClusterBackend
@@ -29,7 +29,7 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
         yield f"the job: {refusal}"
         return
     job = DDPJob.read(stored)
-    status = JobStatus(pod_defaults=POD_DEFAULTS, runtime=runtime_name(), slots=(Slot(),) * job.spec.pods)
+    status = JobStatus(runtime=runtime_name(), slots=(Slot(),) * job.spec.pods)
     platform = Platform(operator_key=b"a dry run")
     pods = [build_node(job, status, platform, 0, 0)]
     if job.spec.rendezvous.placement is Placement.DEDICATED:

@@ -333,8 +333,7 @@ class KubernetesCluster:
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
             return ""
-        through_jobs = jobs is not None and jobs.uid in found.owner_uids and _stays_for(job, jobs)
-        if not through_jobs and not _stays_for(job, found):  # Earlier versions made the jobs its owners.
+        if jobs is None or jobs.uid not in found.owner_uids or not _stays_for(job, jobs):
             return ""
         if found.uid not in self._checked:
             try:

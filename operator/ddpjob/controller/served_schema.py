@@ -13,7 +13,6 @@ from typing import Any
 
 from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import SINCE_SCHEMA
 from ddpjob.api.schema import schema_of
 from ddpjob.controller import operator_metrics as metrics
 from ddpjob.controller.rest import ApiError, Rest
@@ -149,5 +148,5 @@ def lacking(ours: Mapping[str, Any], served: Any, path: str = "status") -> Itera
         below = f"{path}.{name}"
         if name in fields:
             yield from lacking(schema, fields[name], below)
-        elif below not in SINCE_SCHEMA:
+        else:
             yield below

@@ -40,9 +40,6 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
     `group`: the names of its pods in the order of their ranks.
     """
     labels, hosts = view.job.spec.rank_order, view.world.hosts
-    if report.order is None:
-        remedy = "a job that is created again has this operator's, and continues from the same checkpoints"
-        return False, "RuntimeTooOld", f"the pods' runtime is of a release that numbers ranks by index; {remedy}"
     if hosts is None:
         remedy = "grant it get, list and watch of nodes by a ClusterRole"
         return False, "NodesUnknown", f"the operator may not read the labels of Kubernetes nodes; {remedy}"

@@ -191,7 +191,7 @@ def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) 
         case CreateGang():
             return build_gang(job, status)
         case CreateWorkload(name, replaces):
-            return build_workload(job, status, cluster.platform, name, replaces)
+            return build_workload(job, cluster.platform, name, replaces)
         case CreateCoordinator():
             return build_coordinator(job, status, cluster.platform)
         case CreateNode(index, attempt):

@@ -23,11 +23,8 @@ from yarl import URL
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.schema import without_nulls
-from ddpjob.core.plan.slots import UNVERSIONED, protocol_of
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.objects.platform import Platform
-from ddpjob.objects.service import runtime_name
 
 log = logging.getLogger("ddpjob.coordinator")
 
@@ -51,29 +48,14 @@ class Target:
     endpoint: str
     token: str
     """The job's: both sides prove that they know it."""
-    version: int = protocol.VERSION
-    """Of the protocol. Those before version 3 prove nothing, and want the token itself with every message."""
     pods: int = protocol.MAX_PODS
     """How many pods the job has: bounds what is read and kept of a report."""
-    own_runtime: bool = True
-    """Whether its coordinator is of this release. Those of earlier ones know the largest report's size alone."""
-
-    @property
-    def proves(self) -> bool:
-        """Whether requests and answers carry a proof of the token."""
-        return self.version >= 3
-
-    @property
-    def largest_report(self) -> int:
-        """Bytes."""
-        return protocol.largest_report(self.pods) if self.own_runtime else protocol.MAX_REPORT
 
 
 def target_of(job: DDPJob, platform: Platform, endpoint: str) -> Target:
     """The job's coordinator at `host:port`."""
     pods = max(job.spec.pods, len(job.status.slots))
-    own_runtime = job.status.runtime in ("", runtime_name())
-    return Target(endpoint, platform.token(job), protocol_of(job.status), pods, own_runtime)
+    return Target(endpoint, platform.token(job), pods)
 
 
 class CoordinatorClient:
@@ -163,10 +145,9 @@ class Link:
         """
         path = STATUS_PATH
         if known is not None:
-            beyond = f"after={known.version}" if not self.target.proves else f"news={known.news}"
-            path += f"?{beyond}&wait={wait:g}"
+            path += f"?news={known.news}&wait={wait:g}"
         body = await self.request("GET", path, wait=wait if known is not None else 0.0)
-        return read_report(body, self._client.clock(), self.target.pods, self.target.version)
+        return read_report(body, self._client.clock(), self.target.pods)
 
     async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
         """The proved answer to a request. Raises as `report` does."""
@@ -174,26 +155,20 @@ class Link:
             nonce, instance = secrets.token_hex(16), self._instance  # which another request may change meanwhile
             status, headers, content = await self._ask(method, path, body, nonce, instance)
             offered = headers.get(INSTANCE_HEADER, "")[:64]
-            if status == 401 and self.target.proves and offered not in ("", instance):
+            if status == 401 and offered not in ("", instance):
                 instance = self._instance = offered  # a coordinator takes no proof that was made for another
                 status, headers, content = await self._ask(method, path, body, nonce, instance)
         proof = headers.get(PROOF_HEADER, "")
         known = self.target.token, "answer", instance, nonce, content
-        if self.target.proves and not protocol.is_sealed(proof, *known):
+        if not protocol.is_sealed(proof, *known):
             raise ValueError(f"the answer ({status}) does not prove that it comes from this job's coordinator")
         if status != 200:
             raise ValueError(f"the answer is {status} {content[:150]!r}")
         return content
 
-    def _credentials(self, method: str, path: str, body: bytes, nonce: str, instance: str) -> dict[str, str]:
-        target = self.target
-        if not target.proves:
-            return {"Authorization": f"Bearer {target.token}"} if method == "POST" else {}
-        proof = protocol.seal(target.token, "request", instance, nonce, method, path, body)
-        return {NONCE_HEADER: nonce, PROOF_HEADER: proof}
-
     async def _ask(self, method: str, path: str, body: bytes, nonce: str, instance: str) -> tuple[int, Any, bytes]:
-        headers = self._credentials(method, path, body, nonce, instance)
+        proof = protocol.seal(self.target.token, "request", instance, nonce, method, path, body)
+        headers = {NONCE_HEADER: nonce, PROOF_HEADER: proof}
         url = URL(f"http://{self.target.endpoint}{path}", encoded=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         async with self._client.session.request(
@@ -206,7 +181,7 @@ class Link:
             return answer.status, answer.headers, content
 
     async def _read(self, stream: aiohttp.StreamReader) -> bytes:
-        most = self.target.largest_report
+        most = protocol.largest_report(self.target.pods)
         content = await _until(stream, b"", SMALL)
         if len(content) > SMALL:
             async with self._client.large:
@@ -237,19 +212,14 @@ def describe_error(what: str, error: BaseException) -> str:
 # --- reports ----------------------------------------------------------------------------------------------------
 
 
-def read_report(
-    body: bytes, received: datetime, pods: int = protocol.MAX_PODS, version: int = protocol.VERSION
-) -> Report:
+def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) -> Report:
     """The report in an answer, with its times on our clock, and without what is not used.
-
-    `version`: of the protocol that the coordinator speaks.
 
     Raises:
         ValueError: it breaks the contract.
     """
     try:
-        content = json.loads(body, parse_constant=_not_json)
-        report = Report.read(content if version > UNVERSIONED else _renamed(content))
+        report = Report.read(json.loads(body, parse_constant=_not_json))
         known = 2 * pods + 16  # pods that end are in it for a while
         report = replace(
             report,
@@ -267,14 +237,6 @@ def read_report(
         raise ValueError("its JSON is nested deeper than Python reads") from None
     except OverflowError as error:
         raise ValueError(f"a number or a time is out of bounds: {error}") from None
-
-
-def _renamed(content: Any) -> Any:
-    """A report of the first protocol in the words of the next ones. Its incidents held nulls for absent texts."""
-    if not isinstance(content, dict) or not isinstance(content.get("incidents", []), list):
-        return content
-    incidents = [without_nulls(incident) for incident in content.get("incidents", ())]
-    return {**content, "minNodes": content.get("minimum"), "incidents": incidents}
 
 
 def _not_json(constant: str) -> None:

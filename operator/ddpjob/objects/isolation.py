@@ -60,7 +60,7 @@ def build_policy(job: DDPJob, platform: Platform) -> Json:
 
 
 def _policy(job: DDPJob, platform: Platform) -> Json:
-    """Selects pods by a label of their own: those that an earlier release has made stay as they are."""
+    """Select pods by a label of their own, since spec.network may change for later ones while a job is suspended."""
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}
     return {

@@ -31,7 +31,7 @@ from ddpjob.core.world import (
 from ddpjob.objects.isolation import token_variable
 from ddpjob.objects.platform import COORDINATOR_HOSTNAME, Platform
 from ddpjob.objects.quantities import amount
-from ddpjob.objects.service import RUNTIME_FOLDER, metadata, runtime_name
+from ddpjob.objects.service import RUNTIME_FOLDER, metadata
 from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node, trainer_of
 
 RUNTIME_VOLUME = "ddpjob-runtime"
@@ -171,10 +171,9 @@ def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
             }
             for taint in ("unreachable", "not-ready")
         ],
-    }
-    if status.pod_defaults:
         # Not runAsNonRoot: the kubelet would refuse the many images that run as root.
-        basics["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+    }
     if spec.image_pull_secrets:
         basics["imagePullSecrets"] = [{"name": secret} for secret in spec.image_pull_secrets]
     if status.gang_waits and not spec.scheduling.by_volcano:
@@ -224,17 +223,16 @@ def _node_pods(job: DDPJob) -> Json:
 # --- containers -------------------------------------------------------------------------------------------------
 
 
-def _container(job: DDPJob, status: JobStatus, name: str, command: list[str], args: list[str]) -> Json:
+def _container(job: DDPJob, name: str, command: list[str], args: list[str]) -> Json:
     container: Json = {
         "name": name,
         "image": job.spec.image,
         "command": command,
         "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     if args:
         container["args"] = args
-    if status.pod_defaults:
-        container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     if job.spec.image_pull_policy:
         container["imagePullPolicy"] = job.spec.image_pull_policy
     return container
@@ -247,7 +245,7 @@ def _program(platform: Platform, name: str) -> list[str]:
 
 def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
     command, args = _entry_point(job, status, platform)
-    container = _container(job, status, TRAINER_CONTAINER, command, args)
+    container = _container(job, TRAINER_CONTAINER, command, args)
     # The operator's variables come first, so that the user's may refer to $(POD_IP); the schema forbids equal names.
     container["env"] = [
         *_environment(job, status, platform, index, attempt),
@@ -390,9 +388,8 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace,
         "MASTER_ADDR": platform.first_host(job, status),
         "MASTER_PORT": str(job.spec.rendezvous.master_port),
+        "PYTHON_EXEC": platform.torchrun_python,
     }
-    if status.runtime in ("", runtime_name()):  # The runtime of an earlier release cannot be executed.
-        values["PYTHON_EXEC"] = platform.torchrun_python
     given = {variable["name"] for variable in job.spec.env}
     return [{"name": name, "value": value} for name, value in values.items() if name not in given]
 
@@ -503,7 +500,7 @@ def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:
 def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
     rendezvous = job.spec.rendezvous
     arguments = _coordinator_arguments(job, status, platform)
-    container = _container(job, status, COORDINATOR_CONTAINER, _program(platform, "coordinator"), arguments)
+    container = _container(job, COORDINATOR_CONTAINER, _program(platform, "coordinator"), arguments)
     pod = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
     container["env"] = [
         _POD_IP,
@@ -515,9 +512,7 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
         container["env"].append({"name": "DDPJOB_RANK_ORDER", "value": "1"})
     if job.spec.recovery.max_restarts == 0:
         container["env"].append({"name": "DDPJOB_NO_RESTARTS", "value": "1"})
-    resources = _with_limits(rendezvous.resources) if status.pod_defaults else rendezvous.resources
-    if resources:
-        container["resources"] = resources
+    container["resources"] = _with_limits(rendezvous.resources)
     container["volumeMounts"] = [_runtime_mount(platform)]
     container["ports"] = [
         {"name": "rendezvous", "containerPort": rendezvous.port},

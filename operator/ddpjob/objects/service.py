@@ -87,9 +87,8 @@ def _digest(files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
-DIGITS, FORMER_DIGITS = 16, 8
-"""Of the digest in the name, by which the content is trusted: another content of the same name takes 2**64 tries. Jobs
-of earlier releases are pinned to names with fewer digits, and keep theirs."""
+DIGITS = 16
+"""Of the digest in the name, by which the content is trusted: another content of the same name takes 2**64 tries."""
 
 
 def holds_runtime(config_map: Json) -> bool:
@@ -101,8 +100,7 @@ def holds_runtime(config_map: Json) -> bool:
     if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):
         return False
     named = str(config_map["metadata"]["name"]).rpartition("-")[2]
-    digest = _digest({name: b64decode(content) for name, content in data.items()})
-    return named in (digest, digest[:FORMER_DIGITS])
+    return named == _digest({name: b64decode(content) for name, content in data.items()})
 
 
 @cache

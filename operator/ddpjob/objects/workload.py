@@ -25,13 +25,13 @@ _POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClass
 _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 
 
-def build_workload(job: DDPJob, status: JobStatus, platform: Platform, name: str, replaces: str) -> Json:
+def build_workload(job: DDPJob, platform: Platform, name: str, replaces: str) -> Json:
     """The request for `spec.nodes + spec.spares` pods of slots, and the coordinator's own.
 
     `replaces`: name of the Workload that holds the quota until this one is admitted; empty: none does. Kueue takes the
     priority from `spec.priority`, which whoever creates the Workload looks up in the class that it names.
     """
-    plain = JobStatus(pod_defaults=status.pod_defaults, slots=(Slot(),))
+    plain = JobStatus(slots=(Slot(),))
     sets = [_pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), job.spec.pods)]
     if job.spec.rendezvous.placement is Placement.DEDICATED:
         sets.append(_pod_set(COORDINATOR_SET, build_coordinator(job, plain, platform), 1))

@@ -16,7 +16,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
 from typing import NoReturn
 
@@ -137,8 +136,7 @@ def main() -> None:
     )
     parser.add_argument("--host", default="", help="address to listen on (default: all; the store's: POD_IP)")
     arguments = parser.parse_args()
-    # The last one for pods of an earlier release's operator, which did not give POD_IP.
-    arguments.store_host = arguments.host or os.environ.get("POD_IP") or socket.gethostname()
+    arguments.store_host = arguments.host or os.environ.get("POD_IP", "")
     settings = read_settings(parser, arguments)
     token = os.environ.get("DDPJOB_TOKEN", "")
     if not token:
@@ -168,7 +166,6 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     if not generation.isdigit():
         parser.error(f"DDPJOB_GENERATION must be a whole number, not {generation!r}")
     initial, maximum = arguments.backoff
-    # Variables, which an earlier release's coordinator does not look at.
     said = (os.environ.get(name) == "1" for name in ("DDPJOB_RANK_ORDER", "DDPJOB_NO_RESTARTS"))
     times = arguments.hang_after, initial, maximum
     return Settings(arguments.nodes, min_nodes, int(generation), mode, arguments.attempt, *times, *said)

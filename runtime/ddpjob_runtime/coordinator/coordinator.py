@@ -56,14 +56,13 @@ class Coordinator:
         self._takeover = Takeover(self.rounds, self.members, loop, settings.attempt)
         self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
         self._stop: dict[str, Any] | None = None
-        self.version = self.news = 0
-        """Of the report; `news` does not grow by progress alone."""
+        self.news = 0
+        """Of the report: grows with every change but that of the progress."""
         self._started_at = clock()
         self.exit_why: str | None = None
         """Set: the coordinator is no longer needed."""
 
     def _bump(self, news: bool = True) -> None:
-        self.version += 1
         self.news += news
         self._notify()
 
@@ -306,7 +305,6 @@ class Coordinator:
             min_nodes=rounds.size.min_nodes,
             backoff=(rounds.backoff.initial, rounds.backoff.maximum),
             now=time_of(self._now()),
-            version=self.version,
             news=self.news,
             mode=settings.mode,
             attempt=settings.attempt,

@@ -195,9 +195,8 @@ def _progress(coordinator: Coordinator, content: Any) -> None:
 
 
 def _gone(coordinator: Coordinator, content: Any) -> None:
-    several = isinstance(content, dict) and "pods" in content
-    _fields(content, {"pods": list, "why": str} if several else {"pod": str, "why": str})
-    for pod in _strings(content["pods"]) if several else [content["pod"]]:
+    _fields(content, {"pods": list, "why": str})
+    for pod in _strings(content["pods"]):
         coordinator.gone(pod, content["why"])
 
 
@@ -264,20 +263,15 @@ GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
 
 
 async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:
-    """Long poll: until the report is newer than `after` or has other `news`, the time is over or the client is gone."""
-    after, news, seconds = _number(query, "after"), _number(query, "news"), _number(query, "wait")
-    if (after is None and news is None) or seconds is None:
+    """Long poll: until the report has other `news`, the time is over or the client is gone."""
+    news, seconds = _number(query, "news"), _number(query, "wait")
+    if news is None or seconds is None:
         return
-
-    def is_new() -> bool:
-        coordinator = server.coordinator
-        return (after is not None and coordinator.version > after) or (news is not None and coordinator.news != news)
-
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(seconds, MAX_WAIT)
     client = asyncio.ensure_future(reader.read(1))
     try:
-        while not is_new() and loop.time() < deadline:
+        while server.coordinator.news == news and loop.time() < deadline:
             change = asyncio.ensure_future(server.wait_for_change())
             await asyncio.wait({change, client}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             change.cancel()

@@ -271,11 +271,10 @@ class Server:
             self._refuse(error, send)
             return None
         nonces = nonce[: protocol.MAX_NONCE], secrets.token_hex(16)
-        proof = protocol.seal(self.token, "coordinator", *nonces)
         settings = self.coordinator.settings
         place = {"generation": settings.generation, "attempt": settings.attempt}
-        place_proof = protocol.seal(self.token, "place", *nonces, *map(str, place.values()))
-        send(ToMember.PROOF, {"nonce": nonces[1], "proof": proof, **place, "placeProof": place_proof})
+        proof = protocol.seal(self.token, "coordinator", *nonces, *map(str, place.values()))
+        send(ToMember.PROOF, {"nonce": nonces[1], "proof": proof, **place})
         return nonces
 
     def _refuse(self, error: ValueError, send: Any) -> None:

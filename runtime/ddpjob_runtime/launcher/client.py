@@ -305,7 +305,8 @@ class CoordinatorClient:
     def _challenge(self, stream: socket.socket) -> tuple[tuple[str, str], tuple[int, int]]:
         """Have the coordinator prove that it knows the job's token; returns both nonces, its generation and attempt.
 
-        For now the name, or the address, may be another job's, or that of this job with an older key. Raises OSError.
+        For now the name, or the address, may be another job's, or that of this job with an older key. The proof holds
+        for its generation and attempt too, because a relay could claim any place otherwise. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         stream.sendall(protocol.encode(FromMember.CHALLENGE, nonce=nonce))
@@ -321,14 +322,13 @@ class CoordinatorClient:
         except ValueError as error:
             raise ConnectionError(str(error)) from None
         nonces = nonce, str(answer.get("nonce"))
-        if not protocol.is_sealed(answer.get("proof"), self._token, "coordinator", *nonces):
+        generation, attempt = answer.get("generation"), answer.get("attempt")
+        parts = "coordinator", *nonces, str(generation), str(attempt)
+        if not protocol.is_sealed(answer.get("proof"), self._token, *parts):
             raise ConnectionError("the coordinator there does not know this job's token (DDPJOB_TOKEN)")
-        place = answer.get("generation"), answer.get("attempt")
-        # Without a seal of its own (an earlier release has none), whoever passes the proof on could claim any place.
-        known = all(isinstance(number, int) for number in place) and protocol.is_sealed(
-            answer.get("placeProof"), self._token, "place", *nonces, *map(str, place)
-        )
-        return nonces, place if known else self._place  # type: ignore[return-value]
+        if not isinstance(generation, int) or not isinstance(attempt, int):  # a relay that has quoted the numbers
+            raise ConnectionError("its generation or its attempt is not a number")
+        return nonces, (generation, attempt)
 
     def _look(self) -> None:
         """Look again and again whether the name leads to a later coordinator than the one that is connected."""

@@ -162,7 +162,7 @@ def test_a_zombie_of_an_older_life_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="was claimed on"):
         opened(tmp_path, incarnation=3)
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000001.pt"]
-    assert json.loads((tmp_path / "fence.json").read_text())["life"] == 2
+    assert json.loads((tmp_path / "fence.json").read_text())["incarnation"] == 2
 
 
 @pytest.mark.parametrize("format", list(Format))

@@ -120,17 +120,13 @@ def relabelled(shard: Path) -> None:
     assert shard.stat().st_size == length
 
 
-@pytest.mark.parametrize("kept", ["beside", "elsewhere", "without stamps"])
+@pytest.mark.parametrize("kept", ["beside", "elsewhere"])
 def test_labels_that_were_mended_are_read_again(kept: str, packed: Path, tmp_path: Path) -> None:
     more = [f"data.index={tmp_path / 'index'}"] if kept == "elsewhere" else []
     if kept == "elsewhere":
         for part in ("train", "val"):
             (packed / part / "index.npz").unlink()
     before = images(opened(f"data.dir={packed}", *more), 16)
-    if kept == "without stamps":  # as earlier versions wrote it
-        columns = dict(np.load(packed / "val" / "index.npz"))
-        del columns["stamps"]
-        np.savez(packed / "val" / "index.npz", **columns)
     for shard in (packed / "val").glob("*.tar"):
         relabelled(shard)
     assert images(opened(f"data.dir={packed}", *more), 16) == {image: 1 - label for image, label in before.items()}

@@ -65,7 +65,7 @@ def test_a_claim_that_an_older_life_overwrote_is_made_again(tmp_path: Path, monk
     """Both read the folder before either had written."""
     newest = incarnation(tmp_path, monkeypatch, "0.5")
     claim = json.loads((tmp_path / "fence.json").read_text())
-    (tmp_path / "fence.json").write_text(json.dumps(claim | {"round": 4, "life": 1}))
+    (tmp_path / "fence.json").write_text(json.dumps(claim | {"round": 4, "incarnation": 1}))
     save(newest, 3)
     assert json.loads((tmp_path / "fence.json").read_text())["round"] == 5
     zombie = CheckpointFolder(CheckpointConfig(), tmp_path, Group())
@@ -248,22 +248,9 @@ def test_jobs_of_one_name_on_two_clusters_do_not_take_the_folder_from_each_other
     assert steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_folder_that_names_no_cluster_is_of_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As earlier releases write it."""
-    monkeypatch.setattr(fence, "WATCH_SECONDS", 60.0)
-    job(monkeypatch, tmp_path, "a", "uid-a")
-    path = tmp_path / "owner.json"
-    earlier = json.loads(path.read_text())
-    assert earlier.pop("cluster") == "here"
-    path.write_text(json.dumps(earlier))
-    save(job(monkeypatch, tmp_path, "a", "created-again"), 1)
-    assert fence.Owner.read(path) is not None and steps(tmp_path) == [1]
-
-
 def test_the_ranks_wait_for_one_that_watches_longer_than_a_collective_may_take(tmp_path: Path) -> None:
     """30 s in production, whatever train.timeout_seconds is; here 6 s and 3 s."""
-    former = {"job": "uid-b", "namespace": "team", "name": "b", "pod": "b-0-0", "ended": False}
+    former = {"job": "uid-b", "namespace": "team", "name": "b", "pod": "b-0-0", "ended": False, "cluster": ""}
     tmp_path.joinpath("owner.json").write_text(json.dumps(former))
 
     def prepare(rank: int) -> None:

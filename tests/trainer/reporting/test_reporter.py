@@ -32,22 +32,20 @@ from rich.console import Console
 
 @pytest.fixture
 def coordinator() -> Any:
-    """A real HTTP server on loopback that keeps what it takes; as a coordinator of protocol 2 it wants the token."""
+    """A real HTTP server on loopback that keeps what it takes."""
     posts: list[tuple[str, str | None, dict[str, Any]]] = []
 
     class Handler(BaseHTTPRequestHandler):
-        older, instance, refused = False, "number", ""
+        instance = "number"
 
         def do_POST(self) -> None:
             body, given = self.rfile.read(int(self.headers["Content-Length"])), self.headers["Authorization"]
             parts = ("request", self.instance, self.headers["DDPJob-Nonce"], "POST", self.path, body)
-            known = given == "Bearer secret" if self.older else self.headers["DDPJob-Proof"] == seal("secret", *parts)
+            known = self.headers["DDPJob-Proof"] == seal("secret", *parts)
             if known:
                 posts.append((self.path, given, json.loads(body)))
-            unknown = known and self.refused in json.loads(body)
-            self.send_response(400 if unknown else 200 if known else 401)
-            if not self.older:
-                self.send_header("DDPJob-Instance", self.instance)
+            self.send_response(200 if known else 401)
+            self.send_header("DDPJob-Instance", self.instance)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
@@ -57,22 +55,6 @@ def coordinator() -> Any:
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server.server_address[1], posts, Handler
     server.shutdown()
-
-
-@pytest.mark.parametrize("proofs", [False, True])
-def test_an_older_coordinator_gets_the_token_unless_this_one_is_known_to_take_proofs(
-    coordinator: Any, proofs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port, posts, handler = coordinator
-    handler.older = True
-    monkeypatch.setenv("DDPJOB_COORDINATOR", f"127.0.0.1:{port}")
-    monkeypatch.setenv("DDPJOB_TOKEN", "secret")
-    monkeypatch.setenv("DDPJOB_PROTOCOL", "3" if proofs else "")
-    link = ProgressClient.from_env()
-    assert link is not None
-    link.post({"step": 1})
-    link.close()
-    assert posts == ([] if proofs else [("/v1/progress", "Bearer secret", {"step": 1})])
 
 
 def test_rank_0_posts_progress_with_a_proof(coordinator: Any, tmp_path: Path) -> None:
@@ -130,20 +112,15 @@ def test_another_coordinator_is_told_who_lags_too(coordinator: Any) -> None:
     assert [post[2] for post in posts] == [{"step": 0}, lag, {"step": 1}, {"step": 2}, lag, {"step": 3}]
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_what_is_posted_names_its_round_but_to_a_coordinator_that_knows_none(
-    coordinator: Any, older: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port, posts, handler = coordinator
+def test_what_is_posted_names_its_round(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, posts, _ = coordinator
     monkeypatch.setenv("DDPJOB_FENCE", "2.17")
-    handler.refused = "round" if older else ""
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
     link.post_stragglers([{"rank": 1, "slowdown": 2.0}])
     link.post({"step": 1})
     link.close()
-    plain = [{"step": 1}, {"stragglers": [{"rank": 1, "slowdown": 2.0}]}]
-    named = [{**report, "round": "2.17"} for report in plain]
-    assert [post[2] for post in posts] == ([named[0], *plain] if older else named)
+    lag = {"stragglers": [{"rank": 1, "slowdown": 2.0}]}
+    assert [post[2] for post in posts] == [{"step": 1, "round": "2.17"}, {**lag, "round": "2.17"}]
 
 
 def test_an_activity_is_posted_by_itself_when_it_lasts_and_ends_with_the_next_steps(

@@ -279,13 +279,11 @@ def recovering(rank: int, after: int) -> Callable[[int], None]:
     return prepare
 
 
-@pytest.mark.parametrize("old", [False, True])
 def test_a_lagging_rank_reaches_log_and_coordinator_and_so_does_its_recovery(
-    posts: Any, old: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    posts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    port, taken, codes = posts
-    codes[:] = [400 if old else 200]
-    env = {"DDPJOB_COORDINATOR": f"127.0.0.1:{port}", "DDPJOB_TOKEN": "secret", "DDPJOB_PROTOCOL": "3"}
+    port, taken, _ = posts
+    env = {"DDPJOB_COORDINATOR": f"127.0.0.1:{port}", "DDPJOB_TOKEN": "secret"}
     factors = ["report.straggler_factor=3", "report.straggler_seconds=0.02"]
     keys = [*TINY, *factors, "train.epochs=10", f"checkpoint.dir={tmp_path}"]
     good(2, keys, prepare=recovering(1, 24), env=lambda rank: env)
@@ -296,11 +294,8 @@ def test_a_lagging_rank_reaches_log_and_coordinator_and_so_does_its_recovery(
     assert capfd.readouterr().out.count("rank 1 lags: its own work of a step takes") == 1
     named = [body["stragglers"] for body in taken if "stragglers" in body]
     assert [set(body) for body in taken if "stragglers" in body] == [{"stragglers"}] * len(named)
-    if old:
-        assert not named and [body["step"] for body in taken if "step" in body][-1] == 80
-    else:
-        (last,) = next(entries for entries in reversed(named) if entries)
-        assert last["rank"] == 1 and last["slowdown"] > 1 and named[-1] == []
+    (last,) = next(entries for entries in reversed(named) if entries)
+    assert last["rank"] == 1 and last["slowdown"] > 1 and named[-1] == []
 
 
 def late_in(data: range, forward: range, rank: int, passes: int, stages: int) -> Callable[[int], None]:

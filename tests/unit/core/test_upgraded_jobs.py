@@ -18,7 +18,7 @@ from ddpjob_runtime import protocol
 NOW = datetime(2026, 11, 22, 14, 40, tzinfo=UTC)
 OFFERED = "ddpjob-runtime-new"
 KEY = "1fdbc9"
-FIRST = {
+STATUS = {
     "conditions": [
         {
             "lastTransitionTime": "2026-11-22T14:34:53Z",
@@ -41,7 +41,6 @@ FIRST = {
     "nodes": {"active": 2, "display": "2/2", "ready": 2, "spare": 0, "wanted": 2},
     "observedGeneration": 1,
     "phase": "Running",
-    "podFiles": "fast-podfiles-47bacb09",
     "progress": {"display": "step 61", "metrics": {"stepsPerSecond": 9.961}, "step": 61},
     "rendezvous": {"endpoint": "198.19.49.3:29401", "generation": 0, "nodes": 2, "state": "Running"},
     "restarts": {
@@ -57,18 +56,16 @@ FIRST = {
     "slots": [{"attempt": 0, "node": "n2", "state": "Running"}, {"attempt": 0, "node": "n1", "state": "Running"}],
     "startTime": "2026-11-22T14:34:53Z",
 }
-"""A status as the first operator wrote it, which had no versions of the protocol and files beside each job."""
+"""The status of a running job, less what `begun` adds."""
 
 
 def begun(release: str, **fields: Any) -> DDPJob:
-    """A running job of two nodes whose pods another release made: the first one, or one of a protocol's version."""
+    """A running job of two nodes whose pods another release made, of this version of the protocol."""
     spec = {"image": "image", "nodes": 2, **({} if "command" in fields else {"script": "train.py"}), **fields}
     body: Json = {"metadata": {"name": "job", "namespace": "space", "uid": "uid", "generation": 1}, "spec": spec}
-    job = DDPJob.read({**body, "status": FIRST})
-    mark = f"{job.spec.template_hash}-{KEY}"
-    if release == "first":
-        return replace(job, status=replace(job.status, template_hash=mark))
-    return replace(job, status=replace(job.status, template_hash=f"{mark}-{release}", runtime="ddpjob-runtime-other"))
+    job = DDPJob.read({**body, "status": STATUS})
+    mark = f"{job.spec.template_hash}-{KEY}-{release}"
+    return replace(job, status=replace(job.status, template_hash=mark, runtime="ddpjob-runtime-other"))
 
 
 def pods(*indices: int) -> tuple[PodView, ...]:
@@ -95,10 +92,8 @@ def after(job: DDPJob, *seen: PodView, **world: Any) -> Decision:
     return decide(job, World(pods=seen, runtime_offered=OFFERED, **(objects | world)), NOW)
 
 
-RELEASES = ["first", "2", str(protocol.VERSION), "99"]
-"""The first one, an earlier one and one of our own protocol whose runtime cannot be mounted any more, and a later one,
-before a way back.
-"""
+RELEASES = [str(protocol.VERSION), str(protocol.VERSION + 1)]
+"""One of our own protocol whose runtime is gone, and an invented next one, from which this is the way back."""
 
 
 @pytest.mark.parametrize("kind", [{}, {"recovery": {"mode": "Fast"}}, {"command": ["train"]}], ids=str)
@@ -148,13 +143,13 @@ def test_and_so_are_more_nodes_but_not_fewer(release: str) -> None:
 
 
 def test_more_spares_are_not_called_more_nodes() -> None:
-    decision = after(begun("2", spares=1), *pods(0, 1))
+    decision = after(begun(RELEASES[1], spares=1), *pods(0, 1))
     assert decision.status.rendezvous.generation == 1
     assert decision.status.restarts.recent[-1].message == "spec.spares changed from 0 to 1"
 
 
 def test_pods_that_the_other_operator_had_only_planned_begin_a_generation_too() -> None:
-    job = begun("first")
+    job = begun(RELEASES[1])
     planned = replace(job.status.slots[1], state=SlotState.PLANNED, attempt=1)
     job = replace(job, status=replace(job.status, slots=(job.status.slots[0], planned)))
     decision = after(job, *pods(0))

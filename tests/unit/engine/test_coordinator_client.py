@@ -52,19 +52,22 @@ async def listening(handle: Handler, host: str = "127.0.0.1") -> AsyncIterator[s
         await runner.cleanup()
 
 
+def proof_of(request: web.Request, content: bytes) -> dict[str, str]:
+    """The header by which an answer is the job's coordinator's. The request knows no instance yet."""
+    parts = "answer", "", request.headers[protocol.NONCE_HEADER], content
+    return {protocol.PROOF_HEADER: protocol.seal(TOKEN, *parts)}
+
+
 @asynccontextmanager
-async def older_coordinator(answer: Any, status: int = 200) -> AsyncIterator[tuple[Target, list[Any]]]:
-    """(target, received requests) of a coordinator of protocol 2 that gives one answer: JSON, or the text of it."""
-    received: list[Any] = []
+async def answering(answer: Any, status: int = 200) -> AsyncIterator[Target]:
+    """A coordinator that knows the token and gives one answer: JSON, or the text of it."""
 
     async def handle(request: web.Request) -> web.Response:
-        body = await request.json() if request.can_read_body else None
-        received.append((request.method, request.path, request.headers.get("Authorization"), body))
-        text = answer if isinstance(answer, str) else json.dumps(answer)
-        return web.Response(text=text, status=status, content_type="application/json")
+        content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        return web.Response(body=content, status=status, headers=proof_of(request, content))
 
     async with listening(handle) as endpoint:
-        yield Target(endpoint, TOKEN, version=2), received
+        yield Target(endpoint, TOKEN)
 
 
 @asynccontextmanager
@@ -150,13 +153,6 @@ async def test_a_stranger_gets_neither_the_token_nor_what_serves_it_elsewhere(cl
             assert answer.status == 401, "the proof was made for another coordinator"
 
 
-async def test_a_report_of_an_older_coordinator_is_read(client: CoordinatorClient) -> None:
-    async with older_coordinator(REPORT) as (target, received):
-        report = await client.report(target)
-    assert report is not None and (report.generation, report.world, report.progress) == (3, 2, {"step": 5})
-    assert received == [("GET", "/status", None, None)]
-
-
 @pytest.mark.parametrize(
     ("answer", "status"),
     [
@@ -181,7 +177,7 @@ async def test_a_report_of_an_older_coordinator_is_read(client: CoordinatorClien
 async def test_an_answer_that_breaks_the_contract_is_no_report(
     client: CoordinatorClient, answer: Any, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with older_coordinator(answer, status) as (target, _):
+    async with answering(answer, status) as target:
         assert await client.report(target) is None
     [record] = caplog.records
     assert len(record.getMessage()) <= 200 and "\n" not in record.getMessage()
@@ -194,10 +190,12 @@ async def test_an_answer_is_not_unpacked(client: CoordinatorClient) -> None:
     async def handle(request: web.Request) -> web.Response:
         asked.append(request.headers["Accept-Encoding"])
         body = gzip.compress(json.dumps(REPORT).encode())
-        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+        return web.Response(
+            body=body, headers={"Content-Encoding": "gzip", **proof_of(request, json.dumps(REPORT).encode())}
+        )
 
     async with listening(handle) as endpoint:
-        assert await client.report(Target(endpoint, TOKEN, version=2)) is None
+        assert await client.report(Target(endpoint, TOKEN)) is None
     assert asked == ["identity"]
 
 
@@ -221,7 +219,7 @@ async def test_an_answer_without_an_end_is_given_up(
 
     async with listening(handle) as endpoint:
         began = asyncio.get_running_loop().time()
-        assert await client.report(Target(endpoint, TOKEN, version=2)) is None
+        assert await client.report(Target(endpoint, TOKEN)) is None
         assert asyncio.get_running_loop().time() - began < 5 * slowness()
     assert sent < 20 * protocol.MAX_REPORT
 
@@ -240,14 +238,14 @@ async def test_no_redirect_is_followed(client: CoordinatorClient, status: int) -
             return web.Response(status=status, headers={"Location": f"http://{other}/metadata"})
 
         async with listening(handle) as endpoint:
-            target = Target(endpoint, TOKEN, version=2)
+            target = Target(endpoint, TOKEN)
             assert await client.report(target) is None
             await client.notify(target, "size", {})
     assert seen == []
 
 
 async def test_nobody_listens(client: CoordinatorClient) -> None:
-    async with older_coordinator(REPORT) as (target, _):
+    async with answering(REPORT) as target:
         pass
     assert await client.report(target) is None
     await client.notify(target, "size", {})
@@ -261,14 +259,10 @@ async def test_an_ipv6_address_stands_in_brackets(client: CoordinatorClient) -> 
         pytest.skip("this machine has no IPv6")
 
 
-async def test_a_message_to_an_older_coordinator_carries_the_token(
+async def test_a_message_that_is_refused_is_a_short_warning(
     client: CoordinatorClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with older_coordinator({}) as (target, received):
-        await client.notify(target, "size", {"nodes": 2})
-    assert received == [("POST", "/v1/size", f"Bearer {TOKEN}", {"nodes": 2})]
-    assert not caplog.records
-    async with older_coordinator({"error": "nodes\n" * 1000}, 400) as (target, _):
+    async with answering({"error": "nodes\n" * 1000}, 400) as target:
         await client.notify(target, "size", {})
     [record] = caplog.records
     text = record.getMessage()
@@ -321,21 +315,6 @@ def test_without_the_coordinators_clock_nothing_is_in_the_future() -> None:
     assert report.lost[0].since == NOW
 
 
-def test_a_report_of_the_first_release_is_read() -> None:
-    """As its coordinator wrote it: other names, and nulls where an incident has no text."""
-    report = {key: value for key, value in REPORT.items() if key not in ("minNodes", "now", "news")}
-    texts = dict.fromkeys(("index", "rank", "localRank", "exitCode", "signal", "message", "traceback"))
-    incident = {**texts, "id": 1, "time": "2026-01-01T00:00:00.000Z", "kind": "Left", "pod": "job-1-0"}
-    first = report | {"wanted": 2, "minimum": 1, "version": 7, "incidents": [incident]}
-    read = read_report(json.dumps(first).encode(), NOW, version=1)
-    assert (read.nodes, read.min_nodes, read.version) == (REPORT["nodes"], 1, 7)
-    assert (read.incidents[0].kind, read.incidents[0].message) == ("Left", "")
-    for broken in ([], {"incidents": 5}, {"incidents": [5]}, {"minimum": "x"}):
-        body = first | broken if isinstance(broken, dict) else broken
-        with pytest.raises(ValueError, match="report"):
-            read_report(json.dumps(body).encode(), NOW, version=1)
-
-
 def in_four_bytes(length: int) -> str:
     """A text of which Python keeps four bytes of each character."""
     return "x" * (length - 1) + "\N{GRINNING FACE}"
@@ -381,16 +360,14 @@ def test_short_texts_keep_their_emoji_and_long_ones_their_length() -> None:
     assert second.traceback == "\N{REPLACEMENT CHARACTER}" * 2999 + "!"
 
 
-@pytest.mark.parametrize(("pods", "own_runtime", "most"), [(1, True, 164_864), (2000, True, 2**20), (1, False, 2**20)])
+@pytest.mark.parametrize(("pods", "most"), [(1, 164_864), (2000, 2**20)])
 async def test_an_answer_is_read_up_to_a_size_that_grows_with_the_pods(
-    client: CoordinatorClient, pods: int, own_runtime: bool, most: int
+    client: CoordinatorClient, pods: int, most: int
 ) -> None:
-    """A coordinator of an earlier release does not know that size, and its job is not disturbed by an upgrade."""
     text = json.dumps(REPORT)
     for spaces, is_read in ((most - len(text), True), (most - len(text) + 1, False)):
-        async with older_coordinator(" " * spaces + text) as (target, _):
-            target = replace(target, pods=pods, own_runtime=own_runtime)
-            assert (await client.report(target) is not None) is is_read
+        async with answering(" " * spaces + text) as target:
+            assert (await client.report(replace(target, pods=pods)) is not None) is is_read
 
 
 def test_what_is_kept_of_a_report_is_bounded() -> None:

@@ -191,11 +191,10 @@ def test_a_deliberate_defect_of_the_policy_is_seen(name: str, monkeypatch: pytes
         check_who_reaches_whom()
 
 
-def test_pods_of_an_earlier_release_and_jobs_that_ask_for_it_stay_open() -> None:
+def test_jobs_that_ask_for_it_stay_open() -> None:
+    """Also where a policy is left of the time before they were suspended and asked."""
     ours = job()
     policy = build_policy(ours, INSTALLED)
-    before = At("space", {k: v for k, v in at(pods(INSTALLED)[0]).labels.items() if k != "ddpjob.io/isolated"})
-    assert reaches([policy], At("elsewhere", {}), before, STORE)
     for spec in ({"network": {"isolate": False}}, {"podTemplate": {"spec": {"hostNetwork": True}}}):
         assert policy_name(job(**spec), INSTALLED) == ""
         assert all(reaches([policy], At("elsewhere", {}), at(pod), STORE) for pod in pods(INSTALLED, **spec))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +105,6 @@ def test_no_default_contradicts_a_privilege_that_the_template_gives(context: Jso
     for pod in pods(podTemplate=template):
         given = pod["spec"]["containers"][0]["securityContext"]
         assert given.get("allowPrivilegeEscalation", True) or not (given.get("privileged") or "SYS_ADMIN" in str(given))
-
-
-def test_a_job_that_an_earlier_release_began_keeps_the_pods_it_has() -> None:
-    """A capability less, or a limit, could fail the replacement of a pod that has trained for weeks."""
-    made = job(gpusPerNode=0)
-    before = replace(made.status, pod_defaults=0)
-    for pod in (build_node(made, before, PLATFORM, 0, 0), build_coordinator(made, before, PLATFORM)):
-        assert "securityContext" not in pod["spec"] and "securityContext" not in pod["spec"]["containers"][0]
-        assert "limits" not in pod["spec"]["containers"][0].get("resources", {})
 
 
 @pytest.mark.parametrize(

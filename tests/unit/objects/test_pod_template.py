@@ -200,13 +200,6 @@ def test_torchrun_in_a_command_lets_its_workers_save_for_the_grace_of_the_pod() 
     assert [e for e in container(pod)["env"] if e["name"] == own[0]["name"]] == own
 
 
-def test_workers_of_an_older_runtime_are_not_executed() -> None:
-    """It may be what the job is pinned to, and its worker.py is no program by itself."""
-    made = job(script=None, command=["bash"])
-    status = replace(made.status, runtime="ddpjob-runtime-00000000")
-    assert "PYTHON_EXEC" not in environment(build_node(made, status, PLATFORM, 0, 0))
-
-
 def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
     assert environment(node())["DDPJOB_CHECKPOINT_SHARED"] == "0"
     shared = {"claimName": "c", "mountPath": "/save"}

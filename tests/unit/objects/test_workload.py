@@ -15,7 +15,7 @@ def test_what_podtemplate_requests_for_the_pod_as_a_whole_is_asked_for() -> None
     spec = {"resources": whole, "resourceClaims": claims, "containers": [trainer]}
     made = job(gpusPerNode=0, podTemplate={"spec": spec})
     sets: dict[str, Json] = {
-        s["name"]: s["template"] for s in build_workload(made, made.status, PLATFORM, "asks", "")["spec"]["podSets"]
+        s["name"]: s["template"] for s in build_workload(made, PLATFORM, "asks", "")["spec"]["podSets"]
     }
     asked = sets[NODE_SET]["spec"]
     assert asked["resources"] == whole and asked["resourceClaims"] == claims

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.checkpoints import best, dcp, torch_file
-from ddpjob_trainer.checkpoints.manifest import EarlierVersionError
 from ddpjob_trainer.distributed.process_group import Group, done_in_thread
 from ddpjob_trainer.errors import CheckpointError, first_line
 
@@ -158,8 +157,6 @@ def read_whole(path: Path) -> Any:
     try:
         path = _chosen(path)
         return _read(path)
-    except EarlierVersionError as error:  # Says what to do.
-        raise CheckpointError(f"checkpoint.load: {path} is {error}") from error
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.load: {path} is {error}; give another checkpoint") from error
     except OSError as error:

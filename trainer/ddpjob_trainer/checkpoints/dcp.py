@@ -21,7 +21,7 @@ import struct
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -119,15 +119,7 @@ def check_share(path: Path, rank: int, world: int) -> None:
 
     Raises CheckpointError saying what is wrong, OSError.
     """
-    compare_checksums(path, read_manifest(path).files, rank, world)
-
-
-def compare_checksums(path: Path, listed: Mapping[str, manifests.File], rank: int = 0, world: int = 1) -> None:
-    """Compare the files of a checkpoint, or this rank's share of them, with `listed`.
-
-    Raises CheckpointError, OSError.
-    """
-    files = sorted(listed.items(), key=lambda item: (-item[1].size, item[0]))
+    files = sorted(read_manifest(path).files.items(), key=lambda item: (-item[1].size, item[0]))
     for name, file in files[rank::world]:
         if sha256(path / name) != file.sha256:
             raise CheckpointError(f"corrupt (the checksum of {name} does not match)")
@@ -140,17 +132,10 @@ def read_metadata(path: Path) -> Metadata:
 
 def read_manifest(path: Path) -> Manifest:
     """What a folder's manifest says. Raises CheckpointError, OSError."""
-    return manifests.read(manifest_content(path), path)
-
-
-def manifest_content(path: Path) -> bytes:
-    """The manifest as it is on disk, or the beginning of one that is too large to be read.
-
-    Raises CheckpointError, OSError.
-    """
     try:
         with (path / MANIFEST).open("rb") as file:
-            return file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1)
+            # Of one that is too large to be read, only the beginning.
+            return manifests.read(file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1))
     except FileNotFoundError:
         raise CheckpointError("incomplete (it has no manifest)") from None
 
@@ -370,29 +355,27 @@ def _stored(folder: Path, item: Any, place: Any, before: Stored | None) -> dict[
     chunks = before.chunks if before is not None else ()
     if size:
         with (folder / place.relative_path).open("rb") as file:
-            at, _ = locate(file, place.offset, place.length, size)
+            at = _locate(file, place.offset, place.length, size)
         chunks = (*chunks, Chunk(tuple(data.chunk.offsets), sizes, place.relative_path, at))
     return {item.index.fqn: Stored(dtype, tuple(data.size), chunks)}
 
 
-def locate(file: IO[bytes], offset: int, length: int, size: int) -> tuple[int, bytes]:
-    """(where in a file the values of a tensor begin, the pickle that describes it): torch.save has written it there.
+def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
+    """Return where in a file the values of a tensor begin: torch.save has written it there.
 
     `offset`, `length`: of what torch.save has written. `size`: bytes of the values. Raises CheckpointError.
     """
     view = _Part(file, offset, length)
     with zipfile.ZipFile(view) as archive:
         values = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-        about = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-        if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)] or len(about) != 1:
+        if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)]:
             raise CheckpointError(
                 f"torch {torch.__version__} has written a tensor in a way that this trainer does not know; set"
                 " checkpoint.format=torch"
             )
         view.seek(values[0].header_offset)
         name, extra = struct.unpack("<26x2H", view.read(30))
-        with archive.open(about[0]) as pickled:
-            return offset + values[0].header_offset + 30 + name + extra, pickled.read(2**20)
+        return offset + values[0].header_offset + 30 + name + extra
 
 
 class _Part(io.RawIOBase):

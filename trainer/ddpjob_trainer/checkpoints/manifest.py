@@ -1,6 +1,6 @@
 """The manifest of a checkpoint in format dcp: everything that reading one needs, as JSON.
 
-    {"format": 2, "step": 7, "epoch": null, "world": 2, "time": 1700000000.0,
+    {"format": 1, "step": 7, "epoch": null, "world": 2, "time": 1700000000.0,
      "files": {"__0_0.distcp": {"size": 4096, "sha256": "..."}, ...},
      "tensors": {"0:model.weight": {"dtype": "float32", "shape": [4, 3],
                                     "chunks": [[[0, 0], [2, 3], "__0_0.distcp", 1216], ...]}},
@@ -24,10 +24,8 @@ import hashlib
 import json
 import math
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path as FilePath
 from typing import Any
 
 import torch
@@ -49,10 +47,6 @@ _NAME = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9_.-]{0,253}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _BEYOND, _DIMENSIONS = 2**63, 64
 _PLAIN = frozenset({type(None), bool, int, float, str})
-
-
-class EarlierVersionError(CheckpointError):
-    """A whole checkpoint that has to be converted; the message has the command."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +105,18 @@ def write(recorded: dict[str, Any]) -> bytes:
     return json.dumps({**recorded, "sha256": _digest(recorded)}).encode()
 
 
-def read(data: bytes, path: FilePath | str = "FOLDER") -> Manifest:
-    """Return what a manifest says. `path` is the checkpoint's, for messages.
+def read(data: bytes) -> Manifest:
+    """Return what a manifest says.
 
     Raises CheckpointError, and nothing else, for any other content.
     """
     try:
-        return _manifest(read_recorded(data), path)
+        return _manifest(_recorded(data))
     except RecursionError:
         raise _corrupt("it is nested too deeply") from None
 
 
-def read_recorded(data: bytes) -> dict[str, Any]:
+def _recorded(data: bytes) -> dict[str, Any]:
     """Return a manifest's JSON, of which only the checksum was verified. Raises CheckpointError."""
     if len(data) > LARGEST:
         raise _corrupt(f"it has {len(data)} bytes, and at most {LARGEST} are read")
@@ -144,14 +138,9 @@ def _digest(recorded: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _manifest(recorded: dict[str, Any], path: FilePath | str) -> Manifest:
-    metadata, files = Metadata.read(recorded), read_files(recorded)
-    if "tensors" not in recorded:
-        raise EarlierVersionError(
-            "of an earlier version, whose index of tensors is a pickle, which this trainer does not read; convert it:"
-            f" python -m ddpjob_trainer checkpoint convert {shlex.quote(str(path))}"
-        )
-    listed = recorded["tensors"]
+def _manifest(recorded: dict[str, Any]) -> Manifest:
+    metadata, files = Metadata.read(recorded), _files(recorded)
+    listed = recorded.get("tensors")
     if not isinstance(listed, dict):
         raise _corrupt("tensors is not an object")
     tensors = {name: _tensor(name, found, files) for name, found in listed.items()}
@@ -167,7 +156,7 @@ def _manifest(recorded: dict[str, Any], path: FilePath | str) -> Manifest:
     return Manifest(metadata, files, tensors, state)
 
 
-def read_files(recorded: dict[str, Any]) -> dict[str, File]:
+def _files(recorded: dict[str, Any]) -> dict[str, File]:
     """Return the files that a manifest lists. Raises CheckpointError."""
     listed, files = recorded.get("files"), dict[str, File]()
     if not isinstance(listed, dict):

@@ -8,8 +8,8 @@ from typing import Any
 
 from ddpjob_trainer.errors import CheckpointError
 
-VERSION = 2
-"""Version of the content. 1: the optimizer's state by number; 2: by name."""
+VERSION = 1
+"""Version of the content. Any other one is refused."""
 _LATEST = 253402300800
 """The year 10000, which no clock shows."""
 

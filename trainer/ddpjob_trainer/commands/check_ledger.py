@@ -46,7 +46,7 @@ class Incarnation:
     repeats: int = 1
     """Versions of each sample in an epoch."""
     job: str = ""
-    """The job's uid; empty outside of jobs, and in ledgers of earlier releases."""
+    """The job's uid; empty outside of jobs."""
 
     @property
     def last(self) -> int:
@@ -84,9 +84,9 @@ def read(folders: list[Path]) -> list[Incarnation]:
     for row in sorted(rows, key=lambda row: (row["time"], "start" not in row)):
         if "start" in row:
             incarnations.setdefault(
-                row["life"],
+                row["incarnation"],
                 Incarnation(
-                    row["life"],
+                    row["incarnation"],
                     row["time"],
                     row["generation"],
                     row["round"],
@@ -95,7 +95,7 @@ def read(folders: list[Path]) -> list[Incarnation]:
                     row["size"],
                     row["epochs"],
                     repeats=row.get("repeats", 1),
-                    job=row.get("job", ""),
+                    job=row["job"],
                 ),
             )
     if not incarnations:
@@ -103,9 +103,9 @@ def read(folders: list[Path]) -> list[Incarnation]:
             f"the ledger under {', '.join(map(str, folders))} holds no step yet: wait until the run has trained some"
         )
     for row in rows:
-        if row["life"] not in incarnations:
+        if row["incarnation"] not in incarnations:
             raise LedgerError(f"a line of an incarnation that never began: {row}")
-        _add(incarnations[row["life"]], row)
+        _add(incarnations[row["incarnation"]], row)
     return _in_order(list(incarnations.values()))
 
 
@@ -132,7 +132,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not {"time", "life"} <= row.keys():
+            if not isinstance(row, dict) or not {"time", "incarnation"} <= row.keys():
                 raise ValueError("it is no line of a ledger")
             rows.append(row)
         except ValueError as error:

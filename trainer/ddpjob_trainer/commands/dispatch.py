@@ -25,7 +25,7 @@ COMMANDS = {
     "checkpoint": (
         "ddpjob_trainer.commands.show_checkpoint",
         "FILE|DIR",
-        "show what checkpoints hold, and whether they are whole; convert DIR.dcp: make an old one readable",
+        "show what checkpoints hold, and whether they are whole",
     ),
     "evaluate": (
         "ddpjob_trainer.commands.evaluate_checkpoint",

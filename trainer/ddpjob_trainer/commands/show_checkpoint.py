@@ -1,9 +1,5 @@
 """`python -m ddpjob_trainer checkpoint FILE|DIR`: show what a checkpoint, or a folder of them, holds,
 and whether each is whole.
-
-    python -m ddpjob_trainer checkpoint convert DIR.dcp [DIR.dcp ...]
-
-rewrites the manifest of checkpoints in format dcp that an earlier version has written.
 """
 
 from __future__ import annotations
@@ -34,10 +30,8 @@ def main(arguments: list[str]) -> int:
     if wants_help(arguments):
         print(__doc__)
         return 0
-    if arguments[:1] == ["convert"] and len(arguments) > 1:
-        return _convert([Path(argument) for argument in arguments[1:]])
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise ConfigError("usage: python -m ddpjob_trainer checkpoint FILE|DIR, or checkpoint convert DIR.dcp ...")
+        raise ConfigError("usage: python -m ddpjob_trainer checkpoint FILE|DIR")
     path = Path(arguments[0])
     try:
         single = not path.is_dir() or path.resolve().suffix == dcp.SUFFIX
@@ -71,14 +65,6 @@ def main(arguments: list[str]) -> int:
     if single and whole:
         print("\n".join(map(_printable, content)))
     return 0 if whole else 1
-
-
-def _convert(paths: list[Path]) -> int:
-    from ddpjob_trainer.checkpoints.convert import convert
-
-    for path in paths:
-        print(f"{path}: {'converted' if convert(path) else 'needs no conversion'}", flush=True)
-    return 0
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:

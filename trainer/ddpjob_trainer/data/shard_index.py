@@ -199,10 +199,8 @@ def _loaded(file: IO[bytes], url: str) -> Index:
         with file:
             saved = read_arrays(file)
         shards = [f"{url}/{name}" for name in saved["names"].tolist()]
-        # Files of earlier versions have no stamps.
-        stamps = saved.get("stamps", np.full(len(shards), "-"))
         values = {key: saved[key].astype(kind, casting="same_kind") for key, kind in columns.items()}
-        index = Index(url=url, shards=shards, stamps=stamps, **values)
+        index = Index(url=url, shards=shards, stamps=saved["stamps"], **values)
         _check(index)
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, NotImplementedError) as error:
         raise DataError(

@@ -65,9 +65,7 @@ class Claim:
         found = _read(folder)
         if found is not None and found.job == self.job and found.order > self.order:
             raise FencedError(self._refusal(folder, found))
-        claim = asdict(self) | {"time": time.time()}
-        claim["life"] = claim.pop("incarnation")  # The file's key, since its first version.
-        write_atomically(folder / _NAME, json.dumps(claim).encode())
+        write_atomically(folder / _NAME, json.dumps({**asdict(self), "time": time.time()}).encode())
 
     def check(self, folder: Path) -> None:
         """Check the claim.
@@ -137,8 +135,7 @@ class Owner:
         """The one that the file names; None where there is none, or what it says cannot be understood."""
         try:
             found = json.loads(path.read_text())
-            optional = {"cluster"}  # Earlier releases do not write it.
-            return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found or f.name not in optional})
+            return cls(**{f.name: found[f.name] for f in fields(cls)})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -224,9 +221,8 @@ class Ownership:
 def _read(folder: Path) -> Claim | None:
     path = folder / _NAME
     try:
-        claim = json.loads(path.read_text())
-        return Claim(incarnation=claim.pop("life"), **claim)
+        return Claim(**json.loads(path.read_text()))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); remove it when no other job uses the folder") from error

@@ -33,7 +33,7 @@ class Ledger:
     def __init__(self, run_dir: Path, group: Group, claim: Claim, *, wanted: bool = True) -> None:
         self._group = group
         self._job = claim.job
-        self._common = {"round": claim.round, "generation": claim.generation, "life": claim.incarnation}
+        self._common = {"round": claim.round, "generation": claim.generation, "incarnation": claim.incarnation}
         self._file = None
         if wanted:
             node = os.environ.get("DDPJOB_POD", socket.gethostname())

@@ -26,11 +26,8 @@ _INTERVAL_SECONDS, _BRIEF_SECONDS, _TIMEOUT_SECONDS, _LONGEST_PAUSE_SECONDS = 0.
 class ProgressClient:
     """Posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port) with DDPJOB_TOKEN, at most every half second."""
 
-    def __init__(self, address: str, token: str, *, proofs: bool = True) -> None:
-        """`proofs`: the coordinator is known to take them. Else one that answers without a number of
-        its own is taken for one of protocol 2, which wants the token itself.
-        """
-        self._address, self._token, self._proofs, self._instance = address, token, proofs, ""
+    def __init__(self, address: str, token: str) -> None:
+        self._address, self._token, self._instance = address, token, ""
         # Of this process: a rank 0 that is fenced must not show its step, or name ranks, as the next round's.
         self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         self._newest: dict[str, Any] | None = None
@@ -52,9 +49,7 @@ class ProgressClient:
     def from_env(cls) -> ProgressClient | None:
         """The client that the environment describes, or None outside of a job."""
         address = os.environ.get("DDPJOB_COORDINATOR")
-        known = os.environ.get("DDPJOB_PROTOCOL", "")
-        token = os.environ.get("DDPJOB_TOKEN", "")
-        return cls(address, token, proofs=known.isdecimal() and int(known) >= 3) if address else None
+        return cls(address, os.environ.get("DDPJOB_TOKEN", "")) if address else None
 
     def post(self, progress: dict[str, Any]) -> None:
         """Send `progress` with the next post; it replaces what was not posted yet."""
@@ -109,16 +104,16 @@ class ProgressClient:
                 self._send({"metrics": copies})
             if (activity := self._activity) != self._said:
                 self._said = activity
-                self._send({"activity": activity})  # By itself: an older coordinator takes no report that names one.
+                self._send({"activity": activity})
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send_stragglers(self) -> None:
-        """By themselves: an older coordinator takes no report that names any. Again, until one has answered."""
+        """Send who lags, by itself and again until a coordinator has answered."""
         stragglers = self._stragglers
         if stragglers is None or (self._instance, stragglers) == self._said_stragglers:
             return
-        status = self._status_of({"stragglers": stragglers})
+        status = self._post({"stragglers": stragglers})
         if 0 < status < 300 or status == 400:
             self._said_stragglers = self._instance, stragglers
 
@@ -126,43 +121,32 @@ class ProgressClient:
         return self._newest is not None or self._copies is not None or self._closing
 
     def _send(self, progress: dict[str, Any]) -> bool:
-        return 0 < self._status_of(progress) < 300
-
-    def _status_of(self, progress: dict[str, Any]) -> int:
-        """Of the answer to a post; 0: there was none."""
-        status = self._post({**progress, **self._round})
-        if status == 400 and self._round:
-            status = self._post(progress)
-            self._round = self._round if status in (0, 400) else {}  # An older coordinator knows no round.
-        return status
+        return 0 < self._post(progress) < 300
 
     def _post(self, report: dict[str, Any]) -> int:
-        body = json.dumps(report).encode()
+        """Return the status of the answer to a post, or 0 if there was none."""
+        body = json.dumps({**report, **self._round}).encode()
         try:
-            status, instance = self._ask(body, self._proof(body))
+            status, instance = self._ask(body)
             if status == 401 and instance not in ("", self._instance):
                 self._instance = instance  # A coordinator takes no proof that was made for another.
-                status, _ = self._ask(body, self._proof(body))
-            elif status == 401 and not instance and not self._proofs:
-                status, _ = self._ask(body, {"Authorization": f"Bearer {self._token}"})
+                status, _ = self._ask(body)
             return status
         except (OSError, http.client.HTTPException):
             return 0  # A coordinator that restarts or is gone must not disturb training; the operator notices it.
 
-    def _ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+    def _ask(self, body: bytes) -> tuple[int, str]:
         """The answer's status, and the coordinator's number."""
+        nonce = secrets.token_hex(16)
+        proof = seal(self._token, "request", self._instance, nonce, "POST", _PATH, body)
+        headers = {"Content-Type": "application/json", "DDPJob-Nonce": nonce, "DDPJob-Proof": proof}
         connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_SECONDS)
         try:
-            connection.request("POST", _PATH, body, {"Content-Type": "application/json", **headers})
+            connection.request("POST", _PATH, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.getheader("DDPJob-Instance", "")
         finally:
             connection.close()
-
-    def _proof(self, body: bytes) -> dict[str, str]:
-        nonce = secrets.token_hex(16)
-        proof = seal(self._token, "request", self._instance, nonce, "POST", _PATH, body)
-        return {"DDPJob-Nonce": nonce, "DDPJob-Proof": proof}
 
 
 def seal(token: str, *parts: str | bytes) -> str:

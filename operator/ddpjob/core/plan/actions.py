@@ -28,15 +28,12 @@ from ddpjob.core.decision import (
 )
 from ddpjob.core.failures.liveness import ENDING_MARGIN, given_up, lost_since, may_run
 from ddpjob.core.plan.gang import not_served
-from ddpjob.core.plan.slots import ROOM, can_replace, protocol_of
+from ddpjob.core.plan.slots import ROOM, can_replace
 from ddpjob.core.plan.wind_down import end_leftovers, has_leftovers
 from ddpjob.core.rank_order import pods_in_order
 from ddpjob.core.view import View
 from ddpjob.core.volumes import missing_claim
 from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
-
-LISTS_SINCE = 3
-"""Version of the protocol from which on a coordinator takes notice of several pods at once."""
 
 
 def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
@@ -191,7 +188,7 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
     if report is not None and (report.hang_after, report.backoff) != patience:
         actions.append(Notify(endpoint, Command.PATIENCE, {"hangAfter": patience[0], "backoff": list(patience[1])}))
     ordered = pods_in_order(view)
-    if report is not None and report.order not in (None, order_mark(ordered)):
+    if report is not None and report.order != order_mark(ordered):
         actions.append(Notify(endpoint, Command.ORDER, {"pods": list(ordered)}))
     present = {p.name for p in view.world.pods} - lost
     gone = [r.pod for r in restarts if r.index is not None and r.pod not in present and not r.consequence]
@@ -205,10 +202,7 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
             gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
     for why, pods in _by_reason(list(dict.fromkeys(gone)), lost).items():
-        if len(pods) == 1 or protocol_of(view.status) < LISTS_SINCE:
-            actions += [Notify(endpoint, Command.GONE, {"pod": pod, "why": why}) for pod in pods]
-        else:
-            actions.append(Notify(endpoint, Command.GONE, {"pods": pods, "why": why}))
+        actions.append(Notify(endpoint, Command.GONE, {"pods": pods, "why": why}))
     return tuple(actions)
 
 

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from ddpjob_runtime import protocol
 
-from ddpjob.api.job_spec import POD_DEFAULTS, Placement
+from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot, SlotState
 from ddpjob.core.failures.classify import Cause, End
 from ddpjob.core.plan.gang import planned_gang
@@ -47,11 +47,8 @@ class Repeated:
     not_before: datetime | None = None
 
 
-SUPPORTED_PROTOCOLS = frozenset({2, protocol.VERSION})
+SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
 """Versions of which this operator can build pods, from the runtime that the job is pinned to."""
-
-UNVERSIONED = 1
-"""The version of pods that were made before versions had numbers: their runtime is not a package."""
 
 
 def template_mark(view: View) -> str:
@@ -69,10 +66,8 @@ def _spec_and_key(view: View) -> str:
 
 def protocol_of(status: JobStatus) -> int:
     """The version of the protocol that the pods of the job's generation speak."""
-    parts = status.template_hash.split("-")
-    if len(parts) == 2:
-        return UNVERSIONED
-    return int(parts[2]) if len(parts) == 3 and parts[2].isdecimal() else protocol.VERSION
+    version = status.template_hash.rpartition("-")[2]
+    return int(version) if version.isdecimal() else protocol.VERSION
 
 
 def fits(view: View) -> bool:
@@ -139,8 +134,7 @@ def new_generation(view: View) -> JobStatus:
         failures=status.rendezvous.failures,
         not_before=status.rendezvous.not_before,
     )
-    defaults = status.pod_defaults if status.slots else POD_DEFAULTS
-    status = replace(with_slots(status, slots), pod_defaults=defaults)
+    status = with_slots(status, slots)
     status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=planned_gang(view))
     return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
 
