@@ -203,6 +203,36 @@ def pages() -> list[Path]:
     )
 
 
+SITE_WORDS, README_WORDS = 50_000, 1_500
+GENERATED_PAGES = {"cli.md", "metrics.md", "reference.md"}
+
+
+def count_words(text: str) -> int:
+    """Count words as `wc -w` does, without what a program writes between its marks."""
+    return len(re.sub(r"<!-- ([\w -]+): begin -->.*?<!-- \1: end -->", "", text, flags=re.DOTALL).split())
+
+
+def test_readme_and_the_site_are_short_enough_to_be_read() -> None:
+    """The site's words are those of docs/. README is its first page, and counts by itself."""
+    readme = len((ROOT / "README.md").read_text().split())
+    assert readme <= README_WORDS, (
+        f"README.md has {readme} words, at most {README_WORDS}: move details to a page in docs/ and link it"
+    )
+    written = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED_PAGES]
+    words = {page.relative_to(ROOT).as_posix(): count_words(page.read_text()) for page in written}
+    longest = sorted(words.items(), key=lambda each: -each[1])[:5]
+    assert sum(words.values()) <= SITE_WORDS, (
+        f"docs/ has {sum(words.values())} words, at most {SITE_WORDS}: a new text pays for itself. Say once what two "
+        f"pages say, link to it, and shorten first what is longest: {longest}"
+    )
+
+
+def test_words_are_counted_without_generated_parts() -> None:
+    made = "<!-- rows of-a b: begin -->\nnot these\n<!-- rows of-a b: end -->"
+    assert count_words(f"one two\n\n{made}\nthree | four\n") == 5
+    assert [name for name in GENERATED_PAGES if "edit" not in (ROOT / "docs" / name).read_text()[:600]] == []
+
+
 def anchors(page: Path) -> set[str]:
     """As GitHub makes them from headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
