@@ -262,6 +262,55 @@ def test_the_tests_named_in_the_trainer_s_page_exist() -> None:
         assert not function or f"def {function}(" in source, f"{path}::{function}"
 
 
+EXPLAINED = (
+    *(
+        f"operator/ddpjob/{module}.py"
+        for module in (
+            *("controller/caches", "controller/election", "controller/informer", "controller/operator_shards"),
+            *("controller/report_watch", "controller/workqueue", "core/failures/merge_causes"),
+            *("core/failures/node_health", "core/failures/policy", "core/plan/gang", "core/plan/queue"),
+            *("core/plan/slots", "core/rank_order", "engine/apply"),
+        )
+    ),
+    *(
+        f"runtime/ddpjob_runtime/{module}.py"
+        for module in (
+            *("coordinator/backoff", "coordinator/first_cause", "coordinator/formation", "coordinator/hang"),
+            *("coordinator/round", "coordinator/round_sequence", "coordinator/takeover"),
+            *("launcher/forkserver", "launcher/rendezvous"),
+        )
+    ),
+    *(
+        f"trainer/ddpjob_trainer/{module}.py"
+        for module in ("data/sampler", "model/shared_parts", "reporting/stragglers")
+    ),
+)
+"""Modules that hold a policy or an algorithm."""
+
+
+@pytest.mark.parametrize("module", EXPLAINED)
+def test_a_policy_is_explained_where_it_is(module: str) -> None:
+    lines = (ast.get_docstring(ast.parse((ROOT / module).read_text())) or "").splitlines()
+    remedy = f"open {module} with the problem, the rule and an example, as CONTRIBUTING.md says under Style"
+    assert 10 <= len(lines) <= 35, f"its docstring has {len(lines)} lines, not 10 to 35; {remedy}"
+    assert max(map(len, lines)) <= 100, f"its docstring is wider than 100 columns; {remedy}"
+    assert any(line.startswith(("Example", "    ")) for line in lines), f"no example; {remedy}"
+
+
+def test_every_decision_record_is_named_by_the_code_that_it_explains() -> None:
+    records = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("0*.md")}
+    sources = [path for top in ("operator", "runtime", "trainer") for path in (ROOT / top).rglob("*.py")]
+    named = {
+        number
+        for path in sources
+        for sentence in re.findall(r"docs/decisions/\d{4}[^.]*", path.read_text())
+        for number in re.findall(r"\b\d{4}\b", sentence)
+    }
+    advice = 'write "Why: docs/decisions/NNNN" into the docstring of the module that carries it out'
+    assert records - named == set(), f"no module names these records; {advice}"
+    assert named - records == set(), "modules name these records, which do not exist; correct the numbers"
+
+
 # A path below one of the repository's folders, or a file beside these: in Markdown code, in the map, in prose.
 NAMED_PATH = re.compile(
     r"(?:`|^|\s)((?:\.github|benchmarks|charts|docs|examples|operator|runtime|scripts|tests|trainer)/[\w./-]*"
