@@ -23,4 +23,5 @@ def unpack(folder: Path) -> None:
     command = ["git", "archive", COMMIT, "operator", "charts"]
     archive = subprocess.run(command, cwd=CHECKOUT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it.
+        tar.extractall(folder)
