@@ -276,7 +276,8 @@ EXPLAINED = (
         for module in (
             *("controller/caches", "controller/election", "controller/informer", "controller/operator_shards"),
             *("controller/report_watch", "controller/workqueue", "core/failures/merge_causes"),
-            *("core/failures/node_health", "core/failures/policy", "core/plan/gang", "core/plan/queue"),
+            *("core/failures/classify", "core/failures/liveness", "core/failures/node_health"),
+            *("core/failures/policy", "core/plan/gang", "core/plan/queue"),
             *("core/plan/slots", "core/rank_order", "engine/apply"),
         )
     ),
