@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -235,7 +235,7 @@ def _filled(kind: Any, default: Any = None) -> Any:
         return kind(**{f.name: _filled(hints[f.name], f.default) for f in fields(kind)})
     if get_origin(kind) is tuple:
         return (_filled(get_args(kind)[0]),)
-    if get_origin(kind) is UnionType:
+    if get_origin(kind) in (Union, UnionType):
         return _filled(get_args(kind)[0])
     if get_origin(kind) is dict:
         return {"key": "a"}
