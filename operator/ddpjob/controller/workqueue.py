@@ -13,8 +13,11 @@ workers at once, or a namespace with a thousand new jobs keeps the others waitin
 - Among the keys that are due, the lowest rank comes first, then the group with the fewest
   workers, then the key that was scheduled first.
 - A group gets another worker only while it has fewer than half as many as are free, or none.
-  Example: with 8 workers, group A alone gets 3 of them (0 < 8/2, 1 < 7/2, 2 < 6/2, but 3 > 5/2).
-  B, which comes next, gets 2, and C, D and E get 1 each, however many keys A has.
+
+Example, 8 workers and any number of keys:
+
+    group A alone          gets 3 workers: 0 < 8/2, 1 < 7/2 and 2 < 6/2, but 3 > 5/2
+    then B, C, D and E     B gets 2 of the 5 that are left, and C, D and E get 1 each
 
 `Turns` limits what the workers do inside a reconcile, such as creating pods.
 

@@ -20,7 +20,7 @@ Example, a limit of 30 s, and a machine loses its power:
      0  the coordinator hears the pod for the last time
     10  the coordinator reports it as lost, with the time 0
     30  the pod is given up, and its slot gets the next attempt
-    40  Kubernetes reports the host as not ready, which is no news
+    40  Kubernetes reports the host as not ready, which changes nothing
 
 The moment is kept in the slot (`lostSince`), so a new operator continues the count
 (docs/decisions/0002).

@@ -17,7 +17,7 @@ Example, 2 nodes:
     nodes=1              slot 1 is dropped; highest_attempt=1
     nodes=2              slot 1 is new, at attempt 2          pod train-1-2
 
-A generation is a group that starts anew around a new coordinator, because the spec, the token or
+A generation is a group that starts again around a new coordinator, because the spec, the token or
 the runtime has changed, or because the group cannot be repaired pod by pod (`new_generation`).
 
 A pod that ends within QUICK of its creation, for a cause that waiting may help, makes the next one
