@@ -3,7 +3,8 @@
 The coordinator is one process and keeps nothing on disk, so a new one begins without any knowledge.
 Meanwhile the members train on. They know everything that matters, and say it in their hello: the
 number of their round, their rank, its size, and whether their workers run. The danger is a second
-round next to the first, which a new coordinator would begin with the members that happen to be back.
+round next to the first, which a new coordinator would begin with the members that happen to be
+back.
 
 So from the first hello nothing begins and nothing is judged (`hold`), until enough is known:
 
