@@ -1,7 +1,7 @@
 """When a round may begin, who is in it, and when a running one is restarted for another size. Pure.
 
-A round with too few nodes wastes the others, and a round that waits wastes the nodes that are ready.
-The rules weigh one against the other, by what is known about the missing ones:
+A round with too few nodes wastes the others, and a round that waits wastes the nodes that are
+ready. The rules weigh one against the other, by what is known about the missing ones:
 
 - `nodes` are ready: begin at once. Fewer than `min_nodes`: wait.
 - In between, the first round waits FIRST_GRACE for the others, since pods start at different times.
