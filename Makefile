@@ -3,6 +3,7 @@
 #   make test         lint and all tests; those on a real Kubernetes are skipped, with the reason, where none can run
 # The tests in parts (tests/README.md):
 #   make unit         half a minute: units and the quick part of the simulation
+#   make unit-operator  the same for the operator, the client and the dashboard alone: installs no torch
 #   make test-local   everything that needs neither root nor Kubernetes
 #   make test-cluster those on a real Kubernetes alone (root, Go)
 #   make test-gpu     what only GPUs can show, on those of this machine; writes build/gpu-results.json
@@ -39,11 +40,14 @@ LOCK = $(if $(LOCKED),--constraint locks/dev.txt)
 TORCH = $(if $(LOCKED),$(shell grep -oE '^torch(vision)?==[0-9.]+' locks/dev.txt),"torch>=2.6,<3" "torchvision>=0.21,<1")
 DEMO_READY = $(VENV)/.ddpjob-demo
 DEV_READY = $(VENV)/.ddpjob-dev
+OPERATOR_READY = $(VENV)/.ddpjob-operator
 IN_VENV = $(VENV)/bin/python -m
 TESTS = $(IN_VENV) pytest --dist=loadfile $(PYTEST)
+# Two workers per processor, since half of the time is spent waiting; and each takes single tests of others' modules at the end.
+QUICK_TESTS = $(TESTS) --dist=worksteal --numprocesses=$(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -m "not slow"
 TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster
 
-.PHONY: help demo unit test-local test-cluster test test-gpu matrix lint locks docs cluster-up cluster-down demo-cluster
+.PHONY: help demo unit unit-operator test-local test-cluster test test-gpu matrix lint locks docs cluster-up cluster-down demo-cluster
 
 help:
 	@sed -n '/^[^#]/q; s/^# \{0,1\}//p' Makefile
@@ -51,9 +55,12 @@ help:
 demo: $(DEMO_READY)
 	$(IN_VENV) ddpjob.cli.demo examples/digits.yaml
 
-# Two workers per processor, since half of the time is spent waiting; and each takes single tests of others' modules at the end.
 unit: $(DEV_READY)
-	$(TESTS) --dist=worksteal --numprocesses=$(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -m "not slow" tests/unit tests/simulation $(wildcard tests/runtime)
+	$(QUICK_TESTS) tests/unit tests/simulation $(wildcard tests/runtime)
+
+# Torch is hidden where it is installed: a test that imports it fails here on every machine, not in a small environment alone.
+unit-operator: $(OPERATOR_READY)
+	DDPJOB_WITHOUT_TORCH=1 $(QUICK_TESTS) tests/unit tests/simulation tests/controller
 
 test-local: $(DEV_READY)
 	$(TESTS) --numprocesses=$(WORKERS) -m "not cluster"
@@ -113,6 +120,10 @@ $(VENV)/bin/python:
 $(DEMO_READY): pyproject.toml | $(VENV)/bin/python
 	@if [ -n "$(TORCH_INDEX_URL)" ]; then set -x; $(INSTALL) --index-url "$(TORCH_INDEX_URL)" $(TORCH); fi
 	$(INSTALL) $(LOCK) -e ".[cli,trainer]"
+	@touch $@
+
+$(OPERATOR_READY): pyproject.toml | $(VENV)/bin/python
+	$(INSTALL) $(LOCK) -e ".[dev-operator]"
 	@touch $@
 
 $(DEV_READY): pyproject.toml $(DEMO_READY)

@@ -1,14 +1,20 @@
-"""Puts this folder on the import path, for what several kinds of tests share, marks the slow tests, and hides GPUs."""
+"""Puts this folder on the import path, for what several kinds of tests share, marks the slow tests, and hides GPUs.
+
+With DDPJOB_WITHOUT_TORCH=1 it hides torch and the other packages of the trainer, as `make unit-operator` does.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -58,6 +64,34 @@ SLOW = (
     "unit/test_site.py",
 )
 """What takes long, in CPU seconds: other programs, torch's import, and searches through thousands of cases."""
+
+
+OF_THE_TRAINER = frozenset(
+    {
+        *("torch", "torchvision", "numpy", "scipy", "sklearn", "simplejpeg", "PIL", "fsspec", "matplotlib", "psutil"),
+        *("deepspeed", "tensorboard", "obstore", "transformers", "accelerate", "timm"),
+    }
+)
+"""What the extra `dev` brings and `dev-operator` does not, by the names by which it is imported. Not Lightning: tests
+put a package of its name in its place."""
+
+
+class Without:
+    """`PathFinder` in an environment without some packages."""
+
+    def __init__(self, packages: frozenset[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
+        """Find what is not hidden."""
+        return None if name.partition(".")[0] in self._packages else PathFinder.find_spec(name, *where)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(PathFinder, name)
+
+
+if os.environ.get("DDPJOB_WITHOUT_TORCH"):
+    sys.meta_path[sys.meta_path.index(PathFinder)] = Without(OF_THE_TRAINER)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,39 +14,29 @@ from collections.abc import Hashable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
 from ddpjob.api import job_spec
 from ddpjob.api.cel import SUPPORTED
-from ddpjob.api.job_spec import JobSpec, NotifyEvent
-from ddpjob.api.job_status import (
-    AvoidedNode,
-    ClassLimits,
-    Condition,
-    ConditionType,
-    GangStatus,
-    JobClass,
-    JobStatus,
-    Notification,
-    NotificationState,
-    Phase,
-    PodChanges,
-    QueueStatus,
-    RendezvousStatus,
-    Restart,
-    Restarts,
-    Slot,
-    SlotState,
-)
-from ddpjob.api.schema import apply_defaults, load_crd, object_schema, schema_of, to_json_schema
+from ddpjob.api.job_spec import JobSpec
+from ddpjob.api.job_status import ConditionType, JobStatus, NotificationState, Phase, Slot, SlotState
+from ddpjob.api.schema import Json, apply_defaults, load_crd, object_schema, schema_of, to_json_schema
 from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
 TIME = "2026-01-02T03:04:05Z"
 SPEC, STATUS = (object_schema()["properties"][part] for part in ("spec", "status"))
+CRD = "charts/ddpjob-operator/crds/ddpjobs.ddpjob.io.yaml"
+
+
+def do(what: str, step: int) -> str:
+    """What to do when a check fails."""
+    return f"{what} (CONTRIBUTING.md, A field of the spec, step {step})"
 
 
 def _schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -64,7 +54,8 @@ def test_every_field_is_described() -> None:
         (path, schema) for part in (SPEC, STATUS) for path, schema in _schemas(part, "") if not path.endswith("[]")
     ]
     assert len(fields) > 150
-    assert [path for path, schema in fields if len(schema.get("description", "")) < 10] == []
+    silent = [path for path, schema in fields if len(schema.get("description", "")) < 10]
+    assert silent == [], do(f"give each of these fields a description in {CRD}", 1)
 
 
 def test_defaults_are_given_in_the_description() -> None:
@@ -74,7 +65,7 @@ def test_defaults_are_given_in_the_description() -> None:
         for p, s in _schemas(SPEC, "spec")
         if "default" in s and s["default"] != {} and "Default " not in s["description"]
     ]
-    assert missing == []
+    assert missing == [], do(f'write "Default VALUE." into the descriptions of these fields in {CRD}', 1)
 
 
 def test_every_value_is_bounded() -> None:
@@ -85,30 +76,36 @@ def test_every_value_is_bounded() -> None:
         for path, schema in _schemas(SPEC, "spec")
         if not set(bounds.get(schema.get("type", ""), schema)) & set(schema)
     ]
-    assert unbounded == []
-    assert [p for p, s in _schemas(SPEC, "spec") if "additionalProperties" in s and "maxProperties" not in s] == []
+    assert unbounded == [], do(f"bound these in {CRD} by maxLength, enum, maxItems or maximum", 1)
+    endless = [p for p, s in _schemas(SPEC, "spec") if "additionalProperties" in s and "maxProperties" not in s]
+    assert endless == [], do(f"bound these in {CRD} by maxProperties", 1)
 
 
 def test_defaults_fit_their_schema() -> None:
     for path, schema in _schemas(SPEC, "spec"):
         if "default" in schema:
             filled = apply_defaults(schema["default"], schema)
-            assert Draft202012Validator(to_json_schema(schema)).is_valid(filled), path
+            fits = Draft202012Validator(to_json_schema(schema)).is_valid(filled)
+            assert fits, do(f"{path}: its own schema refuses its default; correct one of them in {CRD}", 1)
 
 
 def test_rules_use_what_both_evaluators_support() -> None:
     rules = [rule for _, schema in _schemas(object_schema(), "") for rule in schema.get("x-kubernetes-validations", ())]
     assert len(rules) > 40
     for rule in rules:
-        assert set(rule) <= SUPPORTED
-        assert "\\" not in rule["rule"], "cel-python and the API server treat escapes differently"
+        assert set(rule) <= SUPPORTED, (
+            f"{rule['rule']}: ddpjob.api.cel evaluates {SUPPORTED} of a rule and nothing else"
+        )
+        assert "\\" not in rule["rule"], "cel-python and the API server treat escapes differently: write it without"
 
 
 def test_no_field_changes_by_itself_while_running() -> None:
     """A field of spec either may change at any time or has a rule against it, never both."""
     free = {"nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder"}
     guarded = {rule["fieldPath"].lstrip(".") for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]}
-    assert guarded == (set(SPEC["properties"]) - free) | {"recovery.mode"}
+    fixed = (set(SPEC["properties"]) - free) | {"recovery.mode"}
+    assert fixed - guarded == set(), do(f"add a rule with oldSelf to {CRD}, or the field to `free` here", 1)
+    assert guarded - fixed == set(), do(f"remove the rule with oldSelf from {CRD}, or the field from `free` here", 1)
 
 
 RENAMED = {"initialSeconds": "initial", "maxSeconds": "maximum"}
@@ -154,6 +151,8 @@ def _at(model: Any, path: Path_) -> Any:
     for name in path:
         if is_dataclass(model):
             assert isinstance(name, str)
+            declared = hasattr(model, _attribute(name))
+            assert declared, do(f"declare {_attribute(name)} of {type(model).__name__} in ddpjob/api/job_spec.py", 2)
             model = getattr(model, _attribute(name))
         elif not isinstance(model, str):  # of a pull secret only the name is kept
             model = model[name]
@@ -183,15 +182,16 @@ def test_no_default_is_written_twice() -> None:
     declared = list(_declared(job, SPEC))
     assert len(declared) > 50
     for schema, found in declared:
-        assert found.default_factory is MISSING, found
-        assert found.default is MISSING if "default" in schema else found.default in (MISSING, None, (), ""), found
+        twice = do(f"remove the default of {found.name} from the dataclass: the CRD has it", 2)
+        assert found.default_factory is MISSING, twice
+        assert found.default is MISSING if "default" in schema else found.default in (MISSING, None, (), ""), twice
     # Nor may the code that reads contain one; 0, 1 and 10 have other uses.
     defaults = {s["default"] for _, s in _schemas(SPEC, "") if isinstance(s.get("default"), str | int)} - {0, 1, 10}
     folder = Path(job_spec.__file__).parent
     tree = ast.parse("\n".join((folder / f"{name}.py").read_text() for name in ("job_spec", "job_status", "job")))
     enums = {node for c in tree.body if ast.unparse(c).find("(StrEnum)") > 0 for node in ast.walk(c)}
     literals = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and n not in enums}
-    assert literals & defaults == set()
+    assert literals & defaults == set(), do("read these from the schema: they are defaults of the CRD", 2)
 
 
 def test_without_checkpoints_their_path_is_the_default() -> None:
@@ -231,107 +231,48 @@ def test_the_enums_have_the_same_values() -> None:
         assert all(phase in text for phase in Phase), text
 
 
+def _filled(kind: Any, default: Any = None) -> Any:
+    """A value of this type other than its default; of a dataclass, one in which every field has such a value."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{f.name: _filled(hints[f.name], f.default) for f in fields(kind)})
+    if get_origin(kind) is tuple:
+        return (_filled(get_args(kind)[0]),)
+    if get_origin(kind) in (Union, UnionType):
+        return _filled(get_args(kind)[0])
+    if get_origin(kind) is dict:
+        return {"key": "a"}
+    if issubclass(kind, StrEnum):
+        return next(value for value in kind if value != default)
+    return {bool: True, int: 7, float: 4.5, str: "a", datetime: datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)}[kind]
+
+
+def _complete(schema: Mapping[str, Any]) -> Any:
+    """A value with every field of the schema."""
+    if schema.get("type") == "object":
+        named = {name: _complete(child) for name, child in schema.get("properties", {}).items()}
+        return named or {"accuracy": 1}
+    if schema.get("type") == "array":
+        return [_complete(schema["items"])]
+    return TIME if schema.get("format") == "date-time" else _two_values(schema)[1]
+
+
 def test_the_status_that_is_written_fits_the_schema() -> None:
     """The API server silently drops fields that the schema lacks."""
-    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    restart = Restart(
-        time=now,
-        pod="job-0-1",
-        reason="WorkerFailed",
-        message="m",
-        counted=True,
-        index=0,
-        node="n1",
-        rank=3,
-        seconds=4.5,
-        round=2,
-    )
-    restart = replace(restart, consequence=True, everywhere=True)
-    text = {"a": "b"}
-    changes = PodChanges(node_selector=text, tolerations=({"key": "a"},), labels=text, annotations=text)
-    status = JobStatus(
-        observed_generation=1,
-        phase=Phase.RUNNING,
-        conditions=(
-            Condition(
-                type=ConditionType.RUNNING,
-                status=True,
-                reason="AllNodesReady",
-                message="2 of 2",
-                since=now,
-                generation=1,
-            ),
-        ),
-        selector="a=b",
-        runtime="job-runtime-12345678",
-        start_time=now,
-        completion_time=now,
-        template_hash="abc",
-        round=3,
-        rendezvous=RendezvousStatus(
-            generation=1, attempt=2, failures=3, not_before=now, state=SlotState.RUNNING, endpoint="a:29400", nodes=2
-        ),
-        gang=GangStatus(nodes=2, placed=True),
-        job_class=JobClass(
-            name="c",
-            mark="m",
-            spec={"image": "a"},
-            queue="q",
-            fixed=("image",),
-            limits=ClassLimits(max_nodes=1, max_gpus_per_node=1, images=("a",)),
-        ),
-        queue=QueueStatus(workload="w", uid="u", cluster_queue="q", pods=3, node=changes, coordinator=changes),
-        active=2,
-        ready=2,
-        spare=1,
-        slots=(
-            Slot(
-                attempt=1,
-                state=SlotState.RUNNING,
-                node="n1",
-                round=2,
-                reason="ExitCode",
-                failures=3,
-                not_before=now,
-                lost_since=now,
-            ),
-            Slot(),
-        ),
-        rank_order=(1, 0),
-        highest_attempt=5,
-        avoided_nodes=(AvoidedNode(node="n1", until=now, reason="NodeLost twice"),),
-        restarts=Restarts(
-            allowed=3,
-            counted=1,
-            uncounted=2,
-            total=4,
-            last_counted=now,
-            seen_generation=1,
-            seen_incident=4,
-            seen_round=2,
-            recent=(restart,),
-        ),
-        notifications=(
-            Notification(
-                event=NotifyEvent.FAILED, id="uid.Failed.3", time=now, state=NotificationState.GIVEN_UP, message="m"
-            ),
-        ),
-        progress=dict.fromkeys(("epoch", "epochs", "step", "steps", "stepsBefore", "percent"), 1)
-        | dict.fromkeys(("loss", "samplesPerSecond"), 1)
-        | dict.fromkeys(("resumed", "eta", "display", "lossDisplay", "speedDisplay"), "a")
-        | {"metrics": {"accuracy": 1}, "updatedAt": TIME}
-        | {"stragglers": [{"rank": 3, "pod": "p", "node": "n", "slowdown": 1.8, "since": TIME}]},
-        trained=True,
-        claim_made=True,
-    )
-    status = replace(status, slots=(*status.slots, *(Slot(node=f"n{i}") for i in range(100))))
+    full: JobStatus = _filled(JobStatus)
+    # 102 slots, so that they are written by runs of equal ones; slots are kept so by a CRD that says that it has them.
+    slots = (*full.slots, Slot(), *(Slot(node=f"n{i}") for i in range(100)))
+    status = replace(full, slots=slots, progress=_complete(STATUS["properties"]["progress"]), schema=1)
+    assert _at_default(status) == [], "give `_filled` a value for fields of this type that is not their default"
     written = status.write(JobSpec.read({"image": "a"}))
-    assert [error.message for error in Draft202012Validator(to_json_schema(STATUS)).iter_errors(written)] == []
-    assert JobStatus.read(written) == status
+    errors = [error.message for error in Draft202012Validator(to_json_schema(STATUS)).iter_errors(written)]
+    assert errors == [], do(f"correct the schema of the status in {CRD}", 1)
+    assert JobStatus.read(written) == status, do("let ddpjob/api/job_status.py read what it writes", 2)
     of_class = ".jobClass.spec."  # Fields of the spec, which the status' schema does not repeat.
     paths = {path for path in _paths(written, "") if not path.startswith(of_class)}
-    assert {path for path, _ in _schemas(STATUS, "")} - {""} == paths
-    assert _at_default(status) == []
+    described = {path for path, _ in _schemas(STATUS, "")} - {""}
+    assert paths - described == set(), do(f"describe these fields of the status in {CRD}", 1)
+    assert described - paths == set(), do(f"write these in ddpjob/api/job_status.py, or remove them from {CRD}", 2)
 
 
 def _paths(value: Any, path: str) -> set[str]:

@@ -110,7 +110,8 @@ def test_documented_commands_are_found() -> None:
 def test_documented_commands_exist(page: Path) -> None:
     from ddpjob.cli.main import root
 
-    assert documented_commands(page.read_text()) <= set(root.commands)
+    unknown = documented_commands(page.read_text()) - set(root.commands)
+    assert unknown == set(), f"{page.name} names commands that `ddpjob --help` does not; correct the page"
 
 
 def test_the_chart_s_page_has_the_values() -> None:
@@ -158,7 +159,8 @@ def test_the_definition_names_every_condition() -> None:
     [version] = yaml.safe_load(REFERENCE["CRD"].read_text())["spec"]["versions"]
     status = version["schema"]["openAPIV3Schema"]["properties"]["status"]
     named = set(re.findall(r"[A-Z]\w+", status["properties"]["conditions"]["description"]))
-    assert {str(each) for each in ConditionType} - named == set()
+    silent = {str(each) for each in ConditionType} - named
+    assert silent == set(), "name these in the description of status.conditions in the CRD"
 
 
 def test_the_reference_page_has_under_the_name_what_is_about_the_name() -> None:
@@ -171,9 +173,11 @@ def test_the_reference_page_has_under_the_name_what_is_about_the_name() -> None:
 
 def test_every_reason_is_explained_and_no_other() -> None:
     in_core, in_page = words_of_core(), explained()
-    assert in_core - OTHER_WORDS - in_page == set(), f"{TROUBLESHOOTING.name} must explain these (or OTHER_WORDS)"
-    assert in_page - in_core == set(), f"{TROUBLESHOOTING.name} explains what is not written"
-    assert OTHER_WORDS - in_core == set()
+    step = "CONTRIBUTING.md, A cause of failure, step 5"
+    silent = in_core - OTHER_WORDS - in_page
+    assert silent == set(), f"explain these in {TROUBLESHOOTING.name}, or add them to OTHER_WORDS ({step})"
+    assert in_page - in_core == set(), f"remove these from {TROUBLESHOOTING.name}: nothing in core writes them"
+    assert OTHER_WORDS - in_core == set(), "remove these from OTHER_WORDS: they are not in core"
 
 
 def test_no_removal_of_several_kinds_names_one_that_a_cluster_may_lack() -> None:
@@ -246,8 +250,9 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), f"{page}: {target}"
-        assert not anchor or anchor in anchors(linked), f"{page}: {target}"
+        assert linked.exists(), f"{page}: {target} leads to no file; correct the link"
+        heading = not anchor or anchor in anchors(linked)
+        assert heading, f"{page}: {target} leads to no heading of {linked.name}; correct the link"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -255,7 +260,8 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         rows = table.splitlines()
-        assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != rows[0].count("|")] == []
+        uneven = [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != rows[0].count("|")]
+        assert uneven == [], "give each row as many cells as the head, and write | in a cell as \\|"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -269,7 +275,8 @@ def test_manifests_and_make_targets_in_the_texts_are_right(page: Path, tmp_path:
             path.write_text(block)
             read_job(path)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    unknown = set(re.findall(r"`make ([a-z-]+)", text)) - targets
+    assert unknown == set(), f"{page.name} names targets that the Makefile does not have; correct the page"
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
@@ -289,7 +296,58 @@ def test_the_tests_named_in_the_trainer_s_page_exist() -> None:
     assert len(named) > 30
     for top, path, function in named:
         source = (ROOT / (top or "tests/trainer/") / path).read_text()
-        assert not function or f"def {function}(" in source, f"{path}::{function}"
+        known = not function or f"def {function}(" in source
+        assert known, f"docs/trainer.md names {path}::{function}, which does not exist; correct the page"
+
+
+EXPLAINED = (
+    *(
+        f"operator/ddpjob/{module}.py"
+        for module in (
+            *("controller/caches", "controller/election", "controller/informer", "controller/operator_shards"),
+            *("controller/report_watch", "controller/workqueue", "core/failures/merge_causes"),
+            *("core/failures/classify", "core/failures/liveness", "core/failures/node_health"),
+            *("core/failures/policy", "core/plan/gang", "core/plan/queue"),
+            *("core/plan/slots", "core/rank_order", "engine/apply"),
+        )
+    ),
+    *(
+        f"runtime/ddpjob_runtime/{module}.py"
+        for module in (
+            *("coordinator/backoff", "coordinator/first_cause", "coordinator/formation", "coordinator/hang"),
+            *("coordinator/round", "coordinator/round_sequence", "coordinator/takeover"),
+            *("launcher/forkserver", "launcher/rendezvous"),
+        )
+    ),
+    *(
+        f"trainer/ddpjob_trainer/{module}.py"
+        for module in ("data/sampler", "model/shared_parts", "reporting/stragglers")
+    ),
+)
+"""Modules that hold a policy or an algorithm."""
+
+
+@pytest.mark.parametrize("module", EXPLAINED)
+def test_a_policy_is_explained_where_it_is(module: str) -> None:
+    lines = (ast.get_docstring(ast.parse((ROOT / module).read_text())) or "").splitlines()
+    remedy = f"open {module} with the problem, the rule and an example, as CONTRIBUTING.md says under Style"
+    assert 10 <= len(lines) <= 35, f"its docstring has {len(lines)} lines, not 10 to 35; {remedy}"
+    assert max(map(len, lines)) <= 100, f"its docstring is wider than 100 columns; {remedy}"
+    assert any(line.startswith(("Example", "    ")) for line in lines), f"no example; {remedy}"
+
+
+def test_every_decision_record_is_named_by_the_code_that_it_explains() -> None:
+    records = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("0*.md")}
+    sources = [path for top in ("operator", "runtime", "trainer") for path in (ROOT / top).rglob("*.py")]
+    named = {
+        number
+        for path in sources
+        for sentence in re.findall(r"docs/decisions/\d{4}[^.]*", path.read_text())
+        for number in re.findall(r"\b\d{4}\b", sentence)
+    }
+    advice = 'write "Why: docs/decisions/NNNN" into the docstring of the module that carries it out'
+    assert records - named == set(), f"no module names these records; {advice}"
+    assert named - records == set(), "modules name these records, which do not exist; correct the numbers"
 
 
 # A path below one of the repository's folders, or a file beside these: in Markdown code, in the map, in prose.
@@ -307,7 +365,8 @@ def named_paths(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", NAMING_PATHS, ids=lambda page: page.name)
 def test_every_path_that_the_pages_for_contributors_name_exists(page: Path) -> None:
-    assert [path for path in sorted(named_paths(page.read_text())) if not (ROOT / path).exists()] == []
+    gone = [path for path in sorted(named_paths(page.read_text())) if not (ROOT / path).exists()]
+    assert gone == [], f"{page.name} names paths that do not exist; correct the page"
 
 
 def test_named_paths_are_found_wherever_they_stand() -> None:

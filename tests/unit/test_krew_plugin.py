@@ -70,7 +70,8 @@ def test_the_plugin_of_a_release(tmp_path: Path) -> None:
     assert packed == SCRIPT["archive"]("9.8.7"), "the same bytes at each build"
     with tarfile.open(tmp_path / "kubectl-ddp.tar.gz") as tar:
         assert {file["from"] for file in platform["files"]} == set(tar.getnames())
-        tar.extractall(tmp_path, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it.
+        tar.extractall(tmp_path)
 
     made = (tmp_path / "ddp.yaml").read_text()
     assert list(krew_refuses(yaml.safe_load(made), tmp_path)) == []

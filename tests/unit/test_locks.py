@@ -45,8 +45,7 @@ def unmet(requirements: list[Requirement], *names: str) -> list[str]:
     ids=lambda value: value[0],
 )
 def test_a_lock_file_holds_what_its_extras_ask_for(extras: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """After a change of pyproject.toml: make locks."""
-    assert unmet(asked(*extras), *names) == []
+    assert unmet(asked(*extras), *names) == [], "pyproject.toml has changed: run `make locks`"
 
 
 @pytest.mark.parametrize("names", [("dev.txt",), ("operator.txt",), ("torch.txt", "trainer.txt")], ids=lambda n: n[0])
@@ -65,13 +64,13 @@ def test_a_lock_file_holds_what_its_packages_need(names: tuple[str, ...]) -> Non
                 canonicalize_name(r.name) for r in needed if not r.marker or r.marker.evaluate({"extra": ""})
             }
             lacking += [f"{package} needs {name}" for name in names_of_needed - held.keys()]
-    assert lacking == []
+    assert lacking == [], f"{names} were written by hand, or a package has changed: run `make locks`"
 
 
 def test_the_build_s_lock_file_holds_the_build_s_tools() -> None:
     group = [Requirement(text) for text in PYPROJECT["dependency-groups"]["build"]]
     backend = [Requirement(text) for text in PYPROJECT["build-system"]["requires"]]
-    assert unmet([*group, *backend, *asked()], "build.txt") == []
+    assert unmet([*group, *backend, *asked()], "build.txt") == [], "pyproject.toml has changed: run `make locks`"
 
 
 def test_a_requirement_that_no_lock_file_meets_is_found() -> None:
@@ -85,7 +84,8 @@ def test_a_requirement_that_no_lock_file_meets_is_found() -> None:
 def test_what_ships_was_tested(name: str) -> None:
     """The images' versions are those of CI."""
     tested = lock.pins("dev.txt")
-    assert {package: versions for package, versions in lock.pins(name).items() if versions != tested[package]} == {}
+    differ = {package: versions for package, versions in lock.pins(name).items() if versions != tested[package]}
+    assert differ == {}, f"locks/{name} has other versions than locks/dev.txt: run `make locks`"
 
 
 def test_no_package_of_the_trainer_is_installed_twice() -> None:

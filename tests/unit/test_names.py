@@ -60,7 +60,7 @@ def different(pattern: re.Pattern[str], right: tuple[str, ...]) -> list[str]:
 def test_no_text_installs_the_package_by_a_name_that_is_not_reserved() -> None:
     """Whoever registers the name would run code on the machine of each reader."""
     is_published = "ddpjob[" in INSTALL
-    assert is_published or different(BY_NAME, ()) == []
+    assert is_published or different(BY_NAME, ()) == [], f"write as INSTALL has it: {INSTALL}"
 
 
 def test_an_installation_by_name_is_found_in_any_form() -> None:
@@ -81,7 +81,7 @@ def test_an_installation_by_name_is_found_in_any_form() -> None:
 def test_images_and_the_chart_have_one_registry_and_this_version() -> None:
     names = [f"{REGISTRY}/{name}" for name in ("operator", "trainer")]
     right = (*names, *(f"{name}:{VERSION}" for name in names), f"{REGISTRY}/charts/ddpjob-operator")
-    assert different(OURS, right) == []
+    assert different(OURS, right) == [], f"write one of {right}, or change them all: see the head of this file"
     assert OURS.findall(f"image: docker.io/else/trainer:0.1.0 oci://{REGISTRY}/charts/ddpjob-operator") == [
         "docker.io/else/trainer:0.1.0",
         f"{REGISTRY}/charts/ddpjob-operator",
@@ -89,7 +89,9 @@ def test_images_and_the_chart_have_one_registry_and_this_version() -> None:
 
 
 def test_links_lead_to_one_repository() -> None:
-    assert different(URL, (REPOSITORY,)) == []
+    assert different(URL, (REPOSITORY,)) == [], (
+        f"write {REPOSITORY}, or change it everywhere: see the head of this file"
+    )
 
 
 def test_the_limits_say_that_the_names_are_not_reserved() -> None:

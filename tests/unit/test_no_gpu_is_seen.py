@@ -1,14 +1,27 @@
-"""Which tests see the GPUs of the machine that they run on."""
+"""Which tests see the GPUs of the machine that they run on, and which of them see torch."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def conftest(request: pytest.FixtureRequest) -> Any:
+    return request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
+
+
+def test_torch_is_hidden_as_if_it_was_not_installed(conftest: Any) -> None:
+    finder = conftest.Without(frozenset({"json", "none"}))
+    assert [finder.find_spec(name) for name in ("json", "json.decoder", "none")] == [None] * 3
+    assert finder.find_spec("jsonschema").name == "jsonschema"
+    assert list(finder.find_distributions()), "importlib.metadata asks it too"
 
 
 def test_tests_run_on_the_cpu_on_any_machine() -> None:
@@ -27,10 +40,8 @@ def test_tests_run_on_the_cpu_on_any_machine() -> None:
     ],
 )
 def test_those_of_gpus_by_themselves_see_them(
-    folder: str, chosen: list[str], hidden: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    folder: str, chosen: list[str], hidden: bool, conftest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    conftest = request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
-    assert conftest is not None
     conftest.pytest_configure(SimpleNamespace(args=chosen, invocation_params=SimpleNamespace(dir=TESTS / folder)))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "0,1")

@@ -27,9 +27,10 @@ def test_the_protections_are_found() -> None:
 @pytest.mark.parametrize("row", protections(TEXT), ids=lambda row: row[2:40])
 def test_a_protection_names_the_test_that_holds_it(row: str) -> None:
     _, held_by = row.strip("| ").rsplit(" | ", 1)
-    assert NAMED.search(held_by), f"no test is named: {row}"
+    assert NAMED.search(held_by), f"name the test that holds it as `tests/PATH.py::FUNCTION`: {row}"
 
 
 @pytest.mark.parametrize(("path", "function"), sorted(set(NAMED.findall(TEXT))))
 def test_a_named_test_exists(path: str, function: str) -> None:
-    assert re.search(rf"^(async )?def {function}\(", (ROOT / path).read_text(), flags=re.MULTILINE)
+    found = re.search(rf"^(async )?def {function}\(", (ROOT / path).read_text(), flags=re.MULTILINE)
+    assert found, f"SECURITY.md names {path}::{function}, which does not exist; name the test as it is called now"

@@ -68,7 +68,8 @@ def test_no_two_modules_of_one_name() -> None:
         for path in (ROOT / top).rglob("*.py"):
             if path.stem not in SHARED_NAMES:
                 places[path.stem].append(str(path.relative_to(ROOT)))
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+    shared = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert shared == {}, "rename all but one of these modules after what is special about them"
 
 
 def test_every_module_is_in_the_map() -> None:
@@ -77,8 +78,9 @@ def test_every_module_is_in_the_map() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     silent = re.findall(r"^- `(\S+)`: $", MAP["render"](), flags=re.MULTILINE)
-    assert silent == []
-    assert not re.search(r"^### .*\n\n\n", MAP["render"](), flags=re.MULTILINE), "a package without a docstring"
+    assert silent == [], "begin these modules with a docstring: one line that says what the module is for"
+    without = re.findall(r"^### (.*)\n\n\n", MAP["render"](), flags=re.MULTILINE)
+    assert without == [], "give the __init__.py of these packages a docstring: what is in there, and what it imports"
 
 
 CASES = {
@@ -95,6 +97,7 @@ def test_the_readme_gives_the_figures_of_the_recovery_page() -> None:
     readme = (ROOT / "README.md").read_text()
     for case, row in CASES.items():
         match = re.search(rf"^\| {case} \| cluster \|.*?\| \d+ \| ([\d.]+) \| ([\d.]+) \|", measured, re.MULTILINE)
-        assert match, case
+        assert match, f"docs/recovery.md has no row for {case}; correct CASES here, or write it by benchmarks.recovery"
         shown = [f"{float(text):.2f} s" if float(text) < 1 else f"{float(text):.1f} s" for text in match.groups()]
-        assert f"| {row} | {shown[0]} | {shown[1]} |" in readme, (case, shown)
+        line = f"| {row} | {shown[0]} | {shown[1]} |"
+        assert line in readme, f"docs/recovery.md has other figures than README.md; write there: {line}"

@@ -1,4 +1,32 @@
-"""The objects of all jobs as the watches show them: what a reconcile reads instead of asking the API server."""
+"""The objects of all jobs as the watches show them: what a reconcile reads instead of asking the
+API server.
+
+Asking the API server for everything took some 240 requests per job and minute. One `Informer` per
+kind (and watched namespace) keeps what decisions need. While nothing changes there are no requests.
+
+- Views are kept, not objects. A pod is a `PodView`; of services, ConfigMaps, policies and budgets
+  only the metadata is read; of a job that has ended the parts of its spec that make pods are
+  dropped. Users choose how large their objects are, so this bounds the operator's memory.
+- An object belongs to a job by the job's uid in its labels or owner references, never by a name: a
+  job that is deleted and created again under its name owns nothing of the first one.
+- A change wakes the job that it concerns. It is urgent if a user has changed the job, if a pod has
+  ended, is about to, or is gone, or if Kueue has changed a Workload. What the operator writes
+  itself wakes nobody (`_writing`), since otherwise each status write would cause the next
+  reconcile.
+- The last state of a pod that is gone is kept for DEPARTED_FOR. It may say why the pod ended, to a
+  reconcile that comes after its deletion.
+
+Example: a node is drained, and its pod is deleted before the job is reconciled.
+
+    watch: pod train-1-0, disruption=EvictionByEvictionAPI   the job is woken, urgently
+    watch: pod train-1-0 DELETED                             it moves to `departed` for 30 s
+    reconcile: `departed` has it, `pods` does not            its cause is Evicted, not counted
+
+A leader lists everything after it has taken the Lease (`complete`), so it never decides on what is
+older than its predecessor's writes.
+
+Why: docs/decisions/0013.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,29 @@
 """Leader election: the replica that holds a Lease acts, by client-go's algorithm.
 
-A holder that cannot renew stops acting before its Lease ends, and waits for it like the others. They
-wait until they have seen no renewal for its duration by their own clock, so clocks need not agree. A
-released Lease is taken at the next try: a rolling update takes seconds. A renewal is one request, and one that fails
-is made again soon, so that an API server that refuses half of all requests costs nobody the Lease.
+Two replicas must never act at the same time, and a replica that dies must be replaced soon. Nothing
+may depend on the clocks of two machines, because they differ.
 
-The client's own `kubernetes.aio.leaderelection` measures by the wall clock, never releases the
-Lease, and turns errors of the API server into a lost election.
+- The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS, it
+  stops acting. It counts from the time at which it began the last successful write.
+- The others read the Lease every RETRY_SECONDS. One of them takes it after it has seen no new
+  version for the Lease's duration, LEASE_SECONDS, by its own monotonic clock. They never compare
+  `renewTime`, which is there for people.
+- Every write carries the resource version that was read, so of two writers one gets a conflict.
+
+Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
+
+     0.0  A's renewal is stored; B sees it at 1.0
+     2.0  A tries to renew, without an answer, and again and again
+    10.0  A stops acting, and cancels whatever it was doing
+    16.0  B has seen no renewal for 15 s, and takes the Lease
+
+From 10 to 16 nobody acts, which is the margin for A to stop. A holder that ends in an orderly way
+releases the Lease after it has stopped, so a rolling update takes seconds. A renewal is one
+request, and a failed one is made again soon: an API server that refuses half of all requests costs
+nobody the Lease.
+
+Why not the client's own election: docs/decisions/0011. Several Leases for several shards:
+`operator_shards`.
 """
 
 from __future__ import annotations
@@ -26,6 +43,7 @@ log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
 """As in client-go."""
+assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must have stopped when another replica may act"
 _AGAIN_SECONDS = 0.5
 """After a renewal that has failed."""
 _RELEASE_SECONDS = 3.0

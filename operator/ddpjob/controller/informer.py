@@ -1,7 +1,36 @@
 """Caches of collections of the API server, and one that follows its collection: listed in pages, then watched.
 
-kopf watches the jobs (`job_cache.py`). What the operator makes for them is followed here: kopf's handlers miss what is
-deleted while a watch is interrupted, and it keeps no objects to read.
+kopf watches the jobs (`job_cache.py`). What the operator makes for them is followed here, because
+kopf never shows what was deleted while its watch was interrupted, and keeps no objects to read.
+
+A reconcile reads the cache and asks the API server nothing. For that the cache must never go back
+in time, must notice what was deleted while no watch was open, and must survive every kind of
+failure.
+
+- A list gives all objects and the version of the collection. Objects that are known and not in it
+  have been deleted. The watch starts at that version and continues from the last event's.
+- Each object has its own version, and of two versions the later one stays. The operator's own
+  writes are taken into the cache with their answers (`take`), so the next reconcile sees them even
+  if the watch is late; the watch's older event is then ignored.
+- Versions are compared as numbers, which Kubernetes guarantees since 1.35 and etcd always did.
+
+Example, changes of a Workload that overtake the watch:
+
+    list             it is at version 40, the collection at 52; watch from 52
+    own write        answered with version 57, which the cache keeps
+    own write        answered with version 59, which the cache keeps
+    watch event 57   older than 59: dropped
+    watch event 59   known already: no second wake-up
+
+A watch ends after WATCH_SECONDS, and the next one continues. If a version has expired (410 Gone),
+everything is listed again. If a watch breaks, the store may have been restored from a backup. Then
+versions have gone back, and a watch from the old one would be silent for a long time, so that is
+asked before the next watch. While the API server is unavailable, what is known stays.
+
+Memory is bounded: one page of all informers is parsed at a time, a page that is larger than
+PAGE_BYTES is asked for again in smaller ones, and only views of objects are kept.
+
+Why: docs/decisions/0013.
 """
 
 from __future__ import annotations

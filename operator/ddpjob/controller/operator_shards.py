@@ -1,8 +1,29 @@
-"""Shards: the namespaces are dealt out by a hash of their names, and for each shard one replica acts.
+"""Shards: the namespaces are dealt out by a hash of their names, and one replica acts for each
+shard.
 
-There is a Lease per shard. A replica takes a free one at once when it has none, and further ones only after the others
-have had their chance. One without any asks a replica that has several for one of them, by an annotation of its Lease.
-The number of shards is in the Leases' names: as long as a Lease of another number is held, none of ours is.
+One process reconciles as many jobs as one processor can. Beyond that, several replicas act at the
+same time, and no job may ever have two of them. Each shard has a Lease with the election of
+`election`; the rules here only say who should take which.
+
+- A replica takes a free Lease at once if it has none. With some already it waits until the Lease
+  has been free for PATIENCE per Lease that it holds, so that others have their chance first.
+- A replica with at least two fewer shards than another asks for one: it writes its name into an
+  annotation of the Lease. The holder stops acting for that shard and releases it.
+- The number of shards is in the Leases' names. As long as a Lease of a different number is held,
+  this replica takes none: two numbers deal the same namespace to different shards.
+
+Example, 4 shards:
+
+     0 s  A starts alone and takes shard 0
+     6 s  shard 1 has been free for 6 s, and A holds one: A takes it
+    12 s  A takes shard 2, and at 18 s shard 3
+    60 s  B starts, and nothing is free. A has 4, B has 0: B asks for one and gets it
+    75 s  A has 3, B has 1: B asks again, and both have 2. Nobody asks any longer
+
+A replica asks at most once in LEASE_SECONDS. While an upgrade changes 4 shards to 8, the new
+replicas wait until the old ones have released all Leases of `-of-4`.
+
+Why: docs/decisions/0015.
 """
 
 from __future__ import annotations

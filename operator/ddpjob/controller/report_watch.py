@@ -1,6 +1,26 @@
-"""Follows the coordinators: one pending request per running job, the last report, and a wake of the job for news.
+"""Follows the coordinators: one pending request per running job, the last report, and a wake of the
+job for news.
 
-A reconcile reads what is here and waits for no coordinator: one that hangs, floods or lies costs its own job alone.
+A reconcile reads what is here and waits for no coordinator. Coordinators run the users' images, so
+one that hangs, floods or lies must cost its own job alone. At the same time a break should wake its
+job within a moment, for a thousand jobs at once.
+
+- A request is held by the coordinator until it has news, or for `progress_seconds`. So a quiet job
+  costs one request in 10 s, and with more than JOBS jobs proportionally fewer.
+- News is what changes a decision (`_news`): a break, another state or round, members, not the step.
+  It wakes the job, but not twice within WAKE_SECONDS.
+- The first BURST requests follow each other by PAUSE, later ones by SLOW_PAUSE. A coordinator that
+  always has news is thus asked once a second.
+- Reports of all coordinators together stay below READ_BYTES per second. Only those with large
+  reports wait for that, for at most LONGEST_SHARE.
+- If a coordinator stops answering, its last report is valid for STALE_SECONDS, then there is none.
+  It is asked again after 0.5 s, then twice as long each time, up to LONGEST_RETRY.
+
+Example, 200 jobs, and a rank of one of them fails:
+
+    progress is at most 40 s old (10 x 200 / 50), which is 5 requests per second for all jobs
+    the coordinator answers the pending request at once: its job is woken after milliseconds
+    its next 9 answers follow each other by at least 0.1 s, and wake the job once a second
 """
 
 from __future__ import annotations

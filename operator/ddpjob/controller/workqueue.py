@@ -1,7 +1,36 @@
 """A work queue of keys with delays, and turns that groups share.
 
-A key waits once, is handled by one worker at a time, and may be added again meanwhile. Groups of keys share the
-workers: each may have half as many as are free, so that one whose keys take long leaves some to the others.
+One process reconciles all jobs, whose keys are grouped by namespace. Three things must not
+happen: a pod that changes ten times a second causes ten reconciles, a job is reconciled by two
+workers at once, or a namespace with a thousand new jobs keeps the others waiting.
+
+`DelayQueue` decides which key is handled next.
+
+- A key waits once. Of two requested times the earlier one counts. A key that is added while it is
+  being handled is handled once more afterwards.
+- A change that is not urgent waits until INTERVAL after the key's last start, so a burst of
+  changes costs one reconcile per second.
+- Among the keys that are due, the lowest rank comes first, then the group with the fewest
+  workers, then the key that was scheduled first.
+- A group gets another worker only while it has fewer than half as many as are free, or none.
+
+Example, 8 workers and any number of keys:
+
+    group A alone          gets 3 workers: 0 < 8/2, 1 < 7/2 and 2 < 6/2, but 3 > 5/2
+    then B, C, D and E     B gets 2 of the 5 that are left, and C, D and E get 1 each
+
+`Turns` limits what the workers do inside a reconcile, such as creating pods.
+
+- At most `most` turns are taken. A turn that lasts longer than SLOW no longer counts, because it
+  waits for something else, such as an admission webhook. At most `most` turns may be slow.
+- The next turn goes to the waiting group that had the fewest turns lately; a turn counts half
+  after HALF_LIFE. Groups that hold half of all turns come last. Example: A had 400 turns and
+  waits for 600 more. B asks for 4, and gets the next 4.
+- Fairness counts turns, not seconds, because a turn takes many times longer at the start of a
+  burst.
+
+A key says which job to reconcile, and never what has happened to it, so merging two changes loses
+nothing (docs/decisions/0002).
 """
 
 from __future__ import annotations
@@ -34,7 +63,7 @@ class DelayQueue(Generic[Key]):
     """Keys with the time at which they are due, by the event loop's clock. The earliest time requested wins.
 
     Of the keys that are due, those of the lowest `rank` come first, then those of the `group` with the fewest
-    workers, then the one that has been due for longest. `crowded`: whether second starts should be rarer.
+    workers, then the one that was scheduled first. `crowded`: whether second starts should be rarer.
     """
 
     def __init__(
@@ -126,6 +155,7 @@ class DelayQueue(Generic[Key]):
         if not keys:
             del self._ready[group]
         del self._due[key]
+        assert key not in self._busy, f"{key} would be handled by two workers"
         self._busy.add(key)
         self._workers[group] += 1
         self._began[key] = now
@@ -159,12 +189,10 @@ class DelayQueue(Generic[Key]):
 
 
 class Turns:
-    """At most so many at a time, and as many again that have taken longer than SLOW seconds: those wait for something
-    else, such as an admission webhook, and not for each other.
+    """At most `most` turns at a time, and as many again that have taken longer than SLOW seconds.
 
-    While several groups wait, the next turn is for the one that has had the fewest of late, which makes one that
-    wants little wait for nobody's queue; those that have half of all turns come last. It is turns that count and not
-    their time, which depends on the moment: those of the first seconds of a burst take many times as long.
+    While several groups wait, the next turn is for the one that has had the fewest lately. A group that holds half of
+    all turns comes last.
     """
 
     def __init__(self, most: int) -> None:
@@ -222,6 +250,7 @@ class Turns:
             self._had = {other: had * left for other, had in self._had.items() if had * left > 0.5}
             self._halved = now
         self._had[group] = self._had.get(group, 0.0) + 1
+        assert self._free > 0, "a turn was begun that is not free"
         self._free -= 1
         self._taken[group] += 1
 
@@ -230,13 +259,14 @@ class Turns:
         if not self._taken[group]:
             del self._taken[group]
         if is_slow:
-            self._slow -= 1  # Its turn is another's since long.
+            self._slow -= 1  # Its turn was passed on long ago.
         else:
             self._next()
 
     def _next(self) -> None:
-        """A turn is free."""
+        """Free a turn, and give it to the group whose turn it is."""
         self._free += 1
+        assert self._free <= self._most, "a turn was returned twice"
         while self._free and self._waiting:
             chosen = min(self._waiting, key=self._comes)
             others = self._waiting.pop(chosen)
@@ -248,5 +278,5 @@ class Turns:
                 self._begin(chosen)
 
     def _comes(self, group: Hashable) -> tuple[bool, float]:
-        """The order of groups that wait. Of equal ones the first is it: `_waiting` is in the order of last turns."""
+        """Order the waiting groups. Of equal ones the first wins: `_waiting` is in the order of their last turns."""
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)

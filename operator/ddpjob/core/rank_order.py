@@ -1,6 +1,26 @@
-"""Decides in which order the coordinator numbers the ranks by spec.rankOrder: nodes of one place are neighbours.
+"""Decides in which order the coordinator numbers the ranks by spec.rankOrder: nodes of one place
+are neighbours.
 
-Rings and trees of NCCL and gloo connect ranks in their order, and know nothing of what lies between Kubernetes nodes.
+Rings and trees of NCCL and gloo connect ranks in their order, and know nothing of what lies between
+Kubernetes nodes. If neighbouring ranks are in different racks, every byte crosses the slow links
+several times. `spec.rankOrder` names labels of Kubernetes nodes, the widest place first. Only the
+operator can read them, so it sends the order to the coordinator as a list of pods.
+
+- A node's place is its values of these labels, then its own name (`place_of`). If a label is
+  missing, the node is a place of its own from that level on.
+- Places are sorted by the lowest index in them, level by level, so index 0 always leads: its logs,
+  metrics and checkpoints stay where people look for them.
+
+Example, rankOrder: [zone, rack]:
+
+    index   0       1       2       3       4
+    place   z1/r1   z2/r9   z1/r2   z1/r1   z2/r9
+    order   0, 3 (z1/r1), 2 (z1/r2), 1, 4 (z2/r9)
+
+Ranks follow the list, and the coordinator leaves out members that are not in the round. A part of
+the list still has each place in one run, so losses, spares and smaller groups need no new list.
+
+Why: docs/decisions/0019.
 """
 
 from __future__ import annotations

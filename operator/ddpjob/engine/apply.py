@@ -1,8 +1,29 @@
 """Performs decisions. Nothing else creates, deletes or patches anything that belongs to a job.
 
-Order: the status, then deletions (which make room in a quota), creations, messages, and last the
-events. The status holds everything that a later reconcile must know (attempts, counts, causes), so
-that a crash after any call leaves a state from which the next one continues.
+A decision is plain data: the new status, a list of actions and events. The operator may die between
+any two calls to the API server, and its successor knows only what is stored there. So the order of
+the calls is fixed, and every call may be made twice.
+
+1. The status, guarded by the version that was read. It holds everything that a later reconcile must
+   know: attempts, counts, causes. After a conflict nothing has been done.
+2. Deletions, which make room in a quota. They carry the uid, so a repeated one cannot hit an object
+   that was created under the same name since.
+3. Creations. Names are deterministic, so a repeated one finds its object and changes nothing.
+4. Messages to the coordinator, which may be lost: the next reconcile sends them again until the
+   coordinator's report shows that they have arrived. Then notifications.
+5. Events, which only people read.
+
+Example: pod train-1-0 is lost, and the operator dies after each step in turn.
+
+    after 1  the status wants slot 1 at attempt 1, and counts what there is to count. The next
+             reconcile finds no pod train-1-1, and creates it. Nothing is counted again
+    after 3  the next reconcile finds the pod. The event is missing, which costs nothing
+    the reverse order would lose the count, or count it twice
+
+A creation that the API server rejects is not an error here. It is returned as a `Rejection`, and
+the next decision says what it means.
+
+Why: docs/decisions/0004, and 0002 for the status.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The port through which a reconcile reads and writes: implemented for Kubernetes, for this machine and for tests."""
+"""The port through which a reconcile reads and writes: implemented for Kubernetes, for this machine and for tests.
+
+Why: docs/decisions/0005.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The headless service that gives the job's pods names, and the ConfigMap with the runtime that they run."""
+"""The headless service that gives the job's pods names, and the ConfigMap with the runtime that they run.
+
+Why the runtime is in a ConfigMap: docs/decisions/0012. Why one per namespace: docs/decisions/0014.
+"""
 
 from __future__ import annotations
 

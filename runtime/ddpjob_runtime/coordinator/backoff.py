@@ -1,12 +1,34 @@
-"""How long a group waits after a failure of its own that repeats without progress."""
+"""How long a group waits after a failure of its own that repeats without progress.
+
+A script that fails at its first step would otherwise restart several times a minute, and fill logs
+and the budget of restarts before anybody can look. A job that trains for hours between two failures
+should not wait at all.
+
+- The first failure in a row does not wait. The second waits `initial` seconds, each one after it
+  twice as long as the one before, and none longer than `maximum`.
+- A row ends when the job makes a step beyond the furthest one so far, or when a round has run for
+  HEALTHY_SECONDS. A step that only repeats what was lost since the last checkpoint ends no row.
+- Only failures of the job itself count here. After a lost node the next round begins at once.
+
+Example, initial=10 and maximum=300. The script fails at step 120 each time, after 20 s:
+
+    failure   1   2    3    4    5     6     7     8
+    waits     0  10   20   40   80   160   300   300
+
+A new checkpoint lets it reach step 121: the next failure waits 0 s again.
+
+A job without restarts waits VERDICT_SECONDS instead: the operator decides whether the failure
+counts, and ends the job meanwhile. The operator backs off by the same rule when it replaces pods
+that end soon after they were created (`core/plan/slots.py`).
+"""
 
 from __future__ import annotations
 
 HEALTHY_SECONDS = 60.0
 """A round that ran for this long was no crash loop."""
 VERDICT_SECONDS = 5.0
-"""A job without restarts waits so long after a failure of its own: the operator ends it meanwhile. Nobody knows here
-whether the failure counts, and without an operator the job shall continue."""
+"""How long a job without restarts waits after a failure of its own. Only the operator knows whether the failure
+counts; without an operator the job shall continue."""
 
 
 class Backoff:

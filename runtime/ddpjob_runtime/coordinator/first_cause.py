@@ -1,4 +1,30 @@
-"""Which event broke a round: the first cause among failures, losses and departures, never one of its consequences."""
+"""Which event broke a round: the first cause among failures, losses and departures.
+
+When one rank fails, its peers fail a moment later with connection errors. Their reports arrive in
+any order, and every worker's exit code may be 1. The cause must be named without looking at the
+order of arrival alone, because an echo is often reported before the error that caused it.
+
+1. Each failure gets a suspicion (`_suspicion`): how likely it is a consequence. An error of its own
+   has 0, an abort 1, a communication error 2, and what failed after the members had been asked to
+   end their workers 3. The least suspicious failure counts, and of equal ones the earliest.
+2. If members were lost or have left, only errors of a worker's own compete with that, by time.
+   Suspicious failures are then consequences, and so is a death by a signal, because the end of a
+   pod takes its workers with it.
+3. If only suspicious failures are known, and a worker has ended with 0 before the others, that end
+   is the cause: its peers waited for it in a collective.
+
+Example, all times in seconds on the coordinator's clock, which each launcher's report is
+converted to:
+
+    10.02  rank 0  exit code 1  "Connection closed by peer"         suspicion 2
+    10.03  rank 3  SIGABRT      "watchdog"                          suspicion 1
+    10.05  rank 5  exit code 1  "ValueError: label 1000 of 1000"    suspicion 0: the cause
+
+A `Verdict` is `sure` if no later report could change it, as here. If rank 5 has not reported yet,
+the verdict names rank 3 and is not sure, so the coordinator waits for the other members.
+
+Why: docs/decisions/0010. What Kubernetes adds to it: `merge_causes` in the operator.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,28 @@
-"""When a round may begin, who is in it, and when a running one is restarted for another size. Pure."""
+"""When a round may begin, who is in it, and when a running one is restarted for another size. Pure.
+
+A round with too few nodes wastes the others, and a round that waits wastes the nodes that are
+ready. The rules weigh one against the other, by what is known about the missing ones:
+
+- `nodes` are ready: begin at once. Fewer than `min_nodes`: wait.
+- In between, the first round waits FIRST_GRACE for the others, since pods start at different times.
+- A later round begins at once with as many nodes as the last one had: nobody is missing. With fewer
+  it waits SHRINK_GRACE, which is 10 s in Standard and nothing in Fast, where a restart is cheap.
+- A running round that could have more nodes is restarted FILL_SECONDS after it began if the joiners
+  make it whole, GROW_SECONDS if they do not: every restart costs steps.
+
+Example, nodes=8 and min_nodes=6:
+
+    t=0    6 nodes are ready: the first round may begin at t=30
+    t=12   all 8 are ready: round 1 begins
+    t=900  a node is lost, 7 are ready: Fast begins round 2 at once, Standard at t=910
+    t=960  the replacement is ready, and makes the group whole. Round 2 has run for longer than
+           FILL_SECONDS, so it is restarted at once, and round 3 has 8 nodes
+
+Survivors of the last round come first (`choose`), then the members that have waited longest. If
+there are too many survivors, the highest indices stay out: a smaller job loses those slots.
+
+The order of the ranks comes from the operator, who knows where the pods are: docs/decisions/0019.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,28 @@
-"""Whether the job still makes steps, and what a hang looks like from inside."""
+"""Whether the job still makes steps, and what a hang looks like from inside.
+
+If one rank stops, all others wait for it in a collective, and nothing fails: the job holds its GPUs
+and does nothing. From outside that looks like a long evaluation or a slow checkpoint. So the
+coordinator measures the time since the last step, and what follows depends on what the user said.
+
+- With `hang_after` the user has named a limit: the round ends after it. If nobody counts the
+  script's steps, silence proves nothing. The ranks are then asked for their stacks, and the round
+  ends only if all of them have stood still since the last look.
+- Without it nothing is ended. After LEAST_REPORTS steps the pace is known, and a step that takes
+  PACE_FACTOR times the longest gap so far is reported as overdue, with the stacks. The time from a
+  round's beginning to its first step is a pace of its own, since loading data may take longer than
+  any step.
+
+Example, steps of 2 s and a checkpoint of 30 s now and then, without `hang_after`: the next step is
+overdue after max(300, 20 x 30) = 600 s. With hang_after=120 the round ends after 120 s.
+
+A `HangDump` asks every member for the stacks of its ranks and waits DUMP_SECONDS for them. It names
+a culprit where it can: the only member with a rank that has failed, or the only one whose ranks
+stand elsewhere than all others. In a hang of four nodes of which three stand in `all_reduce` and
+one in `read`, that is the fourth. With fewer than LEAST_MEMBERS members nobody can say who waits
+for whom.
+
+A hang is a first cause like any other, and counts: docs/decisions/0010.
+"""
 
 from __future__ import annotations
 

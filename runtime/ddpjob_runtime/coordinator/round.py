@@ -1,7 +1,30 @@
 """One round: a fixed group of members from `go` to success or break.
 
-A round breaks once: at the first failure of a worker, the loss or departure of a member, a hang, or for a change of the
-group's size. Its members are then asked to end their workers, and its first cause is decided once.
+A round ends in one of two ways. It succeeds when the last member's workers have all ended with 0.
+Or it breaks, once: at the first failure of a worker, the loss or departure of a member, a hang, or
+a change of the group's size. torchrun cannot replace one rank of a running group, so a break ends
+all workers, and the next round starts new ones.
+
+A break has two parts that run side by side, so that finding the cause delays nothing:
+
+- The workers end. Members get `restart`, and answer `ready` when their workers are gone. A planned
+  end (a resize, a node that leaves) lets workers save first; it can become an unplanned one, and
+  never the reverse.
+- The cause is judged, once. SETTLE_SECONDS after the break the verdict counts if it is sure and no
+  member is silent. Otherwise the judgement waits until every worker has ended.
+
+Example, four nodes, of which one has an error in its program:
+
+    0.00  node 2 reports `failed` with a ValueError: the round is BROKEN, everyone gets `restart`
+    0.03  nodes 0, 1 and 3 report connection errors, which are evidence and nothing more
+    0.50  the verdict is sure: JUDGED, the operator's next look finds the incident
+    0.90  the last `ready`: the next round may form (`round_sequence`)
+
+If a connection error comes first, `restart` waits SETTLE_SECONDS: the real cause may be on its way,
+and workers that are asked to end would fail with misleading errors.
+
+The states and their transitions are a table in `states`. Why the coordinator judges:
+docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -124,6 +147,7 @@ class Round:
 
     def begin(self) -> None:
         """Send all members into the round."""
+        assert len(self.members) == self.world, "only a round that was taken over may lack members"
         for rank, member in self.members.items():
             member.enter(self.number, rank)
         first = self.members[0]
@@ -150,6 +174,7 @@ class Round:
 
     def readmit(self, member: Member, rank: int, joined: bool) -> None:
         """The member comes back to a new coordinator. `joined`: its workers were started under the earlier one."""
+        assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         self.members[rank] = member
         if joined:
             self._joined.add(rank)

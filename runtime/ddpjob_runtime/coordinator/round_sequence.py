@@ -1,7 +1,30 @@
-"""The sequence of rounds: form, run, break, find the first cause, form the next. No sockets; time is handed in.
+"""The sequence of rounds: form, run, break, find the first cause, form the next.
 
-The next round forms when no member of the last one may still have workers. A member that does not end them in time is
-fenced: it is dismissed, and the group continues without it.
+No sockets, and time is handed in. After each event `advance` does whatever is due, and sets one
+alarm for what will be due later.
+
+Two rounds must never run at the same time: both would write checkpoints, and a worker of the old
+one may still hold the GPU that a new one needs. So a round forms only when no member of the last
+one may have workers. A member that does not end them in time is fenced: it is dismissed for good,
+and the group continues without it. Without that limit one frozen node would stop the job forever.
+
+Round numbers only grow. A member that was away knows by the number whether its round is over, and
+coordinators of different attempts use different ranges of numbers.
+
+Example, three nodes, and the machine of node 2 loses its power:
+
+     0.0  node 2 has been silent for too long, or the operator knows that its pod is gone: `lose`.
+          Round 7 breaks, nodes 0 and 1 get `restart`
+     0.1  node 0 has ended its workers: `ready`. Node 1 hangs in the driver
+    30.0  node 1 is fenced. Node 0 is the only member of round 7 that is left
+    38.0  the replacements of nodes 1 and 2 are ready: round 8 begins with three nodes
+
+A change of the group's size breaks a running round in the same way, but planned: `formation` says
+when it is worth it. After repeated failures of the job itself the next round waits (`backoff`).
+While a new coordinator looks for the members of its predecessor, nothing begins and nothing is
+judged (`takeover`).
+
+Why the coordinator forms rounds at all: docs/decisions/0001.
 """
 
 from __future__ import annotations
@@ -117,6 +140,8 @@ class Rounds:
             self._begin(self.order.ranked(chosen))
 
     def _begin(self, chosen: list[Member]) -> None:
+        last = self.current
+        assert last is None or (last.judged and not last.drains), f"round {last.number} would run beside the next one"
         self.last_number = max(self.last_number, self._least_number) + 1
         self.current = Round(self.last_number, len(chosen), dict(enumerate(chosen)), self, self._loop)
         self._enough_since = None

@@ -1,8 +1,31 @@
-"""What a coordinator does that was started after another one: the members' round continues as if nothing had happened.
+"""What a coordinator does that replaces another one: the members' round continues undisturbed.
 
-Members come back within seconds of each other, or later where an old address of the coordinator is still in a name
-server's cache or the earlier coordinator still runs. Until all of a round are back, or the time for that is over, no
-round is begun: a second one would run beside the first.
+The coordinator is one process and keeps nothing on disk, so a new one begins without any knowledge.
+Meanwhile the members train on. They know everything that matters, and say it in their hello: the
+number of their round, their rank, its size, and whether their workers run. The danger is a second
+round next to the first, which a new coordinator would begin with the members that happen to be
+back.
+
+So from the first hello nothing begins and nothing is judged (`hold`), until enough is known:
+
+- Every rank of the round is back: the round continues.
+- ADOPT_SECONDS are over: the round breaks, because of the ranks that did not come back.
+- It is known that the round is over, or that as many pods are gone as ranks are absent: that leaves
+  BROKEN_SECONDS for the rest.
+
+Example, four nodes in round 7, and the coordinator's pod is replaced:
+
+    0.0  node 0: hello, resume={round 7, rank 0, of 4, Running}. Round 7 is taken over, 1 of 4 back
+    0.3  nodes 1 and 2 are back
+    9.8  node 3 is back: it had to look up the new address. Round 7 runs on, no step was lost
+
+If node 3 had died with the coordinator, the operator would report its pod as gone. The hold would
+end after 5 s, and round 7 would break with the cause PeerLost.
+
+A member that comes from a later round than the one taken over supersedes it, and members of the
+earlier one are drained. Numbers of rounds cannot collide (NUMBERS_PER_ATTEMPT).
+
+Why a lost coordinator costs no step in Fast: docs/decisions/0008.
 """
 
 from __future__ import annotations

@@ -1,8 +1,33 @@
-"""Workers without the wait for imports: a process that has imported torch forks them within milliseconds.
+"""Workers without the wait for imports: a process that has imported torch forks them in
+milliseconds.
 
-It is forked from the launcher before that starts threads. It imports the modules of DDPJOB_PRELOAD, and refuses to
-serve when one of them leaves what no fork survives: threads, or CUDA. The two exchange JSON objects, one per line, over
-a pair of sockets. It dies with the launcher, and its workers die with it.
+After a loss the survivors' workers are started again, although nothing happened to their machines.
+A fresh interpreter spends 1.3 to 3 s on `import torch`; a fork of a process that has imported it
+takes some 20 ms.
+
+The launcher imports torch and forks the server from itself before it starts threads. The server
+imports the modules of DDPJOB_PRELOAD, freezes the collector so that workers share its pages, and
+waits for orders. The two exchange JSON objects, one per line, over a pair of sockets:
+
+    server -> launcher   {"importing": "timm"}                   for the message if that one hangs
+    server -> launcher   {"ready": ""}                           or the reason for a refusal
+    launcher -> server   {"number": 1, "words": [...], "environment": {...}, "stdout": FILE, ...}
+    server -> launcher   {"number": 1, "pid": 4711}              or "problem": why it cannot fork
+    server -> launcher   {"pid": 4711, "code": -9}               the worker's end
+
+A fork copies memory and one thread, and nothing else. Threads and device contexts do not survive
+it, so the server refuses to serve if an import leaves threads behind or initializes CUDA. The
+launcher then starts its workers cold, and a condition of the job says why.
+
+A worker must look like a fresh process (`_become`). It gets its own session, signals, environment,
+output streams, random seeds and number of threads. torch is hidden from it, so that `import torch`
+in the script reads the script's variables again. At its end it runs what the interpreter would run,
+for the program's modules only, because unloading torch takes a second.
+
+The server ends with the launcher, and its workers end with it: each asks the kernel for a signal at
+its parent's death.
+
+Why: docs/decisions/0007. What a script can notice is a table in docs/protocol.md.
 """
 
 from __future__ import annotations

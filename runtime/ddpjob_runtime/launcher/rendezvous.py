@@ -1,9 +1,31 @@
-"""torchrun's rendezvous handler, one round at a time: the coordinator decides who takes part, and with which rank.
+"""torchrun's rendezvous handler: the coordinator decides who takes part in a round, and with which
+rank.
 
-Standard: c10d's store beside the coordinator, of which every round has a part of its own: what a dead node has left
-behind does not matter. c10d's own forming would find out again what the coordinator knows, for a second or more (each
-node waits that long between two looks), and many nodes overwrite each other's view of the group there.
-Fast: the node of rank 0 hosts a store for the round; nothing else is needed.
+torchrun's agent asks its handler for the next group by `next_rendezvous`, and starts workers with
+the rank, the world size and the store that it gets. torchrun's own handler, c10d, lets the agents
+find each other in a store. Each of them looks about once a second, and many agents overwrite each
+other's view of the group. Here the coordinator knows who is ready, so an agent only waits for its
+`go`.
+
+    agent -> coordinator   ready {host, port}      no workers here; a store would be at host:port
+    coordinator -> agent   go {round 8, rank 2, world 3, members [rank 0's host and port]}
+
+What is left for the handler is a store in which the round's workers meet, in rank 0's agent.
+
+- Standard: the agents meet at c10d's store next to the coordinator, in a part of its own for each
+  round (`RUN-8/`), so that keys of a dead round do not matter. Rank 0 opens a store for the workers
+  and writes its address there. The others poll for it, because a store's own wait could not be
+  ended when the round is over.
+- Fast needs no central store. Every agent opens one before it says `ready`. Rank 0's is used; the
+  others drop theirs and connect to it.
+
+A round may be over before it is complete, because a node of it has died. Then a store is
+unreachable, or a key is missing; these errors (CAME_APART) make the handler wait for the next `go`.
+While it waits for a store, it asks the client again and again whether the round is over
+(`must_restart`), so a dead rank 0 does not cost the others STORE_SECONDS.
+
+The coordinator ends rounds, so `num_nodes_waiting` and `is_closed` never make torchrun restart or
+stop by itself. Why: docs/decisions/0001, and 0008 for the two modes.
 """
 
 from __future__ import annotations

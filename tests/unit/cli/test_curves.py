@@ -120,6 +120,8 @@ def test_plot_reads_the_metrics_of_this_machine(
 
 
 def test_a_picture_is_the_trainer_s(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="the trainer draws the picture, and needs torch")
+
     def ran(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         assert command[1:4] == ["-m", "ddpjob_trainer", "plot"] and command[5:] == ["--output", "x.png"]
         folder = Path(command[4])

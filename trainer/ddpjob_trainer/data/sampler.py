@@ -1,10 +1,31 @@
-"""Which samples a step takes, and which rank takes them: exact on any world size, which may change at any step.
+"""Which samples a step takes, and which rank takes them: exact on any world size, which may change
+at any step.
 
-The state is `{epoch, consumed, seed}`: one permutation per epoch, one global count of samples consumed, no counter of
-any rank.
+A training that loses a node and continues with fewer ranks should compute the same numbers. So what
+a step computes must not depend on the number of ranks, and no rank may count anything by itself.
 
-With repeated augmentation (`repeats`) what is dealt out are versions: number `sample + repeat * size` stands for the
-version `repeat` of a sample, and whoever augments draws by this number.
+- The state is `{epoch, consumed, seed}`. An epoch is one permutation, a function of seed and epoch.
+  A step takes the next `batch` samples of it, the last step takes the rest.
+- This global batch falls into `micro_batches` fixed micro-batches, the virtual ranks. Normalization
+  statistics, dropout and mixing are of one micro-batch, whichever rank computes it.
+- `Dealing` deals the micro-batches out to the ranks that there are (`share`: contiguous parts, of
+  which earlier ones may have one item more).
+
+Example, 10 samples, batch=6, micro_batches=3, and the permutation a b c d e f g h i j:
+
+    step 1, 2 ranks   micro-batches ab cd ef   rank 0: ab cd   rank 1: ef            consumed=6
+    step 2, 3 ranks   micro-batches gh i j     rank 0: gh      rank 1: i   rank 2: j consumed=10
+
+In step 1 rank 1 waits for rank 0 half of the time. If whole micro-batches make the busiest rank
+more than 10 % busier than an even share would (_WORTH_DIVIDING), ranks share micro-batches, if the
+model permits it (`Dividing.EXACT`). Step 1 then has two passes: in the first rank 0 computes ab and
+rank 1 cd, in the second rank 0 computes e and rank 1 f, and the two exchange the statistics of ef
+(`model/shared_parts.py`).
+
+With repeated augmentation (`repeats`) versions of samples are dealt out: number `sample + repeat *
+size` is the version `repeat` of a sample, and augmentation is seeded by this number.
+
+Why: docs/decisions/0006. `ddpjob_trainer ledger RUN` proves it from what each rank wrote down.
 """
 
 from __future__ import annotations
@@ -241,6 +262,7 @@ class Dealing:
                 parts.append(
                     Part(k, key, from_ - start, to - from_, stop - start, range(holders[0], holders[1] + 1), before)
                 )
+        assert sum(part.count for part in parts) == end - begin, "parts must cover this rank's share"
         return Micro(number, samples[begin:end], parts[0].key, parts=tuple(parts))
 
     def _portion(self, number: int, portion: list[int], state: SamplerState) -> Micro:

@@ -1,10 +1,29 @@
-"""Micro-batches that several ranks share: batch normalization over exactly the ranks that hold a part, and the random
-numbers of the whole micro-batch for each part.
+"""Micro-batches that several ranks share: batch normalization over their holders, and common random
+numbers.
 
-Where each rank has whole micro-batches the model's own layers compute. Else, in a pass, each rank has parts of one or
-more micro-batches beside each other, and a layer takes all of them at once: its cost is that of an even share, one
-exchange of a few numbers per channel with the neighbouring ranks forward and one backward, and no more kernels for
+`data/sampler.py` divides a micro-batch between ranks if whole ones would leave ranks idle. The
+result must be the one that a single rank would have computed. Most layers treat every sample by
+itself and need nothing. Two kinds of layers do not:
+
+- Batch normalization needs mean and variance over the whole micro-batch. Each rank adds up its
+  part's moments, exchanges them with the other holders of that micro-batch (`Group.swap`), and adds
+  all of them in the order of the ranks, so the holders compute the same to the bit. The backward
+  pass exchanges two more sums.
+- Dropout and stochastic depth multiply by random numbers. Each rank draws those of the whole
+  micro-batch, seeded by its key, and takes the rows of its own part.
+
+Example: ranks 0 and 1 hold samples e and f of micro-batch ef. A layer with 64 channels gets e on
+rank 0 and f on rank 1. Each sends the other 2 x 64 numbers, and both normalize by the mean of e and
+f. Dropout draws a mask of two rows on both ranks; rank 0 applies the first row, rank 1 the second.
+
+In a pass a rank may have parts of several micro-batches. A layer takes all of them at once, so it
+costs one even share of the work, one exchange forward and one backward, and no more kernels for
 three parts than for one.
+
+Without parts the model's own layers compute. A layer that ties samples together in any other way
+cannot be shared (`can_be_shared`); whole micro-batches are dealt out then.
+
+Why: docs/decisions/0006.
 """
 
 from __future__ import annotations

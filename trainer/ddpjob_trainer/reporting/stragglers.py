@@ -1,4 +1,24 @@
-"""Which ranks lag: all others wait for them in each step."""
+"""Which ranks lag: all others wait for them in each step.
+
+A rank that is 30 % slower than the others makes the whole training 30 % slower, and no figure of
+the training shows which one it is, because every rank's step takes equally long. So the ranks
+compare their own work, the time in which they wait for nobody (`distributed/step_clock.py`).
+
+- A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline it is
+  compared with the ranks of its stage only, since stages have different work.
+- If the shares of the batch differ, the time is also taken for equal shares, and the smaller of
+  both slowdowns counts. A rank with more samples does not lag, and nobody waits for one with fewer.
+- A rank is named after its slowdown has exceeded `factor` for `seconds` and at least three reports.
+  It is named until its slowdown has been below half of the excess for as long. So one slow batch
+  names nobody, and a rank at the limit does not flicker.
+
+Example, factor=1.2 and seconds=60, a report each 10 s, 8 ranks of 100 ms:
+
+      0 s  rank 5 begins to need 140 ms: slowdown 1.4
+     60 s  it is named, with the slowdown 1.4
+    300 s  it needs 115 ms. That is less than 1.2, but not less than 1.1: it stays named
+    400 s  it needs 105 ms, and 60 s later it is no longer named
+"""
 
 from __future__ import annotations
 

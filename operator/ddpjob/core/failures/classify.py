@@ -1,4 +1,28 @@
-"""Decides why a pod of the job ended, from the pod and its host. Whether that counts is decided in `policy`."""
+"""Decides why a pod of the job ended, from the pod and its host. Whether that counts is decided in
+`policy`.
+
+Kubernetes says this in many places, and often in several of them at once: a condition of the pod,
+its reason, the state of its container, the exit code, and what the program wrote at its end. An
+evicted pod has an exit code too, and a container whose host was started again has one that nobody
+chose. So the witnesses are asked in a fixed order, and the first that knows decides (`why_ended`).
+
+1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
+   kubelet. These explain every exit code.
+2. The container's state (`_by_container`): lost with its host, out of memory, cannot start.
+3. The launcher's own exit codes (`_by_launcher`), or for a `command` the failed rank that torchrun
+   names (`_by_rank`).
+4. The exit code and the last words of the program (`_by_program`). If the program never ran, that
+   is the end of an init container, or a fault of the host (`_never_began`).
+
+Examples:
+
+    disruption=EvictionByEvictionAPI, exit code 143      Evicted: rule 1
+    reason=OOMKilled, exit code 137                      OOMKilled: rule 2
+    reason=Error, exit code 137                          ExitCode: nobody says who sent the signal
+    reason=ContainerStatusUnknown, exit code 137         NodeFault: rule 2, the host lost it
+
+A pod whose object is gone is judged by the last that was known of it (`vanished`).
+"""
 
 from __future__ import annotations
 

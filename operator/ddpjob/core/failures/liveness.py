@@ -1,4 +1,30 @@
-"""Decides since when a pod has been silent, from its host and from the coordinator's report."""
+"""Decides since when a pod has been silent, from its host and from the coordinator's report.
+
+A pod on a machine without power looks well: Kubernetes keeps showing the last state that its
+kubelet reported. A pod that is given up too early costs a restart for a short outage of the
+network. One that is given up too late keeps all other nodes waiting. There are two witnesses, and
+either may be wrong alone.
+
+- The host: Kubernetes reports it as not ready, or it has been deleted. That counts unless no host
+  at all is ready, because then the control plane is partitioned from all of them.
+- The coordinator: it has lost its connection to the pod, although the kubelet reports that the
+  program runs. That counts unless the coordinator has lost most of its members, because then it is
+  the one that is partitioned (`World.deaf_since`).
+
+The earlier of the two moments counts (`lost_since`). The pod is given up when it has been silent
+for `recovery.nodeLostAfterSeconds` (`given_up`), or at once if somebody has marked its host as out
+of service. A pod that ends or is heard again meanwhile is not lost.
+
+Example, a limit of 30 s, and a machine loses its power:
+
+     0  the coordinator hears the pod for the last time
+    10  the coordinator reports it as lost, with the time 0
+    30  the pod is given up, and its slot gets the next attempt
+    40  Kubernetes reports the host as not ready, which changes nothing
+
+The moment is kept in the slot (`lostSince`), so a new operator continues the count
+(docs/decisions/0002).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,27 @@
-"""Decides which of several failures seen together is the cause and which are consequences: one break counts once.
+"""Decides which of several failures seen together is the cause and which are consequences.
 
-The ends of pods are seen at once, the coordinator's incidents (one for each break of the group) a
-second later, and either may come first. A pod that was made after a break had no part in it: its
-failure is a break of its own.
+One break of the group must count once, but it is seen twice: Kubernetes shows the ends of pods at
+once, and the coordinator reports an incident for the break about a second later. Either may come
+first, and both may come in one reconcile or in two. A pod that was made after a break had no part
+in it, so its failure is a break of its own.
+
+Ends and incidents within SAME_BREAK of each other belong to one break, and an incident explains at
+most one break. `attribute` has the three rules. Example, round 3 trains and a node is drained:
+
+    10:00:00.0  pod train-1-0 is evicted; that does not count
+    10:00:00.4  rank 0 fails with "Connection closed by peer"; that would count
+    10:00:01    reconcile: the eviction opens break 4 and is its cause (rule 1)
+    10:00:02    reconcile: the incident of rank 0 is within 5 s of break 4, and none has explained
+                that break yet: it becomes a consequence of the eviction (rule 3)
+
+Nothing counts, and `restarts.recent` shows both, with the round of their cause. Had one reconcile
+seen the two, rule 2 would have come to the same result. A second incident at 10:00:03 is not
+merged into break 4 again. It opens break 5, and counts.
+
+If the end of the pod was an ordinary failure of its worker, and both are seen in one reconcile,
+the incident is the cause instead: it names the rank, its exit code and its traceback.
+
+Why two levels judge: docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -73,7 +92,7 @@ class _Break:
 def attribute(
     status: JobStatus, ends: Sequence[Finding], incidents: Sequence[Finding], lost: Sequence[tuple[str, datetime]]
 ) -> Attributed:
-    """Merges what was found in one reconcile into breaks, each with one cause. Pure; nothing is recorded here.
+    """Merge what was found in one reconcile into breaks, each with one cause. Pure; nothing is recorded here.
 
     `status` holds the breaks of earlier reconciles (`restarts.recent`, `restarts.seen_round`,
     `round`). `ends` are pods that ended since, in any order. `incidents` are the coordinator's, in
@@ -170,7 +189,7 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Adds an incident to the break that ends of pods opened, as its cause or not. False: it is an earlier break."""
+    """Add an incident to the break that ends of pods opened, as its cause or not. False: it is an earlier break."""
     first = here.findings[0]
     if incident.restart.reason == Cause.JOINED:
         return False
@@ -186,7 +205,8 @@ def _join(incident: Finding, here: _Break) -> bool:
 def _recorded(
     status: JobStatus, last: Restart | None, late: list[Finding], breaks: list[_Break], seen: int
 ) -> Attributed:
-    """Numbers the new breaks. `late` are consequences of `last`."""
+    """Number the new breaks. `late` are consequences of `last`."""
+    assert last is not None or not late, "a consequence needs a break that it follows from"
     restarts = [_consequence(f, last) for f in late if last is not None]
     causes = []
     for number, broken in enumerate(breaks, start=status.round + 1):

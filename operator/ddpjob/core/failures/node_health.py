@@ -1,22 +1,25 @@
-"""Decides which pods leave their places: Kubernetes nodes that are unhealthy, and containers that fail on their own.
+"""Decides which pods leave their places: Kubernetes nodes that are unhealthy, and containers that
+fail on their own.
 
-What agents say may be wrong: it has to last, most nodes cannot be unhealthy at once, a job leaves a node once an
-hour, and only where another one may take the pod. Whether it has room is not known, so that without a spare the
-unhealthy node must be able to take the pod back.
+What agents say may be wrong: it has to last, most nodes cannot be unhealthy at once, a job leaves a
+node once an hour, and only where another one may take the pod. Whether it has room is not known, so
+that without a spare the unhealthy node must be able to take the pod back.
 
-A worker that fails is started again in its pod, which cures nothing where the container or the node is broken. Such a
-pod is replaced (`judge_failing`):
+A worker that fails is started again in its pod, which cures nothing where the container or the node
+is broken. Such a pod is replaced (`judge_failing`):
 
-- at once, if the failure's message says that the container has lost its device, as after a reload of the host's
-  systemd. A new container has the device again, even on the same node.
-- after the second failure in a row, while no other pod failed in between. An error in the program's text is in every
-  pod, so it moves none, and neither does one that ranks of other pods had in the same round; a program that fails for
-  its rank alone can move a job MOVES times an hour.
-- after its third lost connection in a row, if a pod on a third node kept its own. With two nodes nobody can tell which
-  one is cut off: the pod's, or the coordinator's. Lost connections do not count, so the budget would never end them.
+- at once, if the failure's message says that the container has lost its device, as after a reload
+  of the host's systemd. A new container has the device again, even on the same node.
+- after the second failure in a row, while no other pod failed in between. An error in the program's
+  text is in every pod, so it moves none, and neither does one that ranks of other pods had in the
+  same round; a program that fails for its rank alone can move a job MOVES times an hour.
+- after its third lost connection in a row, if a pod on a third node kept its own. With two nodes
+  nobody can tell which one is cut off: the pod's, or the coordinator's. Lost connections do not
+  count, so the budget would never end them.
 
-Example: rank 3's GPU begins to fail. Its worker ends with a CUDA error, restarts in its pod and ends again. The second
-failure ends the pod; a spare takes over, or a new pod on another node. Only the first failure counts.
+Example: rank 3's GPU begins to fail. Its worker ends with a CUDA error, restarts in its pod and
+ends again. The second failure ends the pod; a spare takes over, or a new pod on another node. Only
+the first failure counts.
 """
 
 from __future__ import annotations

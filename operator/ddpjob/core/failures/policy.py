@@ -1,6 +1,30 @@
-"""Decides what follows from a cause, by spec.recovery.rules and the defaults.
+"""Decides what follows from a cause: whether it counts against the budget, and whether it fails the
+job.
 
-That is: whether it counts against the budget, and whether it fails the job.
+A restart helps after a lost node, and does not help a program that cannot work. Nobody can be sure
+which of the two a failure is, so the defaults look at the cause, and at whether the job has ever
+made a step. Users who know better write `recovery.rules`.
+
+1. The first rule of `recovery.rules` that matches cause and exit code decides (`evaluate_rules`):
+   it fails the job, restarts and counts, or restarts without counting.
+2. Before the first step, an entry point that cannot start and an exit code that means a wrong
+   configuration (2, and most of 64 to 78, as in sysexits.h) fail the job at once.
+3. Otherwise failures of the job itself count (COUNTED), and everything that happens to it does not:
+   disruptions, lost nodes, deletions by hand, consequences of other failures.
+4. Before the first step, REPEATS counted failures in a row with the same error in the program's
+   text (`repeated_program_error`), or with the same error on several ranks at once
+   (`repeated_everywhere`), fail the job: another try would find the same program. Errors of a
+   network, a disk or a device pass, and end no job in this way.
+
+Example, a job without rules and with maxRestarts=10:
+
+    rank 3 raises KeyError 'lr' before the first step, 3 times    fails, after 2 restarts
+    rank 3 raises ConnectionError before the first step, 3 times  restarts, 3 of 10 are used
+    rank 3 raises KeyError 'lr' in epoch 7                        restarts, 1 of 10 is used
+    the node of rank 3 is drained, 50 times                       restarts, 0 of 10 are used
+    the script refuses an option: exit code 2                     fails at once
+
+Exit codes are compared as a shell shows them: 128 + N for signal N (`shell_code`).
 """
 
 from __future__ import annotations

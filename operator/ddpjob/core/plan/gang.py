@@ -1,9 +1,27 @@
-"""Decides the gang: which pods the scheduler places at once or not at all, and when a job gives up what it holds.
+"""Decides the gang: which pods the scheduler places at once or not at all, and when a job gives up
+what it holds.
 
-The gang of a generation are its first `min_nodes` slots and the coordinator's own pod. Spares, and nodes beyond
-`elastic.minNodes`, are made when the gang is placed: they neither hold it back nor take what it waits for. Pods that
-replace one of a gang that was placed are scheduled by themselves, at once: a group of Kubernetes 1.36 lets no pod pass
-while fewer than its minimum exist, and the minimum cannot be changed.
+A scheduler that places pods one by one lets two jobs wait for each other forever, each with half of
+its pods. Only the scheduler can prevent that, so the operator makes a PodGroup for it.
+
+- The gang of a generation is its first `min_nodes` slots and the coordinator's own pod. Spares and
+  nodes beyond `elastic.minNodes` are made later: they neither hold the gang back nor take its room.
+- When all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
+  and that never changes again in this generation. Every pod that is made later belongs to no group,
+  because Kubernetes 1.36 lets no pod of a group pass while fewer than its minimum exist.
+- A job without a gang can again be stuck with half of its nodes. It yields: if it has held nodes
+  for YIELD without training, and the scheduler finds no room for a pod that it needs, it gives up
+  all of them and waits as a new gang. After a preemption that leaves too few nodes it does so at
+  once.
+
+Example, two jobs of 4 nodes each on a cluster with 6:
+
+    both wait; A's gang is placed: 4 nodes and its coordinator. B holds nothing
+    one of A's machines dies; the replacement needs no group, and takes one of the 2 free nodes
+    two more of A's machines die, and 1 is free: A holds 3 of 4 nodes and cannot train
+    30 s later A yields. Its new gang waits for 4 nodes at once, next to B's
+
+Why: docs/decisions/0016.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides what a job takes of its class, and that it waits for one that is missing or refuses it.
 
 A class is taken when a job starts or is resumed, and kept in the status: nothing that the platform team changes later
-reaches a job that runs.
+reaches a job that runs. Why: docs/decisions/0018.
 """
 
 from __future__ import annotations

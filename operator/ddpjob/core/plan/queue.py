@@ -1,9 +1,29 @@
 """Decides what a job in a queue of Kueue's asks for, whether it may run, and at which size.
 
-A job asks by a Workload: so many pods of slots, which need so much each, and its coordinator's pod. It runs while an
-admitted Workload of its own holds quota for pods of this kind. Another number of pods is asked for by another Workload
-that replaces the first one when it is admitted (a "slice" of an elastic job in Kueue's words); until then the job keeps
-the size that it has been granted. What is evicted has no pods before its quota is given back.
+Kueue hands out quota by objects of its own, Workloads: their owner creates one, starts when it is
+admitted, stops when it is evicted, and gives the quota back. The operator is such an owner.
+
+- A Workload asks for the pods of all slots and the coordinator's pod. Its name is a hash of what it
+  asks for, so that creating it twice is harmless.
+- The job runs while an admitted Workload of its own holds quota for pods of this shape
+  (`_holding`). `status.queue` is the grant, and pods are built from it: the size that counts is the
+  granted one, not that of the spec.
+- Another size is another Workload, which names the first as the one that it replaces. Kueue admits
+  it without stopping the job (a "slice" in its words).
+- An evicted job loses its pods first, as a suspended one does. Its quota is released only after
+  they are gone, or two jobs would use it.
+
+Example, a job of 4 nodes is scaled to 6:
+
+    Workload 1a (4 pods and the coordinator) is admitted: the job trains with 4 nodes
+    nodes=6: Workload 7c (6 pods and the coordinator) replaces 1a. The job keeps 4 nodes
+    Kueue admits 7c and finishes 1a: the job is resized to 6 nodes, 1a is deleted
+    Kueue evicts 7c: the pods end with their grace, then 7c is released and waits in its place
+
+The label that names the queue counts when a job begins or is suspended. On a running job a new
+label has no effect, and a removed one does not give its quota away.
+
+Why: docs/decisions/0017.
 """
 
 from __future__ import annotations

@@ -1,6 +1,30 @@
-"""Decides the slots: which attempt of each pod there should be, in a new generation, after a loss, at another size.
+"""Decides the slots: which attempt of each pod there should be, in a new generation, after a loss
+and at a different size.
 
-No pod name is ever used twice: an attempt that a pod may have had is never planned again.
+A slot is one place of the group, with an index. `status.slots` says which attempt of it is wanted;
+the pod of slot 2 in attempt 5 is called `JOB-2-5`. That is all that the operator plans: pods follow
+from the slots, and a running pod that no slot names is ended.
+
+No pod name is ever used twice. A replacement then needs no deletion to be finished first, and an
+address that is found under a name belongs to that pod or to none. So attempts only grow. They also
+pass over pods that exist although no status shows them, because an operator may have died right
+after it created them, and over the highest attempt of slots that were dropped.
+
+Example, 2 nodes:
+
+    begin                slots 0 and 1 at attempt 0           pods train-0-0, train-1-0
+    train-1-0 is lost    slot 1 is planned at attempt 1       pod train-1-1, created at once
+    nodes=1              slot 1 is dropped; highest_attempt=1
+    nodes=2              slot 1 is new, at attempt 2          pod train-1-2
+
+A generation is a group that starts again around a new coordinator, because the spec, the token or
+the runtime has changed, or because the group cannot be repaired pod by pod (`new_generation`).
+
+A pod that ends within QUICK of its creation, for a cause that waiting may help, makes the next one
+wait (`repeated`): not after the first time, then `recovery.backoff.initialSeconds`, doubled each
+time. A pod that lasted longer ends the row.
+
+Why: docs/decisions/0009.
 """
 
 from __future__ import annotations
@@ -101,6 +125,8 @@ def _lacks_pods(view: View) -> bool:
 
 def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
     """The status with these slots, and the highest attempt that any slot has ever had."""
+    grow = all(new.attempt >= old.attempt for old, new in zip(status.slots, slots, strict=False))
+    assert grow, "an attempt of a slot is planned again: the name of its pod would be used twice"
     highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
     return replace(status, slots=tuple(slots), highest_attempt=highest)
 

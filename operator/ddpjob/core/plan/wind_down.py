@@ -1,4 +1,7 @@
-"""Decides how a job ends: what is written, how training stops, and when pods and the job are deleted."""
+"""Decides how a job ends: what is written, how training stops, and when pods and the job are deleted.
+
+Nothing here runs at a deletion by a user, because a job has no finalizer. Why: docs/decisions/0003.
+"""
 
 from __future__ import annotations
 
