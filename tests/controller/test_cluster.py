@@ -757,7 +757,7 @@ def test_a_written_status_is_not_read_again_where_kopf_shows_it_before_the_answe
 def digest(data: dict[str, str]) -> str:
     """As the name of a ConfigMap of the runtime ends."""
     files = ((name.encode(), b64decode(text)) for name, text in sorted(data.items()))
-    return hashlib.sha256(b"".join(b"%s\0%d\0%s" % (n, len(c), c) for n, c in files)).hexdigest()[:8]
+    return hashlib.sha256(b"".join(b"%s\0%d\0%s" % (n, len(c), c) for n, c in files)).hexdigest()[:16]
 
 
 MANIFEST = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-0-0"}, "spec": {}}

@@ -25,7 +25,7 @@ from ddpjob.api import job_spec
 from ddpjob.api.cel import SUPPORTED
 from ddpjob.api.job_spec import JobSpec
 from ddpjob.api.job_status import ConditionType, JobStatus, NotificationState, Phase, Slot, SlotState
-from ddpjob.api.schema import Json, apply_defaults, load_crd, object_schema, schema_of, to_json_schema
+from ddpjob.api.schema import apply_defaults, load_crd, object_schema, schema_of, to_json_schema
 from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[2]
@@ -260,9 +260,9 @@ def _complete(schema: Mapping[str, Any]) -> Any:
 def test_the_status_that_is_written_fits_the_schema() -> None:
     """The API server silently drops fields that the schema lacks."""
     full: JobStatus = _filled(JobStatus)
-    # 102 slots, so that they are written by runs of equal ones; slots are kept so by a CRD that says that it has them.
+    # 102 slots, so that they are written by runs of equal ones.
     slots = (*full.slots, Slot(), *(Slot(node=f"n{i}") for i in range(100)))
-    status = replace(full, slots=slots, progress=_complete(STATUS["properties"]["progress"]), schema=1)
+    status = replace(full, slots=slots, progress=_complete(STATUS["properties"]["progress"]))
     assert _at_default(status) == [], "give `_filled` a value for fields of this type that is not their default"
     written = status.write(JobSpec.read({"image": "a"}))
     errors = [error.message for error in Draft202012Validator(to_json_schema(STATUS)).iter_errors(written)]

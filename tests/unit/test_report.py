@@ -417,7 +417,7 @@ def measured(*reports: dict[str, Any]) -> dict[str, Any]:
 def test_more_figures_of_a_step_do_not_make_it_faster() -> None:
     """They come at their own time: of the seconds between two steps only those after them would be counted."""
     first, second = {"step": 10, "steps": 100}, {"step": 20, "steps": 100}
-    assert measured(first, {"step": 10, "loss": 0.5}, second)["metrics"][link.SPEED] == 5.0
+    assert measured(first, {"step": 10, "loss": 0.5}, second)["metrics"][protocol.COUNTED_SPEED] == 5.0
     assert measured(first, {"step": 10, "loss": 0.5}) == {"step": 10, "loss": 0.5}
 
 
@@ -433,7 +433,7 @@ def test_a_script_with_all_the_metrics_that_are_allowed_is_not_refused_for_its_s
     del full["m0"]
     assert measured({"step": 10, "metrics": full}, {"step": 20, "metrics": full})["metrics"] == {
         **full,
-        link.SPEED: 10.0,
+        protocol.COUNTED_SPEED: 10.0,
     }
 
 

@@ -1,4 +1,4 @@
-"""Caches of collections of the API server, and one that follows its collection: listed in pages, then watched.
+"""Caches of collections of the API server, and one that lists its collection and watches it.
 
 kopf watches the jobs (`job_cache.py`). What the operator makes for them is followed here, because
 kopf never shows what was deleted while its watch was interrupted, and keeps no objects to read.

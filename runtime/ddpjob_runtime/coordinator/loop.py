@@ -52,6 +52,7 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False
     assert task is not None
+    timer: asyncio.Handle
 
     def end() -> None:
         nonlocal over, timer
@@ -60,8 +61,6 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
             return
         over = True
         task.cancel()
-
-    timer: asyncio.Handle
 
     def due() -> None:
         nonlocal timer

@@ -250,7 +250,7 @@ def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:
         phase="Restarting",
         slots=slots,
         conditions=[condition("Restarting", True, "OOMKilled")],
-        restarts={"counted": 1, "uncounted": 50, "recent": [
+        restarts={"counted": 1, "uncounted": 50, "total": 51, "recent": [
             {"time": "2026-01-01T11:59:00Z", "pod": f"j-{n}-0", "reason": "OOMKilled", "message": "m", "counted": True}
             for n in range(50)]},
     )  # fmt: skip

@@ -139,16 +139,10 @@ def test_the_order_is_sent_until_the_report_shows_it() -> None:
     assert told(looked_at(job, pods, RACKS, None)) == [], "nobody to tell"
 
 
-def test_a_coordinator_that_does_not_know_the_verb_is_told_nothing() -> None:
-    job, pods = running(4, rankOrder=[RACK])
-    assert told(looked_at(job, pods, RACKS, running_report(None))) == []
-
-
 def test_without_the_field_nothing_is_sent_but_the_end_of_an_order() -> None:
     job, pods = running(4)
     assert told(looked_at(job, pods, RACKS, running_report(""))) == []
     assert told(looked_at(job, pods, RACKS, running_report("some"))) == [[]]
-    assert told(looked_at(job, pods, RACKS, running_report(None))) == []
 
 
 def test_a_node_that_has_not_been_seen_yet_has_no_place_and_one_without_labels_has() -> None:

@@ -55,7 +55,7 @@ class Recording:
         await self._note(f"delete {name}")
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
-        await self._note(f"notify {body['pod']}")
+        await self._note(f"notify {', '.join(body['pods'])}")
 
     async def record(self, job: DDPJob, event: Event) -> None:
         await self._note(f"record {event.message}")

@@ -375,7 +375,7 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
             )
         view.seek(values[0].header_offset)
         name, extra = struct.unpack("<26x2H", view.read(30))
-        return offset + values[0].header_offset + 30 + name + extra
+        return int(offset + values[0].header_offset + 30 + name + extra)
 
 
 class _Part(io.RawIOBase):
