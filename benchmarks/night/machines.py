@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.rest import MERGE_PATCH, ApiError, Rest
+from ddpjob.controller.kube.rest import MERGE_PATCH, ApiError, Rest
 from ddpjob.engine.ports import Unavailable
 
 from benchmarks.night.schedule import GPUS

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.informer import Informer
-from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.controller.kube.informer import Informer
+from ddpjob.controller.kube.rest import ApiError, Rest
 from ddpjob.core.world import LABEL_MANAGED, LABEL_ROLE, MANAGED_BY
 
 from benchmarks.night.machines import Kubelets, WallClock

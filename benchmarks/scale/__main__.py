@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from ddpjob.controller.rest import Rest
+from ddpjob.controller.kube.rest import Rest
 from kubernetes.aio import client, config
 
 from benchmarks.marks import add_table_option, write_between

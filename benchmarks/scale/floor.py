@@ -10,8 +10,8 @@ from itertools import count
 from typing import Any
 
 from ddpjob.api.job_spec import Json
+from ddpjob.controller.kube.rest import Rest
 from ddpjob.controller.main import CONNECTIONS
-from ddpjob.controller.rest import Rest
 from ddpjob.core.world import LABEL_ATTEMPT, LABEL_MANAGED, LABEL_ROLE, Role
 from ddpjob.engine.ports import Unavailable
 

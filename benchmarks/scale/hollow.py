@@ -16,8 +16,8 @@ from itertools import count
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.informer import Informer
-from ddpjob.controller.rest import MERGE_PATCH, ApiError, Rest
+from ddpjob.controller.kube.informer import Informer
+from ddpjob.controller.kube.rest import MERGE_PATCH, ApiError, Rest
 from ddpjob.core.world import (
     LABEL_ATTEMPT,
     LABEL_GENERATION,

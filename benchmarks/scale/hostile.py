@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.rest import MERGE_PATCH
+from ddpjob.controller.kube.rest import MERGE_PATCH
 from ddpjob.engine.ports import Unavailable
 
 from benchmarks.scale.hollow import LARGEST

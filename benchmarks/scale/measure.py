@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob.controller.rest import Rest
+from ddpjob.controller.kube.rest import Rest
 
 from benchmarks.processes import TICKS, free_port, memory, processor_seconds
 from benchmarks.testbed import Cluster, OperatorProcess, recorded

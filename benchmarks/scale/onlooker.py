@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.informer import Informer
-from ddpjob.controller.rest import Rest
+from ddpjob.controller.kube.informer import Informer
+from ddpjob.controller.kube.rest import Rest
 from kubernetes.aio import client, config
 
 NAP = 0.01

@@ -15,8 +15,8 @@ from itertools import count
 from typing import Any
 
 from ddpjob.api.job_spec import Json
+from ddpjob.controller.kube.rest import MERGE_PATCH, ApiError, Rest
 from ddpjob.controller.main import CONNECTIONS
-from ddpjob.controller.rest import MERGE_PATCH, ApiError, Rest
 from ddpjob.core.world import (
     LABEL_ATTEMPT,
     LABEL_GENERATION,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ddpjob.controller.host_watch import Hosts, HostWatch
-from ddpjob.controller.rest import Rest
+from ddpjob.controller.kube.rest import Rest
 from testcluster import processes
 from testcluster.cluster import Cluster
 

@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION
 from ddpjob.api.schema import schema_of
-from ddpjob.controller.rest import METADATA_LIST
+from ddpjob.controller.kube.rest import METADATA_LIST
 from simulation.store import Backup, Json, Refusal, Store
 
 KINDS = {

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from ddpjob.controller import election, host_watch, kubernetes_cluster, namespace_claims, operator_shards
+from ddpjob.controller import host_watch, kubernetes_cluster, namespace_claims, operator_shards
+from ddpjob.controller.kube import election
 
 from .world import loop_moment
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from ddpjob.controller import main as operator_main
 from ddpjob.controller import report_watch
+from ddpjob.controller.kube.rest import Rest
 from ddpjob.controller.operator_settings import Settings
-from ddpjob.controller.rest import Rest
 from ddpjob.engine import reconcile as reconcile_module
 from ddpjob.engine.coordinator_client import CoordinatorClient
 from kubernetes.aio import client

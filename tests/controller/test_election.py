@@ -8,8 +8,8 @@ import random
 from contextlib import AsyncExitStack
 
 import pytest
-from ddpjob.controller import election
-from ddpjob.controller.election import (
+from ddpjob.controller.kube import election
+from ddpjob.controller.kube.election import (
     LEASE_SECONDS,
     RENEW_SECONDS,
     RETRY_SECONDS,

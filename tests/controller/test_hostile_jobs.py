@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from ddpjob.api.job_spec import Json
 from ddpjob.controller import kubernetes_cluster
-from ddpjob.controller import rest as rest_module
 from ddpjob.controller.caches import collection
-from ddpjob.controller.informer import PAGE_BYTES, Informer
+from ddpjob.controller.kube import rest as rest_module
+from ddpjob.controller.kube.informer import PAGE_BYTES, Informer
 from ddpjob.core.world import LABEL_JOB
 from ddpjob.engine.reconcile import reconcile
 

@@ -12,7 +12,7 @@ from ddpjob.api.job import KIND
 from ddpjob.api.job_spec import Json
 from ddpjob.controller.caches import Caches, collection
 from ddpjob.controller.job_cache import FEW, JOBS_PAGE, NAMES_SECONDS, SETTLE_SECONDS
-from ddpjob.controller.rest import Rest
+from ddpjob.controller.kube.rest import Rest
 from ddpjob.engine.ports import JobKey
 
 from .api_server import ApiServer, Fault

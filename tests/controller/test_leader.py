@@ -17,11 +17,11 @@ import pytest
 from ddpjob.api.schema import schema_of
 from ddpjob.controller import main as operator_main
 from ddpjob.controller.caches import collection
-from ddpjob.controller.election import LEASE_SECONDS, Lease
 from ddpjob.controller.job_cache import NAMES_SECONDS
+from ddpjob.controller.kube.election import LEASE_SECONDS, Lease
+from ddpjob.controller.kube.rest import Rest
 from ddpjob.controller.main import Operator
 from ddpjob.controller.operator_settings import Settings
-from ddpjob.controller.rest import Rest
 from ddpjob.controller.served_schema import INDEX
 from ddpjob.engine import reconcile as reconcile_module
 from ddpjob.engine.coordinator_client import CoordinatorClient

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from ddpjob.controller import operator_shards
-from ddpjob.controller.election import LEASE_SECONDS, RETRY_SECONDS, Lease, act_while_elected
+from ddpjob.controller.kube.election import LEASE_SECONDS, RETRY_SECONDS, Lease, act_while_elected
 from ddpjob.controller.operator_settings import Settings, SettingsError
 from ddpjob.controller.operator_shards import PATIENCE, Shards, shard_of
 from kubernetes.aio import client

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob.controller import rest as rest_module
-from ddpjob.controller.informer import Informer
-from ddpjob.controller.rest import REQUEST_SECONDS, ApiError, Rest
+from ddpjob.controller.kube import rest as rest_module
+from ddpjob.controller.kube.informer import Informer
+from ddpjob.controller.kube.rest import REQUEST_SECONDS, ApiError, Rest
 from ddpjob.engine.ports import Unavailable
 from kubernetes.aio import client
 

@@ -7,8 +7,8 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
-from ddpjob.controller import workqueue as queue_module
-from ddpjob.controller.workqueue import DelayQueue, Turns
+from ddpjob.controller.kube import workqueue as queue_module
+from ddpjob.controller.kube.workqueue import DelayQueue, Turns
 
 from .virtual_loop import virtual
 

@@ -15,8 +15,8 @@ from ddpjob.api.job import KIND
 from ddpjob.controller.caches import Caches, collection
 from ddpjob.controller.handlers import RETRY as KOPF_RETRY
 from ddpjob.controller.handlers import Seen
+from ddpjob.controller.kube.rest import METADATA, METADATA_LIST, ApiError, Rest
 from ddpjob.controller.operator_settings import Settings
-from ddpjob.controller.rest import METADATA, METADATA_LIST, ApiError, Rest
 from ddpjob.engine.ports import Unavailable
 from kubernetes.aio import client
 from simulation.clock import EPOCH, Clock

@@ -45,10 +45,10 @@ from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION, DDPJob, queue_labels, t
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import JobStatus
 from ddpjob.controller.host_watch import Changed, HostWatch
-from ddpjob.controller.informer import Cache, Informer
 from ddpjob.controller.job_cache import JobCache
+from ddpjob.controller.kube.informer import Cache, Informer
+from ddpjob.controller.kube.rest import Rest
 from ddpjob.controller.pod_views import read_pod, read_workload
-from ddpjob.controller.rest import Rest
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY, HealthSignals, PodView, WorkloadView
 from ddpjob.engine.ports import JobKey
 from ddpjob.objects.pod_group import API_VERSION as GANG_API

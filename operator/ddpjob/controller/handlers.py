@@ -17,8 +17,8 @@ import kopf
 
 from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.informer import WATCH_SECONDS
 from ddpjob.controller.job_cache import JOBS_PAGE
+from ddpjob.controller.kube.informer import WATCH_SECONDS
 from ddpjob.controller.login import login
 from ddpjob.controller.operator_settings import Settings
 

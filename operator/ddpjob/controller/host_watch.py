@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from ddpjob.controller.informer import Informer
-from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.controller.kube.informer import Informer
+from ddpjob.controller.kube.rest import ApiError, Rest
 from ddpjob.core.world import HealthSignals, HostView, remembered
 from ddpjob.engine.reconcile import utc_now
 

@@ -30,8 +30,8 @@ from http import HTTPStatus
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.informer import PAGE, Cache, Id, id_of, version_of
-from ddpjob.controller.rest import JSON, METADATA_LIST, ApiError, Rest
+from ddpjob.controller.kube.informer import PAGE, Cache, Id, id_of, version_of
+from ddpjob.controller.kube.rest import JSON, METADATA_LIST, ApiError, Rest
 from ddpjob.engine.ports import Unavailable
 
 log = logging.getLogger("ddpjob.jobs")

@@ -23,11 +23,11 @@ from ddpjob.api.job_status import JobStatus, NotificationState, SlotState
 from ddpjob.api.schema import exceeds
 from ddpjob.controller.caches import WATCHED, Caches, Owned, collection
 from ddpjob.controller.host_watch import NODES
+from ddpjob.controller.kube.rest import JSON, MERGE_PATCH, METADATA, STRATEGIC_MERGE_PATCH, ApiError, Rest
+from ddpjob.controller.kube.workqueue import Turns
 from ddpjob.controller.notifier import Notifier
 from ddpjob.controller.pod_views import added, read_claim
 from ddpjob.controller.report_watch import ReportWatch
-from ddpjob.controller.rest import JSON, MERGE_PATCH, METADATA, STRATEGIC_MERGE_PATCH, ApiError, Rest
-from ddpjob.controller.workqueue import Turns
 from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.status.describe import DELETION_REFUSED
 from ddpjob.core.status.messages import event_text

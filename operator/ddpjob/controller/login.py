@@ -19,8 +19,8 @@ import kopf
 
 from ddpjob.api.job import PLURAL
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.informer import PAGE_BYTES
-from ddpjob.controller.rest import JSON, METADATA, METADATA_LIST, loads
+from ddpjob.controller.kube.informer import PAGE_BYTES
+from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, loads
 
 WATCH_PAUSE = 1.0
 """Seconds from the beginning of a watch to the next one. kopf asks again at once, whatever ended the last one."""

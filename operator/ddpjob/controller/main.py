@@ -19,19 +19,19 @@ from ddpjob_runtime.open_files import raise_open_files
 from ddpjob.api.job_status import ConditionType
 from ddpjob.controller import operator_metrics as metrics
 from ddpjob.controller.caches import Caches, watches
-from ddpjob.controller.election import Lease, act_while_elected
 from ddpjob.controller.handlers import follow_jobs
 from ddpjob.controller.host_watch import Hosts
 from ddpjob.controller.job_metrics import SERIES, JobAccounts
+from ddpjob.controller.kube.election import Lease, act_while_elected
+from ddpjob.controller.kube.rest import NoCredentials, Rest
+from ddpjob.controller.kube.workqueue import DelayQueue
 from ddpjob.controller.kubernetes_cluster import KubernetesCluster
 from ddpjob.controller.namespace_claims import NamespaceClaims
 from ddpjob.controller.notifier import Notifier
 from ddpjob.controller.operator_settings import Settings, SettingsError
 from ddpjob.controller.operator_shards import Shards, shard_of
 from ddpjob.controller.report_watch import ReportWatch
-from ddpjob.controller.rest import NoCredentials, Rest
 from ddpjob.controller.served_schema import REMEDY, ServedSchema
-from ddpjob.controller.workqueue import DelayQueue
 from ddpjob.core.world import Role
 from ddpjob.engine.coordinator_client import CoordinatorClient
 from ddpjob.engine.ports import JobKey, Unavailable

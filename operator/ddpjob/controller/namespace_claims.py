@@ -11,8 +11,8 @@ import logging
 import time
 
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.election import Lease
-from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.controller.kube.election import Lease
+from ddpjob.controller.kube.rest import ApiError, Rest
 from ddpjob.engine.ports import Unavailable
 
 log = logging.getLogger("ddpjob.claims")

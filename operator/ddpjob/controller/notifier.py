@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from ddpjob.api.job_spec import Json
+from ddpjob.controller.kube.workqueue import DelayQueue
 from ddpjob.controller.operator_metrics import NOTIFICATIONS
-from ddpjob.controller.workqueue import DelayQueue
 from ddpjob.core.world import Outcome
 from ddpjob.engine.ports import JobKey
 

@@ -13,11 +13,11 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-# Else each counter has a second series for its beginning.
-disable_created_metrics()  # type: ignore[no-untyped-call]
+from ddpjob.controller.kube.metrics import API_REQUESTS as API_REQUESTS
+from ddpjob.controller.kube.metrics import WATCH_ERRORS as WATCH_ERRORS
 
 RECONCILE_SECONDS = Histogram(
     "ddpjob_operator_reconcile_duration_seconds",
@@ -43,16 +43,6 @@ LONGEST_TURN = Gauge(
 MISSING_FIELDS = Gauge(
     "ddpjob_operator_crd_missing_fields",
     "Status fields that the DDPJob definition in the cluster lacks: above 0 the operator acts on no job",
-)
-API_REQUESTS = Counter(
-    "ddpjob_operator_api_requests",
-    "Requests to the API server, by verb (WATCH for watches) and HTTP status; none: there was no answer",
-    ["verb", "code"],
-)
-WATCH_ERRORS = Counter(
-    "ddpjob_operator_watch_errors",
-    "Watches and lists that failed and were begun again, by the collection's resource",
-    ["resource"],
 )
 COORDINATORS = Gauge(
     "ddpjob_operator_coordinators",

@@ -38,8 +38,8 @@ from collections import Counter
 from http import HTTPStatus
 
 from ddpjob.api.job_spec import Json
-from ddpjob.controller.election import LEASE_SECONDS, RETRY_SECONDS, LeadershipLost, Lease
-from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.controller.kube.election import LEASE_SECONDS, RETRY_SECONDS, LeadershipLost, Lease
+from ddpjob.controller.kube.rest import ApiError, Rest
 
 log = logging.getLogger("ddpjob.election")
 

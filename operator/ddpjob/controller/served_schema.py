@@ -15,7 +15,7 @@ from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import schema_of
 from ddpjob.controller import operator_metrics as metrics
-from ddpjob.controller.rest import ApiError, Rest
+from ddpjob.controller.kube.rest import ApiError, Rest
 from ddpjob.engine.ports import Unavailable
 
 log = logging.getLogger("ddpjob.schema")

@@ -13,6 +13,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.core.decision import Event
 from ddpjob.core.world import Role, World
 from ddpjob.objects.platform import Platform
+from ddpjob.unavailable import Unavailable as Unavailable
 
 
 class JobKey(NamedTuple):
@@ -48,18 +49,6 @@ class NameTaken(Exception):
 
     The message names the owner.
     """
-
-
-class Unavailable(Exception):
-    """The API server is unreachable, throttles or timed out; the job is reconciled again later.
-
-    `retry_after` in seconds and the HTTP `status`, where the server gave them.
-    """
-
-    def __init__(self, message: str, retry_after: float | None = None, status: int | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-        self.status = status
 
 
 class NamespaceEnding(Unavailable):

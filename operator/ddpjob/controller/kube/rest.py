@@ -17,10 +17,10 @@ import aiohttp
 from kubernetes.aio import client, config
 from pydantic_core import from_json
 
-from ddpjob.api.job_spec import Json
-from ddpjob.controller.operator_metrics import API_REQUESTS
-from ddpjob.engine.ports import Unavailable
+from ddpjob.controller.kube.metrics import API_REQUESTS
+from ddpjob.unavailable import Unavailable
 
+Json = dict[str, Any]
 REQUEST_SECONDS = 30
 LONGEST_PAUSE = 60.0
 """Seconds for which an answer may have us wait: a proxy's page of maintenance names an hour, and is over sooner."""

@@ -42,10 +42,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
-from ddpjob.api.job_spec import Json
-from ddpjob.controller.operator_metrics import WATCH_ERRORS
-from ddpjob.controller.rest import JSON, METADATA, METADATA_LIST, ApiError, Rest, TooLarge
-from ddpjob.engine.ports import Unavailable
+from ddpjob.controller.kube.metrics import WATCH_ERRORS
+from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, ApiError, Json, Rest, TooLarge
+from ddpjob.unavailable import Unavailable
 
 log = logging.getLogger("ddpjob.informer")
 View = TypeVar("View")

@@ -32,12 +32,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from http import HTTPStatus
 
-from ddpjob.api.job_spec import Json
-from ddpjob.controller.rest import ApiError, Rest
-from ddpjob.engine.ports import Unavailable
-from ddpjob.engine.reconcile import utc_now
+from ddpjob.controller.kube.rest import ApiError, Json, Rest
+from ddpjob.unavailable import Unavailable
 
 log = logging.getLogger("ddpjob.election")
 
@@ -239,3 +238,8 @@ def _lease(metadata: Json, spec: Json) -> Json:
 
 def _now() -> str:
     return utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def utc_now() -> datetime:
+    """The time of day."""
+    return datetime.now(UTC)

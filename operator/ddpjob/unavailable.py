@@ -1,0 +1,15 @@
+"""The error of whatever asks an API server that does not answer now."""
+
+from __future__ import annotations
+
+
+class Unavailable(Exception):
+    """The API server is unreachable, throttles or timed out; the job is reconciled again later.
+
+    `retry_after` in seconds and the HTTP `status`, where the server gave them.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.status = status
