@@ -24,7 +24,7 @@ import aiohttp
 from ddpjob.api.job_status import format_time
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.dashboard.fleet import Fleet
-from ddpjob.dashboard.gate import OneSession, View
+from ddpjob.dashboard.gate import FleetView, OneSession
 from ddpjob.dashboard.web_server import serve
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder
 from ddpjob.local.record import write_record
@@ -247,7 +247,7 @@ async def served(fleet: Fleet, token: str) -> Any:
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         serve(
-            OneSession(View(fleet, lambda namespace: fleet.backends[0], fleet.backends[0].where), token),
+            OneSession(FleetView(fleet, lambda namespace: fleet.backends[0], fleet.backends[0].where), token),
             host="127.0.0.1",
             port=0,
             started=port.set_result,

@@ -88,7 +88,7 @@ def _members() -> Target:
     """Lines of pods that know the token, each with `from` (0 to 3) and `wait` (seconds before it)."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
-    from ddpjob_runtime.coordinator.settings import Settings
+    from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 
     nonces = ("ours", "theirs")
     proof = protocol.seal(_TOKEN, "member", *nonces)
@@ -99,7 +99,7 @@ def _members() -> Target:
 
     def read(data: bytes) -> None:
         time, members = _Time(), dict[int, Any]()
-        settings = Settings(nodes=2, min_nodes=1, mode=protocol.Mode.FAST, hang_after=300.0)
+        settings = CoordinatorSettings(nodes=2, min_nodes=1, mode=protocol.Mode.FAST, hang_after=300.0)
         coordinator = Coordinator(settings, lambda: time.now, time.later, lambda: None, lambda text: None)
         server = _server(coordinator)
         for line in data.splitlines()[:200]:
@@ -191,14 +191,17 @@ def _connections() -> Target:
     """All bytes of one connection to the coordinator's port, by somebody who may know the token."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
-    from ddpjob_runtime.coordinator.settings import Settings
+    from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 
     async def serve(data: bytes) -> None:
         time = _Time()
         coordinator = Coordinator(
-            Settings(nodes=2, min_nodes=1, mode=protocol.Mode.FAST), lambda: time.now, time.later, lambda: None,
+            CoordinatorSettings(nodes=2, min_nodes=1, mode=protocol.Mode.FAST),
+            lambda: time.now,
+            time.later,
+            lambda: None,
             lambda text: None,
-        )  # fmt: skip
+        )
         reader = asyncio.StreamReader(limit=protocol.MAX_LINE)
         reader.feed_data(data)
         reader.feed_eof()
@@ -265,7 +268,7 @@ def _answers() -> Target:
     from ddpjob_runtime.launcher import s3_reader
     from ddpjob_runtime.launcher.fetch_data import check_names
 
-    place = s3_reader.Place.read("s3://b/p", "http://127.0.0.1:1", "")
+    place = s3_reader.BucketPlace.read("s3://b/p", "http://127.0.0.1:1", "")
     remote = s3_reader.Remote("a b", 3, "d41d8cd98f00b204e9800998ecf8427e")
     keys = s3_reader.Credentials({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, "r")
 
@@ -293,7 +296,7 @@ def _answers() -> Target:
         _answer(denied, "403 Forbidden", "x-amz-bucket-region: eu-west-1\r\n"), _answer(b"", "503 Slow Down"),
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(_LISTING), _LISTING),
     ]  # fmt: skip
-    return Target(read, seeds, (s3_reader.Refused, s3_reader.Away, s3_reader.Changed))
+    return Target(read, seeds, (s3_reader.BucketRefusal, s3_reader.Away, s3_reader.Changed))
 
 
 def _answer(body: bytes, status: str = "200 OK", more: str = "") -> bytes:
@@ -308,10 +311,10 @@ def _listings() -> Target:
 
 def _bucket_manifests() -> Target:
     """The list of a checkpoint's files in a bucket."""
-    from ddpjob_bucket import Manifest, Stored
+    from ddpjob_bucket import CopyManifest, Stored
 
     def read(data: bytes) -> None:
-        found = Manifest.read(data, Stored(1, 7))
+        found = CopyManifest.read(data, Stored(1, 7))
         if found is None:
             raise ValueError("nobody wrote it so")
         for file in found.files:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ddpjob_bucket.stored import Bucket, BucketError, Damaged, File, LibraryMissing, Manifest, Stored, Vanished
+from ddpjob_bucket.stored import Bucket, BucketError, CopyManifest, Damaged, File, LibraryMissing, Stored, Vanished
 from ddpjob_bucket.uploads import Uploads, Waiting
 
 __all__ = [
     "Bucket",
     "BucketError",
+    "CopyManifest",
     "Damaged",
     "File",
     "LibraryMissing",
-    "Manifest",
     "Stored",
     "Uploads",
     "Vanished",

@@ -83,7 +83,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CopyManifest:
     """What is in a checkpoint: `name` is that of its file or folder, `data` the key below which its files are."""
 
     name: str
@@ -98,7 +98,7 @@ class Manifest:
         return json.dumps(whole).encode()
 
     @classmethod
-    def read(cls, text: bytes, entry: Stored) -> Manifest | None:
+    def read(cls, text: bytes, entry: Stored) -> CopyManifest | None:
         """The reverse of `written`; None if nobody wrote it so."""
         try:
             read = json.loads(text)
@@ -196,14 +196,14 @@ class Bucket:
             discard(replaced)
         return target
 
-    def manifest(self, entry: Stored) -> Manifest:
+    def manifest(self, entry: Stored) -> CopyManifest:
         """What is in a checkpoint. Raises Damaged if nobody wrote it so, BucketError."""
-        found = Manifest.read(self._get(entry.key), entry)
+        found = CopyManifest.read(self._get(entry.key), entry)
         if found is None:
             raise Damaged(f"{self.url}/{entry.key} is not a checkpoint's list of files")
         return found
 
-    def fetch_file(self, manifest: Manifest, file: File, to: Path) -> None:
+    def fetch_file(self, manifest: CopyManifest, file: File, to: Path) -> None:
         """Download one file of a checkpoint. Raises BucketError, OSError, and then `to` is not whole."""
         self._download(f"{manifest.data}/{file.path}", to, file)
 
@@ -329,7 +329,7 @@ class Bucket:
             self._failed.add(data)
             self._check_there(local)
             raise
-        return self._complete(step, Manifest(path.name, data, files, epoch))
+        return self._complete(step, CopyManifest(path.name, data, files, epoch))
 
     def _published(self, data: str, file: Path, above: Path) -> File:
         """A file of the folder `above`, when it is in the bucket. Raises BucketError, OSError."""
@@ -374,7 +374,7 @@ class Bucket:
             except FileNotFoundError:
                 raise Vanished(f"{file} was removed before it was in {self.url}") from None
 
-    def lacking(self, manifest: Manifest) -> list[str]:
+    def lacking(self, manifest: CopyManifest) -> list[str]:
         """The files of a checkpoint that are not in the bucket with their whole size. An object appears when all of it
         has been uploaded, and not before. Raises Vanished where one will not come.
         """
@@ -384,7 +384,7 @@ class Bucket:
             raise Vanished(f"a part of {manifest.name} was removed by another node before it was in {self.url}")
         return [file.path for file in manifest.files if there.get(f"{manifest.data}/{file.path}") != file.size]
 
-    def commit(self, step: int, manifest: Manifest) -> Stored:
+    def commit(self, step: int, manifest: CopyManifest) -> Stored:
         """Say that a checkpoint whose files several processes have uploaded is complete.
 
         Raises BucketError where a file is missing.
@@ -393,7 +393,7 @@ class Bucket:
             raise BucketError(f"{self.url}/{manifest.data}/{lacking[0]} has not been uploaded")
         return self._complete(step, manifest)
 
-    def _complete(self, step: int, manifest: Manifest) -> Stored:
+    def _complete(self, step: int, manifest: CopyManifest) -> Stored:
         entry = Stored(self.term, step)
         text = manifest.written(step)
         if len(text) > _MANIFEST_BYTES or len(manifest.files) > MOST_FILES:

@@ -30,7 +30,7 @@ _TRIES, _PAUSE = 5, 1.0
 LARGEST_STEP = 10**9 - 1
 
 
-class _State:
+class _CopyState:
     bucket: Bucket | None = None
     uploads: Uploads | None = None
     keep = 3
@@ -55,7 +55,7 @@ def restore(folder: Path) -> Path | None:
     Raises BucketError, OSError, ValueError.
     """
     bucket = _joined()
-    entry = _State.restored
+    entry = _CopyState.restored
     if entry is None:  # A folder that lasts, as on one machine, may have one from before the job got its bucket.
         return recorded(folder) if os.environ.get("DDPJOB_CHECKPOINT_SHARED") == "1" else None
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,11 +85,11 @@ def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
 
 def _joined() -> Bucket:
     """The bucket, where this process is one of the ranks that have agreed on what they continue from."""
-    if _State.bucket is None or _State.process != os.getpid():
+    if _CopyState.bucket is None or _CopyState.process != os.getpid():
         opened = Bucket.open(url())
-        _State.restored = _patiently(lambda: opened.join(os.environ.get("DDPJOB_UID", ""), _order()))
-        _State.bucket, _State.uploads, _State.process = opened, None, os.getpid()
-    return _State.bucket
+        _CopyState.restored = _patiently(lambda: opened.join(os.environ.get("DDPJOB_UID", ""), _order()))
+        _CopyState.bucket, _CopyState.uploads, _CopyState.process = opened, None, os.getpid()
+    return _CopyState.bucket
 
 
 def _order() -> tuple[int, ...]:
@@ -160,14 +160,14 @@ def copy(path: Path, step: int, keep: int) -> None:
     """Upload a checkpoint in the background, as it is now. Raises BucketError, OSError, ValueError."""
     _check_parts(path)
     bucket = _joined()
-    _State.keep = keep
-    if _State.uploads is None:
+    _CopyState.keep = keep
+    if _CopyState.uploads is None:
         for leftover in path.parent.glob(f"{_LINKS}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         link.prepare()  # First: what is registered for the exit runs in reverse, and the last copy is posted as well.
-        _State.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
+        _CopyState.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
         atexit.register(_at_exit)
-    _State.uploads.offer(Waiting(_linked(path), step, None, time.time()))
+    _CopyState.uploads.offer(Waiting(_linked(path), step, None, time.time()))
 
 
 class _FilesOfIndex(pickle._Unpickler):
@@ -244,7 +244,7 @@ def _release(waiting: Waiting) -> None:
 
 
 def _tidy(bucket: Bucket) -> None:
-    bucket.remove(bucket.entries()[_State.keep :])
+    bucket.remove(bucket.entries()[_CopyState.keep :])
     bucket.sweep()
 
 
@@ -255,28 +255,28 @@ def _post() -> None:
 
 def finish(seconds: float | None) -> bool:
     """Wait until the last copy is in the bucket, at most so long (None: without a limit). Returns whether it is."""
-    uploads = _State.uploads
-    return uploads is None or _State.process != os.getpid() or (uploads.wait(seconds) and not uploads.lost)
+    uploads = _CopyState.uploads
+    return uploads is None or _CopyState.process != os.getpid() or (uploads.wait(seconds) and not uploads.lost)
 
 
 def leave(seconds: float) -> None:
     """Wait for the last copy at most so long, and not again at the end of the process, which may come then."""
-    _State.leaves = True
+    _CopyState.leaves = True
     if not finish(seconds):
         _say("the last checkpoint is not in the bucket when the grace period ends")
 
 
 def figures() -> dict[str, float]:
     """What is reported of the copies; empty: this process makes none."""
-    if _State.process != os.getpid():
+    if _CopyState.process != os.getpid():
         return {}
-    found = _State.uploads.figures() if _State.uploads is not None else {}
-    return {"copyStep": _State.restored.step, **found} if found and _State.restored is not None else found
+    found = _CopyState.uploads.figures() if _CopyState.uploads is not None else {}
+    return {"copyStep": _CopyState.restored.step, **found} if found and _CopyState.restored is not None else found
 
 
 def _at_exit() -> None:
     """A script has not ended well before its result is in the bucket: the folder goes with the pod."""
-    if _State.process != os.getpid() or _State.leaves or finish(0) or _has_failed():
+    if _CopyState.process != os.getpid() or _CopyState.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):
         _say(f"error: the last checkpoint is not in {url()}: the job must not end without it")

@@ -15,7 +15,7 @@ from aiohttp import web
 from ddpjob.controller import notifier as module
 from ddpjob.controller.notifier import EVERYBODY, Notifier, Receivers
 from ddpjob.controller.operator_settings import Settings, SettingsError
-from ddpjob.core.world import Outcome
+from ddpjob.core.world import NotificationOutcome
 from ddpjob.engine.ports import JobKey
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -70,7 +70,7 @@ class Scene:
         self.woken.append(key)
         self._wake.set()
 
-    async def outcome(self, key: JobKey, id: str) -> Outcome:
+    async def outcome(self, key: JobKey, id: str) -> NotificationOutcome:
         while key not in self.woken:
             self._wake.clear()
             await self._wake.wait()
@@ -102,7 +102,7 @@ async def test_it_is_posted_once_with_its_id_and_the_job_is_woken(server: Web, t
     scene = Scene(server, tmp_path, "team")
     for _ in range(3):
         scene.notifier.send(JOB, "id", "team", BODY)
-    assert await scene.outcome(JOB, "id") == Outcome(delivered=True)
+    assert await scene.outcome(JOB, "id") == NotificationOutcome(delivered=True)
     scene.notifier.send(JOB, "id", "team", BODY)
     await asyncio.sleep(0.05)
     assert server.got == [("/team", '"id"', BODY)] and scene.woken == [JOB]
@@ -116,7 +116,7 @@ async def test_a_receiver_that_errs_is_tried_again_and_then_given_up(server: Web
     server.handlers["/team"] = errs
     scene = Scene(server, tmp_path, "team")
     scene.notifier.send(JOB, "id", "team", BODY)
-    assert await scene.outcome(JOB, "id") == Outcome(delivered=False, message="HTTP 500 (10 tries)")
+    assert await scene.outcome(JOB, "id") == NotificationOutcome(delivered=False, message="HTTP 500 (10 tries)")
     came = server.came("/team")  # On a busy machine a try may be over before it gets there.
     assert set(came) == {'"id"'} and 1 < len(came) <= module.TRIES, "the same id with each try"
     await scene.notifier.close()

@@ -17,7 +17,7 @@ from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import utc_now
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator.server import Server
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.protocol import IncidentKind, Overdue
 
 from .virtual_loop import run
@@ -34,7 +34,7 @@ class Coordinator:
     """A coordinator on loopback that counts its requests. It can be made to hang, and to lie."""
 
     def __init__(self) -> None:
-        self.server = Server(Settings(2, 2), TOKEN, store_ready=True)
+        self.server = Server(CoordinatorSettings(2, 2), TOKEN, store_ready=True)
         self.asked: list[float] = []
         self.hangs = False
         self.lie = b""

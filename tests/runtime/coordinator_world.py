@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ddpjob_runtime.coordinator.coordinator import Coordinator
-from ddpjob_runtime.coordinator.first_cause import Failure
+from ddpjob_runtime.coordinator.first_cause import WorkerFailure
 from ddpjob_runtime.coordinator.members import Member
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 
 FAST, STANDARD = "Fast", "Standard"
 RESET = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
@@ -20,9 +20,11 @@ class World:
         self.now, self.pending = 1000.0, []  # type: float, list[tuple[float, Any]]
         self.heard: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         self.silent: set[str] = set()
-        self.restart_coordinator(Settings(nodes, nodes if min_nodes is None else min_nodes, mode=mode, **more))
+        self.restart_coordinator(
+            CoordinatorSettings(nodes, nodes if min_nodes is None else min_nodes, mode=mode, **more)
+        )
 
-    def restart_coordinator(self, settings: Settings) -> None:
+    def restart_coordinator(self, settings: CoordinatorSettings) -> None:
         """Another group that knows nothing; what the old one had planned is forgotten."""
         pending: list[tuple[float, Any]] = []
         self.pending = pending
@@ -113,7 +115,9 @@ class World:
     ) -> None:
         """A worker of the member ends by itself in the member's present round."""
         signal = None if code > 0 else "SIGKILL"
-        failure = Failure(member.source, member.rank, 0, code, signal, message, "Traceback ...", self.now - ago, **more)
+        failure = WorkerFailure(
+            member.source, member.rank, 0, code, signal, message, "Traceback ...", self.now - ago, **more
+        )
         self.coordinator.failure(member, member.round, failure)
 
     def incidents(self) -> list[tuple[str, str, int]]:

@@ -31,13 +31,13 @@ from ddpjob_runtime.coordinator.server import (
     MAX_STRANGERS,
     PROBE_SECONDS,
     RETURN_SECONDS,
+    MemberSilent,
     Server,
-    Silent,
     Strangers,
 )
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.coordinator.states import IllegalTransition
-from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.protocol import Mode
 from machine import slowness
 from runtime_harness import RUNTIME, TOKEN, Job
@@ -223,7 +223,7 @@ def test_a_defect_that_a_line_meets_ends_its_connection_with_one_line(
         raise IllegalTransition("CoordinatorState:\nStopped -> Forming")
 
     async def meet() -> list[Any]:
-        server = Server(Settings(2, 2), TOKEN, store_ready=True)
+        server = Server(CoordinatorSettings(2, 2), TOKEN, store_ready=True)
         monkeypatch.setattr(server.coordinator, "_advance" if where == "hello" else "joined", fail)
         listener = await server.listen("127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
@@ -567,7 +567,7 @@ def test_the_last_line_of_a_connection_that_is_closing_counts() -> None:
             return True
 
     async def last_words() -> tuple[str, Any]:
-        server = Server(Settings(2, 2), TOKEN, True)
+        server = Server(CoordinatorSettings(2, 2), TOKEN, True)
         member = server.coordinator.hello("job-0-0", 0, 0, 1, lambda verb, fields: None)
         assert member is not None
         reader = asyncio.StreamReader()
@@ -741,16 +741,16 @@ def test_it_ends_although_connections_stay(tmp_path: Path, monkeypatch: pytest.M
 # ---- slow is not dead
 
 
-def clients(job: Job, count: int) -> list[CoordinatorClient]:
+def clients(job: Job, count: int) -> list[MemberClient]:
     """Launchers' connections, in a round that runs."""
     found = []
     for index in range(count):
         identity = {"pod": f"job-{index}-0", "index": index, "attempt": 0, "pid": 100 + index, "generation": 0}
-        client = CoordinatorClient(f"127.0.0.1:{job.port}", TOKEN, identity, Mode.FAST, 60, lambda *end: None)
+        client = MemberClient(f"127.0.0.1:{job.port}", TOKEN, identity, Mode.FAST, 60, lambda *end: None)
         client.start()
         found.append(client)
 
-    def take_part(client: CoordinatorClient) -> None:
+    def take_part(client: MemberClient) -> None:
         client.wait_welcome()
         go = client.wait_go("127.0.0.1", 1)
         assert go is not None
@@ -892,7 +892,7 @@ def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnec
         if cut_off.is_set() and member.index == 0:
             for each in self.coordinator.members:
                 each.heard -= 2 * BLIND_SECONDS
-            raise Silent("silent for 60 s")
+            raise MemberSilent("silent for 60 s")
         return await hear(self, member, *rest)
 
     monkeypatch.setattr(Server, "_hear", silenced)
@@ -911,7 +911,7 @@ def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnec
         return answers, member(job, 1).hear()["t"]
 
     async def serve() -> tuple[list[str], str]:
-        server = Server(Settings(2, 2), TOKEN, True)
+        server = Server(CoordinatorSettings(2, 2), TOKEN, True)
         listening = await server.listen("127.0.0.1", 0)
         async with listening:
             return await asyncio.to_thread(members, listening.sockets[0].getsockname()[1])

@@ -22,8 +22,16 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
 from ddpjob_runtime.launcher import fetch_data, s3_reader
-from ddpjob_runtime.launcher.fetch_data import Abandoned, Fetch, Settings, Sums, Unfit, check_names, why_not_a_file
-from ddpjob_runtime.launcher.s3_reader import Away, Credentials, Keys, Place, Reader, Refused, Remote, sign
+from ddpjob_runtime.launcher.fetch_data import (
+    Fetch,
+    FetchAbandoned,
+    FetchSettings,
+    Sums,
+    Unfit,
+    check_names,
+    why_not_a_file,
+)
+from ddpjob_runtime.launcher.s3_reader import Away, BucketPlace, BucketRefusal, Credentials, Keys, Reader, Remote, sign
 from runtime_harness import RUNTIME
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -111,9 +119,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_data, "LONGEST_PAUSE", 0.05)
 
 
-def settings(server: Server, folder: Path) -> Settings:
-    place = Place.read("s3://bucket/p", server.url, "")
-    return Settings(place, Credentials({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "s"}, "us-east-1"), folder)
+def settings(server: Server, folder: Path) -> FetchSettings:
+    place = BucketPlace.read("s3://bucket/p", server.url, "")
+    return FetchSettings(
+        place, Credentials({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "s"}, "us-east-1"), folder
+    )
 
 
 def fetch(server: Server, folder: Path, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
@@ -149,7 +159,7 @@ def test_what_the_bucket_has_is_there_and_a_second_fetch_reads_nothing(server: S
 def test_a_connection_is_used_for_one_object_after_the_other(server: Server) -> None:
     """Each second object waited a second for another connection, whatever the server said."""
     server.content = {f"{n}": b"x" * n for n in (0, 1, 5, 3_000_000)}
-    place = Place.read("s3://bucket/p", server.url, "")
+    place = BucketPlace.read("s3://bucket/p", server.url, "")
     reader = Reader(place, Credentials({}, place.region))
     for _ in range(2):
         for remote in list(reader.objects()):
@@ -221,7 +231,7 @@ def test_a_checksum_that_differs_is_never_used(server: Server, tmp_path: Path, k
     server.content, server.etags = {"a": b"content"}, {"a": "0" * 32 if kind == "md5" else "abc-2"}
     if kind != "md5":
         server.headers = {f"x-amz-checksum-{kind}": base64.b64encode(b"no").decode()}
-    with pytest.raises(Refused, match=r"p/a: its (MD5|SHA256|CRC32) is .* 3 times: the object is damaged"):
+    with pytest.raises(BucketRefusal, match=r"p/a: its (MD5|SHA256|CRC32) is .* 3 times: the object is damaged"):
         fetch(server, tmp_path)
     assert files(tmp_path) == {}
 
@@ -256,14 +266,14 @@ def test_a_name_cannot_leave_the_folder(server: Server, tmp_path: Path, name: st
     server.answer = lambda path, query: (
         (200, {}, listing([("p/good", 1, "e"), (f"p/{name}", 1, "e")])) if path == "/bucket" else None
     )
-    with pytest.raises(Refused, match="cannot be a file"):
+    with pytest.raises(BucketRefusal, match="cannot be a file"):
         fetch(server, tmp_path / "d")
     assert files(tmp_path) == {}, "nothing is fetched of such a bucket"
 
 
 def test_names_that_are_in_each_other_s_way_are_refused() -> None:
     for names, says in ((["a", "a"], "twice"), (["a", "a/b"], "the folder of"), ([], "has no objects")):
-        with pytest.raises(Refused, match=says):
+        with pytest.raises(BucketRefusal, match=says):
             check_names([Remote(name, 1, "e") for name in names], "s3://b/p")
     check_names([Remote(name, 1, "e") for name in ("a", "a.b", "b/a", "...", "b/...x")], "s3://b/p")
 
@@ -296,7 +306,7 @@ def test_a_hostile_listing_ends_the_fetch(
     monkeypatch.setattr(s3_reader, "MOST_OBJECTS", 1000)
     monkeypatch.setattr(s3_reader, "_MOST_PAGES", 600)
     server.answer = lambda path, query: (200, {}, body)
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(BucketRefusal, match=says):
         fetch(server, tmp_path)
 
 
@@ -305,7 +315,7 @@ def test_a_listing_that_is_too_large_is_not_read(
 ) -> None:
     monkeypatch.setattr(s3_reader, "_PAGE_BYTES", 1000)
     server.answer = lambda path, query: (200, {}, b"<a>" + b" " * 2000)
-    with pytest.raises(Refused, match="too large"):
+    with pytest.raises(BucketRefusal, match="too large"):
         fetch(server, tmp_path)
 
 
@@ -346,7 +356,7 @@ def test_a_bucket_that_is_back_is_no_longer_called_away(
 def test_an_object_longer_than_listed_is_not_written(server: Server, tmp_path: Path) -> None:
     server.content = {"a": b"1"}
     server.answer = lambda path, query: (200, {}, b"1" * 10_000_000) if path.endswith("/a") else None
-    with pytest.raises(Refused, match="changes all the time"):
+    with pytest.raises(BucketRefusal, match="changes all the time"):
         fetch(server, tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10_000
 
@@ -377,7 +387,7 @@ def test_what_no_wait_can_help_ends_the_fetch_at_once(
     server: Server, tmp_path: Path, status: int, headers: dict[str, str], code: str, says: str
 ) -> None:
     server.answer = lambda path, query: (status, headers, f"<Error><Code>{code}</Code></Error>".encode())
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(BucketRefusal, match=says):
         fetch(server, tmp_path)
     assert len(server.requests) == 1
 
@@ -398,7 +408,7 @@ def test_a_server_that_is_busy_is_asked_again(server: Server, tmp_path: Path, st
 
 def test_whoever_waits_for_nothing_any_more_is_let_go(server: Server, tmp_path: Path) -> None:
     server.answer = lambda path, query: (500, {}, b"")
-    with pytest.raises(Abandoned):
+    with pytest.raises(FetchAbandoned):
         fetch(server, tmp_path, lambda: len(server.requests) > 3)
 
 
@@ -480,10 +490,10 @@ def test_an_authority_that_cannot_be_read_is_a_mistake_and_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.pem").touch()
-    place = Place.read("s3://bucket/p", "https://127.0.0.1:1", "us-east-1")
+    place = BucketPlace.read("s3://bucket/p", "https://127.0.0.1:1", "us-east-1")
     for name in ("no-such.pem", "empty.pem"):
         monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / name))
-        with pytest.raises(Refused, match=rf"^AWS_CA_BUNDLE=/.*/{name} cannot be used: ."):
+        with pytest.raises(BucketRefusal, match=rf"^AWS_CA_BUNDLE=/.*/{name} cannot be used: ."):
             list(Reader(place, Credentials({}, place.region)).objects())
 
 
@@ -492,7 +502,7 @@ def test_keys_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch, 
                         ("AWS_SECRET_ACCESS_KEY", "s")):  # fmt: skip
         monkeypatch.setenv(f"DDPJOB_DATA_{name}", value)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-checkpoints")
-    taken = Settings.take()
+    taken = FetchSettings.take()
     assert taken is not None and taken.credentials.keys() == Keys("k", "s")
     assert not [name for name in os.environ if name.startswith("DDPJOB_DATA_AWS")]
     assert taken.place.server == "https://s3.us-east-1.amazonaws.com"
@@ -505,16 +515,16 @@ def test_what_google_unpacks_on_the_way_is_named(server: Server, begun: bool) ->
     server.answer = lambda path, query: (
         (200, {"x-goog-stored-content-encoding": "gzip"}, b"what was packed") if path.endswith("/a") else None
     )
-    place = Place.read("s3://bucket/p", server.url, "")
+    place = BucketPlace.read("s3://bucket/p", server.url, "")
     reader = Reader(place, Credentials({}, place.region))
-    with pytest.raises(Refused, match=r"/p/a is stored with Content-Encoding gzip.*Store it without"):
+    with pytest.raises(BucketRefusal, match=r"/p/a is stored with Content-Encoding gzip.*Store it without"):
         reader.open(next(reader.objects()), 3 if begun else 0)
 
 
 def test_weak_etags_are_refused_by_their_name(server: Server) -> None:
     server.answer = lambda path, query: (200, {}, listing([("p/a", 1, "x")]).replace(b"&quot;x", b"W/&quot;x"))
-    place = Place.read("s3://bucket/p", server.url, "")
-    with pytest.raises(Refused, match=r'has weak ETags \(W/"x"\), .*use a server with strong ones'):
+    place = BucketPlace.read("s3://bucket/p", server.url, "")
+    with pytest.raises(BucketRefusal, match=r'has weak ETags \(W/"x"\), .*use a server with strong ones'):
         list(Reader(place, Credentials({}, place.region)).objects())
 
 
@@ -524,7 +534,7 @@ def test_weak_etags_are_refused_by_their_name(server: Server) -> None:
 )
 def test_half_of_a_key_pair_is_named(there: str, missing: str) -> None:
     """An empty value in the Secret. Requests were not signed, as those to a public bucket."""
-    with pytest.raises(Refused, match=f"{missing} is missing or empty beside {there}: set both"):
+    with pytest.raises(BucketRefusal, match=f"{missing} is missing or empty beside {there}: set both"):
         Credentials({there: "x"}, "r").keys()
 
 
@@ -543,7 +553,7 @@ def test_a_service_account_s_role_gives_keys_which_are_renewed(server: Server, t
         keys = known.keys()
         assert keys is not None and (keys.access, keys.secret, keys.token) == ("id", "s", "t")
     assert len(server.requests) == 2, "the first ones had expired"
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(BucketRefusal, match="cannot be read"):
         Credentials({**variables, "AWS_WEB_IDENTITY_TOKEN_FILE": "/no"}, "r").keys()
 
 
@@ -558,7 +568,7 @@ def test_pod_identity_gives_keys_and_nothing_gives_none(server: Server, tmp_path
     assert keys is not None and (keys.access, keys.token) == ("i", "t")
     assert Credentials({}, "r").keys() is None
     server.answer = lambda path, query: (403, {}, b"no")
-    with pytest.raises(Refused, match="EKS Pod Identity: HTTP 403"):
+    with pytest.raises(BucketRefusal, match="EKS Pod Identity: HTTP 403"):
         Credentials(variables, "r").keys()
 
 
@@ -568,8 +578,8 @@ def test_pod_identity_gives_keys_and_nothing_gives_none(server: Server, tmp_path
         ((400, {}, b"<Error><Code>Throttling</Code></Error>"), Away, "HTTP 400"),
         ((400, {}, b'{"__type": "ThrottlingException"}'), Away, "HTTP 400"),
         ((200, {"Content-Length": "99"}, b'{"AccessKeyId": "i"'), Away, "broken off"),
-        ((200, {}, b"<html>"), Refused, "the answer has none"),
-        ((400, {}, b"<Error><Code>InvalidIdentityToken</Code></Error>"), Refused, "HTTP 400"),
+        ((200, {}, b"<html>"), BucketRefusal, "the answer has none"),
+        ((400, {}, b"<Error><Code>InvalidIdentityToken</Code></Error>"), BucketRefusal, "HTTP 400"),
     ],
 )
 def test_keys_that_cannot_be_had_for_now_are_asked_for_again(
@@ -594,7 +604,7 @@ def test_keys_that_a_server_calls_expired_are_renewed_before_their_time(server: 
 
     until, server.answer = {"Expiration": "2099-01-01T00:00:00Z"}, answer
     known = Credentials({"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{server.url}/keys"}, "r")
-    Fetch(Settings(Place.read("s3://bucket/p", server.url, ""), known, tmp_path), lambda: False, print).run()
+    Fetch(FetchSettings(BucketPlace.read("s3://bucket/p", server.url, ""), known, tmp_path), lambda: False, print).run()
     assert files(tmp_path) == {"a": b"1"} and len(asked) == 2
 
 
@@ -611,7 +621,7 @@ def test_a_proxy_gets_its_name_and_password(monkeypatch: pytest.MonkeyPatch) -> 
     thread.start()
     monkeypatch.setenv("https_proxy", f"http://team:p%40ss@127.0.0.1:{listening.getsockname()[1]}")
     monkeypatch.setenv("no_proxy", "")
-    place = Place.read("s3://bucket/p", "", "")
+    place = BucketPlace.read("s3://bucket/p", "", "")
     with pytest.raises(Away, match="502"):
         list(Reader(place, Credentials({}, place.region)).objects())
     thread.join()

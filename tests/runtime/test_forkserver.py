@@ -20,7 +20,7 @@ from ddpjob_runtime.coordinator.member_lines import read_failure
 from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import forkserver, late_environment, torch_parts
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure
-from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.protocol import Mode
 from machine import slowness
 from runtime_harness import RUNTIME, SCRIPTS
@@ -417,7 +417,7 @@ def test_a_fork_server_that_was_killed_for_memory_says_so(
     with pytest.raises(forkserver.ForkServerEnded, match=said) as raised:
         server.exit_code(17)
     assert raised.value.out_of_memory is (kills == 3)
-    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     client._position = {"round": 4}
     client.ran_out_of_memory(str(raised.value))
     [(verb, fields)] = client._unsent

@@ -23,7 +23,7 @@ from ddpjob_runtime.coordinator import hang
 from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import import_torchrun, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
-from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.protocol import Mode
 from ddpjob_runtime.termination_log import write_termination_log
@@ -239,7 +239,7 @@ def test_the_termination_log_keeps_the_end_of_a_traceback(tmp_path: Path, monkey
 
 def test_what_all_ranks_of_a_node_report_waits_for_the_coordinator() -> None:
     """The first of them may be the cause."""
-    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     for rank in range(256):
         client.send("failure", rank=rank)
     assert [fields["rank"] for _, fields in client._unsent] == list(range(256))
@@ -251,7 +251,7 @@ def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) 
     def break_down() -> None:
         raise LookupError("unknown encoding: idna")
 
-    client = CoordinatorClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: ends.append(end))
+    client = MemberClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: ends.append(end))
     monkeypatch.setattr(client, "_connect", break_down)
     client.start()
     client._thread.join(5)
@@ -261,7 +261,7 @@ def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) 
 def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc reads the environment for it, and getenv in a thread crashes while another thread sets a variable."""
     lookers: list[threading.Thread] = []
-    client = CoordinatorClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: None)
+    client = MemberClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: None)
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: lookers.append(threading.current_thread()))
     monkeypatch.setattr(client, "_connect", lambda: client.close())
     client.start()
@@ -271,7 +271,7 @@ def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.Monk
 
 def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next coordinator took it for one of the moment in which it heard of it."""
-    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)) or True)
     now = time.time()
@@ -284,7 +284,7 @@ def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pyte
 
 
 def test_what_a_connection_did_not_take_waits_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[str] = []
     client.send("failure", round=1, message="ValueError: bug")
     client.send("joined", round=2)
@@ -299,7 +299,7 @@ def test_what_has_failed_is_said_again_to_the_coordinator_that_may_have_missed_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A link that is cut takes lines that never arrive; another coordinator might count the break a second time."""
-    client = CoordinatorClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
+    client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)) or True)
     client._socket, client.welcomed, client._place = object(), True, (0, 0)  # type: ignore[assignment]
@@ -369,9 +369,9 @@ def coordinator(*answers: dict[str, object], heard: list[dict[str, object]] | No
         thread.join(5)
 
 
-def client_of(address: str, seconds: float, ends: list[tuple[int, str, str]]) -> CoordinatorClient:
+def client_of(address: str, seconds: float, ends: list[tuple[int, str, str]]) -> MemberClient:
     identity = {"generation": 2, "pod": "job-0-0"}
-    return CoordinatorClient(address, TOKEN, identity, Mode.STANDARD, seconds, lambda *end: ends.append(end))
+    return MemberClient(address, TOKEN, identity, Mode.STANDARD, seconds, lambda *end: ends.append(end))
 
 
 @pytest.mark.parametrize("first", [STRANGER, OLDER], ids=["of another job", "of an earlier generation"])
@@ -490,7 +490,7 @@ def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
 
 def test_addresses_and_lines() -> None:
     with pytest.raises(ValueError, match="host:port"):
-        CoordinatorClient("nowhere", "token", {}, Mode.STANDARD, 1.0, lambda *_: None)
+        MemberClient("nowhere", "token", {}, Mode.STANDARD, 1.0, lambda *_: None)
     assert protocol.decode(protocol.encode("hello", pod="p")) == {"t": "hello", "pod": "p"}
     assert protocol.iso(protocol.time_of(0.25)) == "1970-01-01T00:00:00.250Z"
     assert protocol.clip("abcdefgh", 6) == "a...gh", (

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher import client as launcher_client
-from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.protocol import Mode
 from machine import slowness
 from runtime_harness import RUNTIME, TOKEN, Job, until
@@ -31,7 +31,7 @@ class Town:
     def __init__(self, folder: Path, nodes: int) -> None:
         self.job = Job(folder, nodes, mode="Fast")
         self.names: list[str] = ["127.0.0.1"]
-        self.members: list[CoordinatorClient] = []
+        self.members: list[MemberClient] = []
         self.ends: list[tuple[int, str, str]] = []
 
     def start(self, address: str, attempt: int = 0, generation: int = 0, token: str = TOKEN) -> subprocess.Popen[bytes]:
@@ -48,7 +48,7 @@ class Town:
         for index in range(self.job.nodes):
             identity = {"pod": f"job-{index}-0", "index": index, "attempt": 0, "pid": 1, "generation": 0}
             end = lambda *how: self.ends.append(how)  # noqa: E731
-            member = CoordinatorClient(f"{NAME}:{self.job.port}", TOKEN, identity, Mode.FAST, seconds, end)
+            member = MemberClient(f"{NAME}:{self.job.port}", TOKEN, identity, Mode.FAST, seconds, end)
             self.members.append(member)
             member.start()
             assert member.wait_welcome(30)
@@ -58,7 +58,7 @@ class Town:
         for thread in waiting:
             thread.join(30)
 
-    def _train(self, member: CoordinatorClient) -> None:
+    def _train(self, member: MemberClient) -> None:
         go = member.wait_go("127.0.0.1", 1)
         assert go is not None
         member.joined(go["round"])
@@ -244,7 +244,7 @@ def test_a_ready_that_is_said_while_the_coordinator_lets_it_in_is_sent() -> None
     """Between the welcome's arrival and the lock: `wait_go` finds no welcome yet, and sends nothing."""
     sent: list[bytes] = []
     identity = {"pod": "job-0-0", "generation": 0}
-    client = CoordinatorClient("host:1", TOKEN, identity, Mode.FAST, 1.0, lambda *end: None)
+    client = MemberClient("host:1", TOKEN, identity, Mode.FAST, 1.0, lambda *end: None)
     client._socket = SimpleNamespace(sendall=sent.append)  # type: ignore[assignment]
     lock = client._lock
 

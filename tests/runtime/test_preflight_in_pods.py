@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 from ddpjob_runtime import hardware_check
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure
-from ddpjob_runtime.launcher.conduct_preflight import Preflight, Result, Settings, Verdict, judge, stages
+from ddpjob_runtime.launcher.conduct_preflight import (
+    LinkVerdict,
+    NodePreflight,
+    NodeResult,
+    PreflightSettings,
+    judge,
+    stages,
+)
 from machine import slowness
 from networks import Network, need_namespaces, network
 from runtime_harness import SCRIPTS, Job
@@ -23,13 +30,15 @@ FAULTS = str(SCRIPTS / "faulty")
 SETTINGS = {"group": True, "seconds": 60, "least": 0, "gpus": 0, "resource": "", "backend": "auto", "folder": ""}
 
 
-def result(rank: int, problem: str = "", rate: float = 900.0) -> Result:
-    return Result(f"job-{rank}-0", f"host-{rank}", problem, rate, "gloo over TCP on eth0")
+def result(rank: int, problem: str = "", rate: float = 900.0) -> NodeResult:
+    return NodeResult(f"job-{rank}-0", f"host-{rank}", problem, rate, "gloo over TCP on eth0")
 
 
-def check(world: int, bad: set[int] = frozenset(), links: set[frozenset[int]] = frozenset(), procs: int = 1) -> Verdict:  # type: ignore[assignment]
+def check(
+    world: int, bad: set[int] = frozenset(), links: set[frozenset[int]] = frozenset(), procs: int = 1
+) -> LinkVerdict:  # type: ignore[assignment]
     """The verdict on nodes of which `bad` ones fail with everybody, and `links` fail between two."""
-    results: dict[str, dict[int, Result]] = {}
+    results: dict[str, dict[int, NodeResult]] = {}
     for stage, groups in stages(world, procs):
         results[stage] = {}
         for group in groups:
@@ -101,7 +110,7 @@ def test_a_node_that_fails_alone_explains_its_links() -> None:
 
 
 def test_a_slow_link_fails_only_below_what_is_asked_for() -> None:
-    def slow(least: float) -> Verdict | None:
+    def slow(least: float) -> LinkVerdict | None:
         results = {
             stage: {rank: result(rank, rate=50.0 if {2} & set(group) else 900.0) for group in groups for rank in group}
             for stage, groups in stages(4, 1)
@@ -127,23 +136,23 @@ def test_a_group_that_is_slow_while_its_pairs_are_not_may_train() -> None:
 
 def test_a_verdict_is_the_same_on_every_node() -> None:
     verdict = check(5, {3})
-    assert Verdict.read(json.loads(json.dumps(verdict.write()))) == verdict
+    assert LinkVerdict.read(json.loads(json.dumps(verdict.write()))) == verdict
 
 
 def test_settings_that_cannot_be_read_name_their_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPJOB_PREFLIGHT", raising=False)
-    assert Settings.read() is None
+    assert PreflightSettings.read() is None
     monkeypatch.setenv("DDPJOB_PREFLIGHT", '{"group": true}')
     with pytest.raises(InitFailure, match="DDPJOB_PREFLIGHT"):
-        Settings.read()
+        PreflightSettings.read()
     monkeypatch.setenv("DDPJOB_PREFLIGHT", json.dumps(SETTINGS))
-    assert Preflight(Settings.read(), 1).wanted_seconds > 0  # type: ignore[arg-type]
+    assert NodePreflight(PreflightSettings.read(), 1).wanted_seconds > 0  # type: ignore[arg-type]
 
 
 def test_lines_of_json_that_an_image_prints_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("""print('{"level": "info", "message": "the image of the team"}')\n""")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    preflight = Preflight(Settings(False, 60, 0, 0, "", "auto", ""), 1)
+    preflight = NodePreflight(PreflightSettings(False, 60, 0, 0, "", "auto", ""), 1)
     preflight.begin()
     assert preflight.node_problem(lambda: False) == ""
 
@@ -245,8 +254,8 @@ def take_part(place: Network, rank: int, world: int, folder: Path, seconds: floa
     place.enter(rank)
     os.environ.update(DDPJOB_POD=f"job-{rank}-0", GLOO_SOCKET_IFNAME="eth0")
     store = dist.TCPStore(place.address(0), 4999, is_master=rank == 0, wait_for_workers=False)
-    settings = Settings(True, seconds, 8.0, 0, "", "auto", "")
-    verdict = Preflight(settings, 1).check_links(store, rank, world, place.address(rank), lambda: False)
+    settings = PreflightSettings(True, seconds, 8.0, 0, "", "auto", "")
+    verdict = NodePreflight(settings, 1).check_links(store, rank, world, place.address(rank), lambda: False)
     (folder / f"{rank}.json").write_text(json.dumps(verdict.write()))
     if rank == 0:  # It has the store.
         store.wait([f"done/{other}" for other in range(1, world)])
@@ -270,7 +279,7 @@ def test_a_node_with_a_slow_link_is_found_on_a_real_network(tmp_path: Path) -> N
         for node in nodes:
             node.join(600 * slowness())
             assert node.exitcode == 0, [path.read_text() for path in tmp_path.glob("*.log")]
-    verdicts = [Verdict.read(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(3)]
+    verdicts = [LinkVerdict.read(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(3)]
     assert list(verdicts[0].culprits) == [1], verdicts[0]
     assert verdicts[0].failed.startswith("the links of pod job-1-0 to pod job-0-0 and pod job-2-0 fail: ")
     assert " MB/s, less than 8" in verdicts[0].failed

@@ -173,7 +173,7 @@ def test_ranks_that_lag_are_checked_and_merged() -> None:
     from ddpjob_runtime.coordinator import progress
 
     two = [{"rank": 3, "slowdown": 1.8}, {"rank": 0, "slowdown": 2}]
-    merged = progress.Progress()
+    merged = progress.MergedProgress()
     assert merged.merge(progress.check({"step": 4}), 1.0) and merged.merge(progress.check({"stragglers": two}), 2.0)
     assert merged.report()["stragglers"] == two and merged.report()["step"] == 4
     merged.merge(progress.check({"stragglers": []}), 3.0)

@@ -26,7 +26,7 @@ from ddpjob.core.world import (
     ClaimView,
     HealthSignals,
     HostView,
-    Outcome,
+    NotificationOutcome,
     PodView,
     Role,
     World,
@@ -81,7 +81,7 @@ class MemoryCluster:
         self.delay_messages = 0.0
         self.received: list[Json] = []
         """What the receiver has got."""
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, NotificationOutcome] = {}
         """Of notifications, as this life of the operator knows them."""
         self.receiver_works = True
         self._token = ""
@@ -339,7 +339,7 @@ class MemoryCluster:
             if id not in self.outcomes:
                 self.received.append(body)
                 works = self.receiver_works
-                self.outcomes[id] = Outcome(delivered=works, message="" if works else "HTTP 500")
+                self.outcomes[id] = NotificationOutcome(delivered=works, message="" if works else "HTTP 500")
 
         self._call(f"notifies {receiver} of {body['event']}", act)
 

@@ -15,7 +15,7 @@ from ddpjob_runtime.coordinator import http_api
 from ddpjob_runtime.coordinator import server as sockets
 from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.members import Member
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.launcher import client
 from ddpjob_runtime.protocol import Command, Mode
 
@@ -124,9 +124,9 @@ class RealCoordinator:
         try:
             change = http_api.ROUTES[Command(verb).path][1]
             if not http_api._has_token(self._server, {"authorization": f"Bearer {token}"}):
-                raise http_api.Refused(401, "another token")
+                raise http_api.BadRequest(401, "another token")
             return int(http_api._change(self._server, change, body)[0])
-        except http_api.Refused as refused:
+        except http_api.BadRequest as refused:
             self._log(f"refuses {verb}: {refused}")
             return refused.status
 
@@ -134,10 +134,10 @@ class RealCoordinator:
         sockets.now, sockets.log = self._clock, self._log
 
 
-def _settings(arguments: list[str], environment: Json) -> Settings:
+def _settings(arguments: list[str], environment: Json) -> CoordinatorSettings:
     named = dict(a.removeprefix("--").split("=", 1) for a in arguments)
     initial, maximum = program.backoff(named["backoff"])
-    return Settings(
+    return CoordinatorSettings(
         int(named["nodes"]),
         int(named["min-nodes"]),
         int(environment["DDPJOB_GENERATION"]),

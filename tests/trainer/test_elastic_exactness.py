@@ -209,7 +209,7 @@ def dropout_of_the_part(rank: int) -> None:
 
 def gradients_of_the_part(rank: int) -> None:
     """The backward pass of a batch normalization knows its own samples only."""
-    backward, swap = shared_parts._Normalize.backward, Group.swap
+    backward, swap = shared_parts._NormalizeParts.backward, Group.swap
 
     def alone(context: Any, *gradients: torch.Tensor) -> Any:
         Group.swap = lambda self, own: [[values] for values, _ in own]  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ def gradients_of_the_part(rank: int) -> None:
         finally:
             Group.swap = swap  # type: ignore[method-assign]
 
-    shared_parts._Normalize.backward = staticmethod(alone)  # type: ignore[method-assign]
+    shared_parts._NormalizeParts.backward = staticmethod(alone)  # type: ignore[method-assign]
 
 
 def test_the_walk_shares_micro_batches_on_2_and_3_ranks() -> None:

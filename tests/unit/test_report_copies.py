@@ -24,7 +24,7 @@ from machine import slowness
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A pod's environment, and nothing copied so far."""
-    monkeypatch.setattr(copies, "_State", type("_State", (), dict(vars(copies._State))))
+    monkeypatch.setattr(copies, "_State", type("_State", (), dict(vars(copies._CopyState))))
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "pod"))
     (tmp_path / "pod").mkdir()
     yield
@@ -44,7 +44,7 @@ def start(monkeypatch: pytest.MonkeyPatch, number: int, generation: int = 0) -> 
     monkeypatch.setenv("DDPJOB_UID", "uid")
     monkeypatch.setenv("DDPJOB_FENCE", f"{generation}.{number}")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
-    copies._State.bucket = copies._State.uploads = copies._State.restored = None
+    copies._CopyState.bucket = copies._CopyState.uploads = copies._CopyState.restored = None
 
 
 def on_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> Path:
@@ -170,10 +170,10 @@ def test_what_is_written_in_place_while_it_is_copied_does_not_become_a_checkpoin
     monkeypatch.setattr(module, "sha256_of", overwritten)
     ddpjob_report.copy_checkpoint(path, 1)
     deadline = time.monotonic() + 20 * slowness()
-    while not copies._State.uploads.failures and time.monotonic() < deadline:
+    while not copies._CopyState.uploads.failures and time.monotonic() < deadline:
         time.sleep(0.01)
     assert bucket.entries() == []
-    copies._State.uploads.close()
+    copies._CopyState.uploads.close()
     assert "has changed while it was copied" in capfd.readouterr().err
 
 
@@ -182,7 +182,7 @@ def test_all_ranks_get_the_same_although_an_old_upload_completes_meanwhile(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
-    old = copies._State.bucket
+    old = copies._CopyState.bucket
     assert old is not None
     start(monkeypatch, 1)
     first = on_another_node(monkeypatch, tmp_path, "first")

@@ -1,4 +1,6 @@
-"""One vocabulary: words that must not return, one meaning per module name, every module in the map, equal figures."""
+"""One vocabulary: words that must not return, one meaning per name of a module or a class, every module in the map,
+equal figures.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,14 @@ UNWANTED = {
 """Name of a rule: (what must not return, what to write instead)."""
 SHARED_NAMES = {"__init__", "__main__", "main"}
 """Module names whose meaning is the same in every package."""
+SHARED_CLASSES = {
+    "DDPJobCallback": "a script imports that of its framework, Hugging Face's or Lightning's",
+    "Member": "a member as the coordinator knows it, and as its report has it",
+    "Recovery": "spec.recovery, and the report's part about the last recovery",
+    "_AsItIs": "hooks for the import of torch._dynamo, in the launcher and in the trainer, which share no package",
+    "_Submodules": "the same",
+}
+"""Class names with several meanings, and why."""
 
 
 def sources() -> list[Path]:
@@ -70,6 +80,19 @@ def test_no_two_modules_of_one_name() -> None:
                 places[path.stem].append(str(path.relative_to(ROOT)))
     shared = {name: paths for name, paths in places.items() if len(paths) > 1}
     assert shared == {}, "rename all but one of these modules after what is special about them"
+
+
+def test_no_two_classes_of_one_name() -> None:
+    places = defaultdict(list)
+    for top in PACKAGES:
+        for path in (ROOT / top).rglob("*.py"):
+            for name in re.findall(r"^ *class (\w+)", path.read_text(), flags=re.MULTILINE):
+                places[name].append(str(path.relative_to(ROOT)))
+    assert len(places) > 400, "the classes were found"
+    shared = {name: paths for name, paths in places.items() if len(paths) > 1 and name not in SHARED_CLASSES}
+    assert shared == {}, "rename all but the most central of these classes after what is special about them"
+    unused = {name for name in SHARED_CLASSES if len(places[name]) < 2}
+    assert unused == set(), "remove these from SHARED_CLASSES: each names one class now"
 
 
 def test_every_module_is_in_the_map() -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 
 from ddpjob_trainer.commands.dispatch import run
-from ddpjob_trainer.errors import ConfigError, FolderTakenError, Refused, exit_code, install_hook
+from ddpjob_trainer.errors import ConfigError, FolderTakenError, StartRefused, exit_code, install_hook
 from ddpjob_trainer.lifecycle import fast_exit
 from ddpjob_trainer.lifecycle.fast_start import uncollected
 
@@ -49,13 +49,13 @@ def _main() -> int:
         raise _refused(ConfigError(needs)) from None
 
 
-def _refused(error: ConfigError | FolderTakenError) -> Refused:
+def _refused(error: ConfigError | FolderTakenError) -> StartRefused:
     print(f"error: {error}", file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)  # Not done by `record` for an exit.
-    return Refused(f"{error}", fast_exit.with_code(exit_code(error)))
+    return StartRefused(f"{error}", fast_exit.with_code(exit_code(error)))
 
 
 def _run(arguments: list[str]) -> int:

@@ -79,7 +79,7 @@ def exit_code(error: BaseException) -> int:
     return EXIT_CONFIGURATION if "DDPJOB_POD" in os.environ else EXIT_USAGE
 
 
-class Refused(SystemExit):
+class StartRefused(SystemExit):
     """The program ends with `code` since it must not begin as it is. Its message, in a job's status, is the error's."""
 
     def __init__(self, message: str, code: int) -> None:

@@ -26,7 +26,7 @@ from ddpjob_trainer.data.sampler import Dealing, Dividing, ElasticSampler, Micro
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.init_method import joined
 from ddpjob_trainer.distributed.process_group import Group, wanted_world
-from ddpjob_trainer.distributed.step_clock import OWN, Phase, peak_memory
+from ddpjob_trainer.distributed.step_clock import OWN, StepPhase, peak_memory
 from ddpjob_trainer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from ddpjob_trainer.evaluation.accumulate import Adding, open_accumulator
 from ddpjob_trainer.evaluation.evaluate import evaluate
@@ -343,7 +343,7 @@ class Trainer:
         self._rate = learning_rate(self.config.optim, at)
         self.ledger.step(self.step + 1, step if self.strategy.data_share.counts else replace(step, micros=[]))
         count = len(step.samples)
-        self._clock.lap(Phase.OTHER)
+        self._clock.lap(StepPhase.OTHER)
         with self._explaining_image_size() if self._first_pass else nullcontext():
             losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
         self._first_pass = False
@@ -357,7 +357,7 @@ class Trainer:
             self.ledger.unreadable(self.step + 1, unreadable)
             self.strategy.scale_gradients(count / max(1, count - unreadable))
         self.last_update = self.strategy.update(self._rate)
-        self._clock.lap(Phase.UPDATE)
+        self._clock.lap(StepPhase.UPDATE)
         samples = [number % size for number in step.mine] if self.sampler.repeats > 1 else step.mine
         counted = self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
         return (*counted, agreement)
@@ -379,13 +379,13 @@ class Trainer:
             mixed = mixup.mix_micro(self.config.data, batch, micro, self.data.classes)
             if micro.counts and self.strategy.data_share.counts:
                 self.corrupt.met(mixed.unreadable)
-            self._clock.lap(Phase.DATA)
+            self._clock.lap(StepPhase.DATA)
             yield micro, mixed
 
     @property
-    def _end_of_passes(self) -> Phase:
+    def _end_of_passes(self) -> StepPhase:
         """What a step is in since its last mark, when a micro-batch's passes are over."""
-        return Phase.EXCHANGE if self.strategy.waits_apart else Phase.COMPUTE
+        return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _computed(self, step: Step) -> int:
         """Samples that go through this rank's model, with those of micro-batches that do not count."""
@@ -435,7 +435,7 @@ class Trainer:
             [
                 own / steps,
                 own / steps * even / taken if taken else 0.0,  # A rank with more samples is not slower.
-                phases.get(Phase.DATA, 0.0) / spent if spent else 0.0,
+                phases.get(StepPhase.DATA, 0.0) / spent if spent else 0.0,
                 float(peak_memory(self.device)),
             ],
             dtype=torch.float64,

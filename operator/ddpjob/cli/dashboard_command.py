@@ -14,7 +14,7 @@ from ddpjob.client.backend import Backend, Mistake
 from ddpjob.client.cluster_backend import ClusterBackend
 from ddpjob.client.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
-from ddpjob.dashboard.gate import OneSession, View
+from ddpjob.dashboard.gate import FleetView, OneSession
 from ddpjob.dashboard.web_server import serve
 
 
@@ -36,7 +36,7 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
 
     with Fleet(backend) as fleet:
         try:
-            view = View(fleet, scoped, backend.where, past=isinstance(backend, PastJobs))
+            view = FleetView(fleet, scoped, backend.where, past=isinstance(backend, PastJobs))
             gate = OneSession(view, token, host)
             asyncio.run(serve(gate, host=host, port=port, started=started))
         except (socket.gaierror, UnicodeError) as error:

@@ -21,7 +21,7 @@ from ddpjob.cli.output import printable
 from ddpjob.core.status.messages import cause_first
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
-from ddpjob.local.runner import Display, Shown
+from ddpjob.local.runner import RunDisplay, Shown
 
 PLAIN_SECONDS = 2.0
 PHASE_COLOURS = {
@@ -34,7 +34,7 @@ PHASE_COLOURS = {
 }
 
 
-def open_display() -> Display:
+def open_display() -> RunDisplay:
     """The live panel where standard output is a terminal, else plain lines."""
     console = Console()
     return LivePanel(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines()

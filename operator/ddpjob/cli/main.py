@@ -40,7 +40,7 @@ from ddpjob.cli.places import (
     exit_code,
     in_place,
 )
-from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob, Patience
+from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob, OutagePatience
 
 _RUN = """\
 Run the job of a manifest on this machine, as the operator does on a cluster: same checks, restarts, budget and status.
@@ -460,7 +460,7 @@ def _refuse_options_of_scripts() -> None:
 
 def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
     """The objects of each job that is to be created."""
-    from ddpjob.client.build_manifest import Request, build, read_settings
+    from ddpjob.client.build_manifest import JobRequest, build, read_settings
     from ddpjob.client.manifest_sources import BadInput, check_made, checked, manifests
 
     if _is_manifest(program):
@@ -483,7 +483,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
     apart = ("env", "settings", "dry_run", "output", "waits")
     given = {key: value for key, value in options.items() if key not in apart}
     given |= {"env": {name: value for name, _, value in pairs}, "settings": read_settings(options["settings"])}
-    request = Request(program=program, args=args, **given)
+    request = JobRequest(program=program, args=args, **given)
     made = build(request, local=local)
     check_made(made[-1])
     return [made]
@@ -1076,7 +1076,7 @@ def _suspended(backend: Backend, job: str, timeout: float) -> None:
     from ddpjob.client.job_client import ENDED
     from ddpjob.client.job_text import phase
 
-    end, patience = time.monotonic() + timeout, Patience()
+    end, patience = time.monotonic() + timeout, OutagePatience()
     while True:
         try:
             state = phase(backend.job(job))

@@ -20,7 +20,7 @@ from ddpjob.api.job_status import JobStatus, Phase
 from ddpjob.cli.display import PHASE_COLOURS, reported_accuracy
 from ddpjob.cli.output import printable, printed_rows
 from ddpjob.cli.terminal_curves import sparkline
-from ddpjob.client.backend import Backend, Mistake, Patience, PodLine
+from ddpjob.client.backend import Backend, Mistake, OutagePatience, PodLine
 from ddpjob.client.job_text import (
     header,
     phase,
@@ -43,7 +43,7 @@ _RESTARTS = 5
 _PIPED_WIDTH = 200
 
 
-class Curve:
+class StepCurve:
     """Values of one number as they were reported, of each step once."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class JobScreen:
     """One job, look after look."""
 
     def __init__(self) -> None:
-        self._loss, self._speed = Curve(), Curve()
+        self._loss, self._speed = StepCurve(), StepCurve()
         self._reported: object = None
 
     def frame(self, body: Json, pods: list[PodLine], now: datetime) -> RenderableType:
@@ -150,7 +150,7 @@ def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> No
     if once or ended or not console.is_terminal:
         console.print(frame)
         return
-    patience = Patience()
+    patience = OutagePatience()
     with Live(frame, console=console, auto_refresh=False) as live:
         while not ended:
             time.sleep(seconds)

@@ -47,7 +47,7 @@ class ApiRefusal(Mistake):
         self.denied = status == 403
 
 
-class TooLarge(Mistake):
+class AnswerTooLarge(Mistake):
     """More was answered than is read."""
 
 
@@ -140,7 +140,7 @@ class ApiServer:
                 with self._answering():
                     bounded = self.largest_answer is not None and limit > 1
                     text = response.read(LARGEST_PAGE_BYTES) if bounded else response.read()
-            except TooLarge:
+            except AnswerTooLarge:
                 if limit == 1:
                     raise
                 limit = max(1, limit // 4)
@@ -148,7 +148,7 @@ class ApiServer:
             limit = min(LARGEST_PAGE, 2 * limit)
             total += len(text or b"")
             if of_a_job and self.largest_answer is not None and total > 2 * self.largest_answer:
-                raise TooLarge(f"{path}: the objects of this job have more than {2 * self.largest_answer} bytes")
+                raise AnswerTooLarge(f"{path}: the objects of this job have more than {2 * self.largest_answer} bytes")
             with _parsing:
                 page = self._parsed(response, text)
                 found += map(shape, page.pop("items", None) or ())
@@ -288,7 +288,7 @@ class BearerServer(ApiServer):
         text: bytes = response.read(most + 1, decode_content=True)
         if len(text) > most:
             response.close()
-            raise TooLarge(f"{path}: the answer has more than {most} bytes; look at it with kubectl")
+            raise AnswerTooLarge(f"{path}: the answer has more than {most} bytes; look at it with kubectl")
         return text
 
 

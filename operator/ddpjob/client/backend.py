@@ -55,7 +55,7 @@ class NoSuchJob(Mistake):
     """There is no job of this name."""
 
 
-class Patience:
+class OutagePatience:
     """Lets what takes long survive an API server that restarts or is overloaded, for OUTAGE_SECONDS."""
 
     def __init__(self) -> None:

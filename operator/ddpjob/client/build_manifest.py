@@ -29,7 +29,7 @@ _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class JobRequest:
     """What a user asks for; the empty value of a field leaves it to the CRD's default."""
 
     program: str
@@ -56,7 +56,7 @@ class Request:
     """Values by field below spec, such as recovery.maxRestarts. Mappings join what other options have set."""
 
 
-def build(request: Request, *, local: bool) -> list[Json]:
+def build(request: JobRequest, *, local: bool) -> list[Json]:
     """The objects to create, the job last. `local`: code is used where it is, and no image is needed."""
     image = request.image or ("local" if local else "")
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
@@ -92,14 +92,14 @@ def build(request: Request, *, local: bool) -> list[Json]:
     return [*maps, job]
 
 
-def _name(request: Request) -> str:
+def _name(request: JobRequest) -> str:
     path = Path(request.program)
     stem = path.resolve().name if path.is_dir() else path.stem
     words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:30].strip("-")
     return f"{words if words[:1].isalpha() else 'job'}-{secrets.token_hex(2)}"
 
 
-def _program(request: Request, name: str, spec: Json, *, local: bool) -> list[dict[str, bytes]]:
+def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list[dict[str, bytes]]:
     """Sets script or module, and returns the files that travel with the job."""
     program, path = request.program, Path(request.program)
     if not program:

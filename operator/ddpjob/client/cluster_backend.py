@@ -26,7 +26,7 @@ from ddpjob.client.backend import (
     Mistake,
     NoAnswer,
     NoSuchJob,
-    Patience,
+    OutagePatience,
     PodLine,
 )
 from ddpjob.controller.pod_views import read_pod
@@ -157,7 +157,7 @@ class ClusterBackend:
         seen = {_key(job): job for job in known or ()}
         kept = _named if known is not None else _typed
         answered = False
-        patience = Patience()
+        patience = OutagePatience()
         while True:
             try:
                 items, version = self._explained(lambda: self.api.listing(path, query, shape=self._shaped))
@@ -281,7 +281,7 @@ class ClusterBackend:
         query |= {"sinceSeconds": str(options.since)} if options.since is not None else {}
         path = f"{self.path('pods', pod.name)}/log"
         silence = SILENCE_SECONDS if options.follow and options.stop is not None else None
-        read, patience = _Read(), Patience()
+        read, patience = _Read(), OutagePatience()
         ended = pod.ended or not options.follow
         while True:
             try:

@@ -30,7 +30,7 @@ _NEEDED_BY = {"pods/exec": "stacks", "configmaps": "submit with code", "pods cre
 
 
 @dataclass(frozen=True)
-class Check:
+class Diagnosis:
     """One line of the report. `ok` None: could not be found out."""
 
     ok: bool | None
@@ -46,25 +46,25 @@ def client_version() -> str:
         return "unknown"
 
 
-def checks(api: ApiServer, namespace: str) -> Iterator[Check]:
+def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     """All checks of a cluster, in the order in which the first failure explains the others. Raises Unreachable."""
-    yield Check(True, f"client {client_version()}, Python {platform.python_version()}")
+    yield Diagnosis(True, f"client {client_version()}, Python {platform.python_version()}")
     try:
         version = api.request("GET", "/version")
     except ApiRefusal as error:
-        yield Check(False, f"the API server: {error}")
+        yield Diagnosis(False, f"the API server: {error}")
         return
     minor = "".join(c for c in str(version.get("minor", "")) if c.isdigit())
     old = bool(minor) and int(minor) < SUPPORTED_MINOR
     where = f"{api.client.configuration.host}, context {api.context}"
     found = f"Kubernetes {version.get('gitVersion', '?')} at {where}"
-    yield Check(not old, found, f"the operator needs Kubernetes 1.{SUPPORTED_MINOR} or later")
+    yield Diagnosis(not old, found, f"the operator needs Kubernetes 1.{SUPPORTED_MINOR} or later")
     yield from _definition(api)
     yield from _operators(api)
     yield from _rights(api, namespace)
 
 
-def _definition(api: ApiServer) -> Iterator[Check]:
+def _definition(api: ApiServer) -> Iterator[Diagnosis]:
     name = f"{PLURAL}.{GROUP}"
     upgrade = "kubectl apply --server-side --force-conflicts -f charts/ddpjob-operator/crds, of the operator's release"
     try:
@@ -72,23 +72,25 @@ def _definition(api: ApiServer) -> Iterator[Check]:
     except ApiRefusal as refusal:
         if refusal.status == 403:
             served = api.optional(f"/apis/{GROUP}/{VERSION}")
-            yield Check(served is not None, f"definition {name}: " + ("served" if served else "not served"), upgrade)
+            yield Diagnosis(
+                served is not None, f"definition {name}: " + ("served" if served else "not served"), upgrade
+            )
         else:
-            yield Check(False, f"definition {name}: not installed", upgrade)
+            yield Diagnosis(False, f"definition {name}: not installed", upgrade)
         return
     missing, extra = _differences(crd)
     if missing:
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        yield Check(False, f"definition {name} is older than this client: it lacks {shown}", upgrade)
+        yield Diagnosis(False, f"definition {name} is older than this client: it lacks {shown}", upgrade)
     elif extra:
         shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
-        yield Check(
+        yield Diagnosis(
             False,
             f"definition {name} is newer than this client: {shown}",
             f"upgrade the client: {INSTALL.format(extra='cli')}",
         )
     else:
-        yield Check(True, f"definition {name} is that of this client")
+        yield Diagnosis(True, f"definition {name} is that of this client")
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
@@ -113,32 +115,34 @@ def _fields(schema: Any, path: str) -> Iterator[str]:
         yield from _fields(schema["items"], path)
 
 
-def _operators(api: ApiServer) -> Iterator[Check]:
+def _operators(api: ApiServer) -> Iterator[Diagnosis]:
     selector = {"labelSelector": "app.kubernetes.io/name=ddpjob-operator"}
     try:
         found = api.items("/apis/apps/v1/deployments", selector)
     except ApiRefusal as refusal:
-        yield Check(None, f"the operator: you may not list deployments of all namespaces ({refusal.reason})")
+        yield Diagnosis(None, f"the operator: you may not list deployments of all namespaces ({refusal.reason})")
         return
     if not found:
-        yield Check(False, "the operator: no deployment has the label app.kubernetes.io/name=ddpjob-operator",
+        yield Diagnosis(False, "the operator: no deployment has the label app.kubernetes.io/name=ddpjob-operator",
                     "helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace")  # fmt: skip
     for deployment in found:
         meta, wanted = deployment["metadata"], deployment["spec"].get("replicas", 1)
         ready = deployment.get("status", {}).get("readyReplicas", 0)
         where = f"{meta['namespace']}/{meta['name']}"
         log = f"kubectl -n {meta['namespace']} logs deployment/{meta['name']}"
-        yield Check(ready > 0, f"operator {where}: {ready} of {wanted} replicas are ready", f"look at its log: {log}")
+        yield Diagnosis(
+            ready > 0, f"operator {where}: {ready} of {wanted} replicas are ready", f"look at its log: {log}"
+        )
         image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
         tag = re.search("/[^/]*:v?([0-9]+[.][0-9]+[.][^:@/]+)(@|$)", f"/{image}")
         version = tag[1] if tag else (meta.get("labels") or {}).get("app.kubernetes.io/version") or f"of image {image}"
         same = version == client_version()
-        yield Check(
+        yield Diagnosis(
             same, f"operator {where}: version {version}", f"this client is {client_version()}; use the same release"
         )
 
 
-def _rights(api: ApiServer, namespace: str) -> Iterator[Check]:
+def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     lacking: list[str] = []
     for group, resource, subresource, verbs in RIGHTS:
         for verb in verbs:
@@ -155,6 +159,6 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Check]:
             f"ask for the ClusterRole edit in namespace {namespace}: the chart adds DDPJobs to it, but not with "
             "watchNamespaces or userRoles.create=false, where a Role has to name them"
         )
-        yield Check(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
+        yield Diagnosis(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
     else:
-        yield Check(True, f"your rights in namespace {namespace}: all that the commands need")
+        yield Diagnosis(True, f"your rights in namespace {namespace}: all that the commands need")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ddpjob.api.job_spec import JobSpec, Json
 from ddpjob.api.job_status import Condition, JobStatus
 from ddpjob.client.backend import Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
-from ddpjob.client.build_manifest import Request, build
+from ddpjob.client.build_manifest import JobRequest, build
 from ddpjob.client.job_text import phase, readable
 from ddpjob.core.view import is_number
 
@@ -210,7 +210,7 @@ class Client:
         if isinstance(words, str | PathLike | Mapping):
             raise TypeError("args of a script: a list of its words, such as ['--epochs', '3']")
         bodies = build(
-            Request(
+            JobRequest(
                 program=str(program), source=source, args=words, image=image, name=name, nodes=nodes, gpus=gpus,
                 procs=procs, spares=spares, min_nodes=min_nodes, max_nodes=max_nodes, mode=mode, env=env or {},
                 cpu=cpu, memory=memory, checkpoints=checkpoints, entry=entry, settings=settings or {},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
-from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob, Patience, PodLine
+from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob, OutagePatience, PodLine
 
 MOST_PODS = 200
 """Logs that are read at the same time."""
@@ -168,7 +168,7 @@ class LogFollower:
                 yield LogLine(pod, text, ranks, rank)
 
     def _all_lines(self) -> Iterator[tuple[PodLine, bytes]]:
-        patience, looked, gone = Patience(), False, 0
+        patience, looked, gone = OutagePatience(), False, 0
         while not self.options.stopped:
             over, pods = False, list[PodLine]()
             try:

@@ -19,7 +19,7 @@ import aiohttp
 from ddpjob.api.job_spec import Json
 from ddpjob.controller.kube.workqueue import DelayQueue
 from ddpjob.controller.operator_metrics import NOTIFICATIONS
-from ddpjob.core.world import Outcome
+from ddpjob.core.world import NotificationOutcome
 from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.notify")
@@ -83,7 +83,7 @@ class _Sending:
     receiver: str
     body: Json
     tries: int = 0
-    outcome: Outcome | None = None
+    outcome: NotificationOutcome | None = None
 
 
 _Id = tuple[JobKey, str]
@@ -115,7 +115,7 @@ class Notifier:
         self._sending[key][id] = _Sending(receiver, body)
         self._queue(receiver).add((key, id))
 
-    def outcomes(self, key: JobKey, pending: Iterable[str]) -> dict[str, Outcome]:
+    def outcomes(self, key: JobKey, pending: Iterable[str]) -> dict[str, NotificationOutcome]:
         """Of the job's notifications that its status still calls pending. The others are forgotten."""
         if key not in self._sending:
             return {}
@@ -154,10 +154,10 @@ class Notifier:
             if sending.tries < TRIES:
                 return min(LONGEST_PAUSE, max(problem.pause, FIRST_PAUSE * 2.0 ** (sending.tries - 1)))
             NOTIFICATIONS.labels("given_up").inc()
-            sending.outcome = Outcome(delivered=False, message=f"{problem} ({TRIES} tries)")
+            sending.outcome = NotificationOutcome(delivered=False, message=f"{problem} ({TRIES} tries)")
         else:
             NOTIFICATIONS.labels("delivered").inc()
-            sending.outcome = Outcome(delivered=True)
+            sending.outcome = NotificationOutcome(delivered=True)
         self._wake(key)
         return None
 

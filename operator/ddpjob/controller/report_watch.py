@@ -34,7 +34,7 @@ from typing import Any
 
 from ddpjob_runtime.protocol import Report, progress_news
 
-from ddpjob.engine.coordinator_client import UNREACHABLE, CoordinatorClient, Link, Target, describe_error
+from ddpjob.engine.coordinator_client import UNREACHABLE, CoordinatorClient, CoordinatorLink, Target, describe_error
 from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
@@ -58,7 +58,7 @@ READ_BYTES = 25_000_000
 
 
 @dataclass
-class Followed:
+class FollowedCoordinator:
     """A job whose coordinator is followed. Times are the event loop's."""
 
     target: Target
@@ -84,7 +84,7 @@ class ReportWatch:
     def __init__(self, wake: Callable[[JobKey], None], client: CoordinatorClient | None = None) -> None:
         self._wake = wake
         self._client = client or CoordinatorClient()
-        self._followed: dict[JobKey, Followed] = {}
+        self._followed: dict[JobKey, FollowedCoordinator] = {}
         self._bytes = 0
 
     async def close(self) -> None:
@@ -107,7 +107,7 @@ class ReportWatch:
             if before.wake is not None:
                 before.wake.cancel()
         if target is not None:
-            followed = self._followed[key] = Followed(target)
+            followed = self._followed[key] = FollowedCoordinator(target)
             followed.task = asyncio.create_task(self._run(key, followed))
 
     def report(self, key: JobKey) -> Report | None:
@@ -131,9 +131,9 @@ class ReportWatch:
 
     # --- one coordinator
 
-    async def _run(self, key: JobKey, followed: Followed) -> None:
+    async def _run(self, key: JobKey, followed: FollowedCoordinator) -> None:
         """Runs until cancelled."""
-        link = Link(self._client, followed.target)
+        link = CoordinatorLink(self._client, followed.target)
         while True:
             try:
                 report = await link.report(followed.report, self.progress_seconds)
@@ -149,7 +149,7 @@ class ReportWatch:
         """How old a coordinator's progress may become."""
         return min(LONGEST_WAIT, PROGRESS_SECONDS * max(1.0, len(self._followed) / JOBS))
 
-    def _share(self, followed: Followed, size: int) -> float:
+    def _share(self, followed: FollowedCoordinator, size: int) -> float:
         """Seconds in which all coordinators may send what they last sent, or all as much as this one, if that is less.
 
         So a large report waits only where many are large, and a small one for none of them.
@@ -158,14 +158,14 @@ class ReportWatch:
         followed.size = size
         return min(LONGEST_SHARE, min(self._bytes, len(self._followed) * size) / READ_BYTES)
 
-    def _pause(self, followed: Followed) -> float:
+    def _pause(self, followed: FollowedCoordinator) -> float:
         """A coordinator that always has news is asked once a second, which is as often as it can wake its job."""
         now = _now()
         followed.credit = min(BURST, followed.credit + now - followed.answered) - 1
         followed.answered = now
         return PAUSE if followed.credit > 0 else SLOW_PAUSE
 
-    def _answered(self, key: JobKey, followed: Followed, report: Report) -> None:
+    def _answered(self, key: JobKey, followed: FollowedCoordinator, report: Report) -> None:
         news = _news(report)
         changed = followed.report is None or news != followed.news
         followed.report, followed.news = report, news
@@ -173,7 +173,7 @@ class ReportWatch:
         if changed:
             self._plan_wake(key, followed)
 
-    def _failed(self, key: JobKey, followed: Followed, error: Exception) -> None:
+    def _failed(self, key: JobKey, followed: FollowedCoordinator, error: Exception) -> None:
         followed.failures += 1
         if followed.failing_since is None:
             followed.failing_since = _now()
@@ -186,12 +186,12 @@ class ReportWatch:
             log.warning("%s", describe_error(f"the report of {key.namespace}/{key.name} cannot be used", error))
         followed.refusal = refusal
 
-    def _stale(self, key: JobKey, followed: Followed, since: float) -> None:
+    def _stale(self, key: JobKey, followed: FollowedCoordinator, since: float) -> None:
         if followed.failing_since == since and self._followed.get(key) is followed:
             followed.report = None
             self._plan_wake(key, followed)
 
-    def _plan_wake(self, key: JobKey, followed: Followed) -> None:
+    def _plan_wake(self, key: JobKey, followed: FollowedCoordinator) -> None:
         """Wakes the job, but not twice within WAKE_SECONDS."""
         if followed.wake is not None:
             return
@@ -201,7 +201,7 @@ class ReportWatch:
         else:
             followed.wake = asyncio.get_running_loop().call_later(left, self._wake_now, key, followed)
 
-    def _wake_now(self, key: JobKey, followed: Followed) -> None:
+    def _wake_now(self, key: JobKey, followed: FollowedCoordinator) -> None:
         followed.wake, followed.woken = None, _now()
         self._wake(key)
 

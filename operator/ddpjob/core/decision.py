@@ -132,7 +132,7 @@ class DeleteJob:
 
 
 @dataclass(frozen=True)
-class Notify:
+class NotifyCoordinator:
     """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port). Nothing depends on its arrival."""
 
     endpoint: str
@@ -154,7 +154,7 @@ Preparation = CreateService | CreateClaim | CreateRuntime | CreateBudget | Creat
 Creation = Preparation | CreateWorkload | CreateCoordinator | CreateNode
 Queueing = DeleteWorkload | MarkWorkload | ReleaseWorkload
 Change = DeletePod | DeleteGang | DeleteJob | LabelPod | Queueing
-Action = Creation | Change | Notify | SendNotification
+Action = Creation | Change | NotifyCoordinator | SendNotification
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ class Rejection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class NotificationOutcome:
     """What became of a notification."""
 
     delivered: bool
@@ -401,7 +401,7 @@ class World:
     """Why the API server rejected it when this decision was last applied."""
     receivers: frozenset[str] = frozenset()
     """Names of the receivers that the job's namespace may use."""
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    outcomes: Mapping[str, NotificationOutcome] = field(default_factory=dict)
     """Of the job's notifications that were delivered or given up, by id."""
     link: str = ""
     """Of a page about the job, for its notifications; empty: none is known."""

@@ -142,7 +142,7 @@ def _in_one_line(message: str) -> str:
 
 
 @dataclass
-class Samples:
+class CurveSamples:
     """Loss and speed as they were reported since the dashboard has followed the job; of many, every other one stays."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
@@ -175,7 +175,7 @@ class Fleet:
         self._rows: dict[Key, FleetRow] = {}
         self._sources: dict[Key, Backend] = {}
         self._versions: dict[Key, int] = {}
-        self._samples: dict[Key, Samples] = {}
+        self._samples: dict[Key, CurveSamples] = {}
         self._clock = clock
         self._begun = self._since = clock()
         self._pod_seconds = self._training_seconds = 0.0
@@ -227,10 +227,10 @@ class Fleet:
         with self._lock:
             return self._versions.get(key, 0)
 
-    def samples(self, key: Key) -> Samples:
+    def samples(self, key: Key) -> CurveSamples:
         """A copy of what was reported since the dashboard runs."""
         with self._lock:
-            return deepcopy(self._samples.get(key) or Samples())
+            return deepcopy(self._samples.get(key) or CurveSamples())
 
     def _follow(self, backend: Backend) -> None:
         while not self._stop.is_set():
@@ -295,4 +295,4 @@ class Fleet:
             self._versions[row.key] = self._versions.get(row.key, 0) + 1
             if row.state != UNREADABLE:
                 with suppress(Exception):  # As in `fleet_row`: without its curves the job is shown all the same.
-                    self._samples.setdefault(row.key, Samples()).add(body.get("status") or {})
+                    self._samples.setdefault(row.key, CurveSamples()).add(body.get("status") or {})

@@ -43,7 +43,7 @@ class Shared:
         return result
 
 
-class View:
+class FleetView:
     """The jobs that those who share a credential may see, with all that is kept of them: nothing of it is another's.
 
     `scoped`: the jobs of one namespace of the place that the fleet follows. `commands`: whether it may run commands in
@@ -67,7 +67,7 @@ class View:
         Raises Refused once the view is closed: the viewer has left in another window, or has other rights now.
         """
         if self.closed.is_set():
-            raise Refused(401, "Open the page again", "This view was closed while the page was made.")
+            raise AccessRefused(401, "Open the page again", "This view was closed while the page was made.")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class View:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Refused(Exception):
+class AccessRefused(Exception):
     """The request is not allowed. `form`: the page asks for a token."""
 
     def __init__(self, status: int, title: str, message: str, *, form: bool = False) -> None:
@@ -90,7 +90,7 @@ class Gate(Protocol):
     names: set[str]
     """Host names that lead here, beside IP addresses."""
 
-    async def admit(self, request: web.Request) -> View:
+    async def admit(self, request: web.Request) -> FleetView:
         """Raises Refused, or HTTPSeeOther."""
         ...
 
@@ -106,7 +106,7 @@ class Gate(Protocol):
 class OneSession:
     """The gate of `ddpjob dashboard`: one view, for whoever has the token of the address that was printed."""
 
-    def __init__(self, view: View, token: str, host: str = "localhost") -> None:
+    def __init__(self, view: FleetView, token: str, host: str = "localhost") -> None:
         self._view, self._token = view, token
         self.names = {"localhost", host.lower(), socket.gethostname().lower()}
         threading.Thread(target=self._add_full_name, name="full name", daemon=True).start()
@@ -122,7 +122,7 @@ class OneSession:
     async def close(self) -> None:
         self._view.close()
 
-    async def admit(self, request: web.Request) -> View:
+    async def admit(self, request: web.Request) -> FleetView:
         cookie = f"ddpjob-dashboard-{own_port(request)}"
         given = request.query.get("token")
         if given is not None and self._is_token(given):
@@ -132,7 +132,9 @@ class OneSession:
             raise moved
         if given is None and self._is_token(request.cookies.get(cookie, "")):
             return self._view
-        raise Refused(401, "Open the address that `ddpjob dashboard` printed", "It holds a token of this session.")
+        raise AccessRefused(
+            401, "Open the address that `ddpjob dashboard` printed", "It holds a token of this session."
+        )
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode())

@@ -18,7 +18,7 @@ from ddpjob.client.backend import PodLine
 from ddpjob.client.log_follower import ranks_of_pods
 from ddpjob.client.metric_series import MetricSeries
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.dashboard.fleet import ENDED, STATES, FleetRow, Samples
+from ddpjob.dashboard.fleet import ENDED, STATES, CurveSamples, FleetRow
 
 PER_PAGE = 100
 MOST_SLOTS = 256
@@ -270,7 +270,7 @@ def trained_curves(series: MetricSeries) -> Json:
     return {"curves": [curve for curve in curves if curve["x"]], "starts": series.starts[1:][-200:]}
 
 
-def reported_curves(samples: Samples, unit: str) -> Json:
+def reported_curves(samples: CurveSamples, unit: str) -> Json:
     """Curves of what a job has reported while the dashboard has followed it."""
     curves = []
     for title, values in (("loss", samples.losses), (unit, samples.speeds)):

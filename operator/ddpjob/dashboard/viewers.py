@@ -28,7 +28,7 @@ from ddpjob.client.api_server import ApiRefusal, BearerServer
 from ddpjob.client.backend import Mistake, NotKnown, Unreachable
 from ddpjob.client.cluster_backend import NO_CRD, ClusterBackend
 from ddpjob.dashboard.fleet import Fleet
-from ddpjob.dashboard.gate import Refused, View, host_name, own_port
+from ddpjob.dashboard.gate import AccessRefused, FleetView, host_name, own_port
 
 TRUST_SECONDS = 15.0
 """For how long a token and its rights are not asked about again."""
@@ -70,7 +70,7 @@ class _Session:
 class _Opened:
     """A view, and when its token was judged last. `scope`: its namespaces; empty: all."""
 
-    view: View
+    view: FleetView
     api: BearerServer
     fleet: Fleet
     scope: tuple[str, ...]
@@ -114,25 +114,27 @@ class Viewers:
 
     # --- requests
 
-    async def admit(self, request: web.Request) -> View:
+    async def admit(self, request: web.Request) -> FleetView:
         self._private(request)
         self._watch = self._watch or asyncio.create_task(self._look_after())
         token, session = self._token(request)
         if token is None:
-            raise Refused(401, "Sign in", _WHOSE, form=True)
+            raise AccessRefused(401, "Sign in", _WHOSE, form=True)
         chosen = _namespaces(request.cookies.get(_CHOICE, "").replace(".", ","))
         try:
             return await self._view(token, chosen)
         except NotKnown as unknown:
             self._sessions.pop(session, None)
-            raise Refused(401, "Sign in", f"The token is not valid, or not any more: {unknown}", form=True) from unknown
+            raise AccessRefused(
+                401, "Sign in", f"The token is not valid, or not any more: {unknown}", form=True
+            ) from unknown
 
     def _private(self, request: web.Request) -> None:
         """Tokens travel over TLS, of this server or of a proxy before it, or through a port-forward."""
         name = host_name(request.headers.get("Host", ""))
         proxied = name in self._behind and request.headers.get("X-Forwarded-Proto", "").lower() == "https"
         if not (request.secure or proxied or _loopback(name)):
-            raise Refused(
+            raise AccessRefused(
                 403,
                 "Not over an encrypted connection",
                 "A token would be readable on its way. Use https, or `kubectl port-forward`; a proxy that ends TLS "
@@ -144,7 +146,7 @@ class Viewers:
         if header := request.headers.get("Authorization"):
             kind, _, token = header.partition(" ")
             if kind.lower() != "bearer" or not _TOKEN.fullmatch(token.strip()):
-                raise Refused(401, "Sign in", "The header Authorization must hold a bearer token.", form=True)
+                raise AccessRefused(401, "Sign in", "The header Authorization must hold a bearer token.", form=True)
             return token.strip(), ""
         session = request.cookies.get(_cookie(request), "")
         found = self._sessions.get(session)
@@ -155,7 +157,7 @@ class Viewers:
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
         self._private(request)
-        raise Refused(200, "Sign in", _WHOSE, form=True)
+        raise AccessRefused(200, "Sign in", _WHOSE, form=True)
 
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
         """Opens a session for a token that the API server knows; without a token it changes the namespaces alone."""
@@ -166,11 +168,11 @@ class Viewers:
         moved = web.HTTPSeeOther("/")
         if token:
             if not _TOKEN.fullmatch(token):
-                raise Refused(400, "Sign in", "This is no bearer token: it holds other characters.", form=True)
+                raise AccessRefused(400, "Sign in", "This is no bearer token: it holds other characters.", form=True)
             try:
                 user = await self._in_turn(lambda: self._judge(token, _user))
             except NotKnown as unknown:
-                raise Refused(
+                raise AccessRefused(
                     401, "Sign in", f"The API server does not know this token: {unknown}", form=True
                 ) from None
             for old in _beyond_limits({name: one.user for name, one in self._sessions.items()}, user):
@@ -182,7 +184,7 @@ class Viewers:
             moved.set_cookie(_cookie(request), session, httponly=True, samesite="Lax", path="/",
                              secure=_cookie(request).startswith("__Host-"))  # fmt: skip
         elif self._token(request)[0] is None:
-            raise Refused(400, "Sign in", "Paste a token.", form=True)
+            raise AccessRefused(400, "Sign in", "Paste a token.", form=True)
         moved.set_cookie(_CHOICE, ".".join(chosen), httponly=True, samesite="Lax", path="/")  # A comma is quoted.
         raise moved
 
@@ -204,7 +206,7 @@ class Viewers:
 
     # --- views
 
-    async def _view(self, token: str, chosen: tuple[str, ...]) -> View:
+    async def _view(self, token: str, chosen: tuple[str, ...]) -> FleetView:
         """The view of a token, judged a moment ago at most. Raises Refused, NotKnown and other Mistakes."""
         key = (_digest(token), chosen)
         lock = self._locks.setdefault(key, asyncio.Lock())
@@ -240,7 +242,7 @@ class Viewers:
         """Closes a view, and its cache with it, whose rights are others now. Raises Refused and Mistakes."""
         try:
             scope = await self._run(lambda: self._scope(opened.api, opened.view.user, key[1]))
-        except (Mistake, Refused) as refused:
+        except (Mistake, AccessRefused) as refused:
             if not getattr(refused, "passing", False):
                 self._forget(key)
             raise
@@ -272,7 +274,7 @@ class Viewers:
         fleet = Fleet(*backends)
         fleet.__enter__()
         where = f"namespace{'s' * (len(scope) > 1)} {', '.join(scope)}" if scope else "all namespaces"
-        view = View(fleet, lambda namespace: ClusterBackend(api, namespace), where, user=user, commands=False)
+        view = FleetView(fleet, lambda namespace: ClusterBackend(api, namespace), where, user=user, commands=False)
         now = time.monotonic()
         return _Opened(view, api, fleet, scope, now, now)
 
@@ -286,7 +288,7 @@ class Viewers:
         if allowed:
             return allowed
         tried = f"{'in' if chosen else ', nor in'} {', '.join(candidates[:MOST_NAMESPACES])}" if candidates else ""
-        raise Refused(
+        raise AccessRefused(
             403, "No jobs that you may read",
             f"{user or 'The token'} may not list DDPJobs {'' if chosen else 'of all namespaces'}{tried}. Name the "
             "namespaces that you work in; the roles view, edit and admin of a namespace include its jobs.",
@@ -335,7 +337,7 @@ class Viewers:
                     self._forget(key)
                 elif opened.view.streams and time.monotonic() - opened.judged > TRUST_SECONDS:
                     try:
-                        with contextlib.suppress(Mistake, Refused, web.HTTPException):
+                        with contextlib.suppress(Mistake, AccessRefused, web.HTTPException):
                             await self._again(key, opened)
                     except Exception:  # Of ours: nobody reads on with a token that cannot be judged.
                         _log.exception("the token of %s cannot be judged", opened.view.user)
@@ -391,7 +393,7 @@ def _namespaces(text: str) -> tuple[str, ...]:
     wrong = [name for name in names if not _LABEL.fullmatch(name)]
     if wrong or len(names) > MOST_NAMESPACES:
         what = f"{wrong[0][:63]!r} is no name of a namespace" if wrong else f"more than {MOST_NAMESPACES} namespaces"
-        raise Refused(400, "Sign in", f"Namespaces: {what}.", form=True)
+        raise AccessRefused(400, "Sign in", f"Namespaces: {what}.", form=True)
     return names
 
 
@@ -400,7 +402,7 @@ def _own_form(request: web.Request) -> None:
     origin = request.headers.get("Origin", "")
     site = request.headers.get("Sec-Fetch-Site")
     if urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower() or site not in (None, "same-origin"):
-        raise Refused(403, "Refused", "Another site has sent this form.")
+        raise AccessRefused(403, "Refused", "Another site has sent this form.")
 
 
 def _cookie(request: web.Request) -> str:

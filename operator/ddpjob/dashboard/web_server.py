@@ -29,7 +29,7 @@ from ddpjob.client.metric_series import read_metrics
 from ddpjob.core.status.messages import cause_first, count
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.dashboard.fleet import ENDED, STATES, WITHOUT_ETA, Key, read_job
-from ddpjob.dashboard.gate import Gate, Refused, View, own_host
+from ddpjob.dashboard.gate import AccessRefused, FleetView, Gate, own_host
 from ddpjob.dashboard.job_views import (
     Choice,
     listed,
@@ -74,7 +74,7 @@ _SILENCE_SECONDS = 15.0
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
 _MOST_EVENTS = 50
-_VIEW = web.RequestKey("view", View)
+_VIEW = web.RequestKey("view", FleetView)
 _log = logging.getLogger(__name__)
 
 
@@ -149,7 +149,7 @@ class Dashboard:
             raise
         except web.HTTPException as refused:
             response = self._problem(request, refused.status, refused.reason, "")
-        except Refused as refused:
+        except AccessRefused as refused:
             response = self._problem(request, refused.status, refused.title, refused.message, form=refused.form)
         except NoSuchJob as missing:
             response = self._problem(request, 404, "No such job", str(missing))
@@ -167,12 +167,12 @@ class Dashboard:
     async def _admit(self, request: web.Request) -> None:
         """Gives the request its view. Raises Refused for one that another site may have caused, or that is nobody's."""
         if not own_host(request.headers.get("Host", ""), self.gate.names):
-            raise Refused(421, "Not this server", "The address must be an IP address or this machine's name.")
+            raise AccessRefused(421, "Not this server", "The address must be an IP address or this machine's name.")
         if request.path == "/healthz" or request.path.startswith("/static/"):
             return
         site = request.headers.get("Sec-Fetch-Site", "none")
         if site not in ("none", "same-origin") and request.headers.get("Sec-Fetch-Mode") != "navigate":
-            raise Refused(403, "Refused", "Another site has asked for this.")
+            raise AccessRefused(403, "Refused", "Another site has asked for this.")
         if request.path not in self._gates_own:
             request[_VIEW] = await self.gate.admit(request)
 
@@ -267,7 +267,7 @@ class Dashboard:
         """What the pages of a job have in common."""
         return {"key": key, "path": f"/jobs/{key[0]}/{key[1]}", "job": _job(read.body), "state": phase(read.body)}
 
-    async def _read(self, view: View, key: Key) -> Read:
+    async def _read(self, view: FleetView, key: Key) -> Read:
         _backend(view, key)  # What was read of a job that is gone serves nobody.
         read = ("job", key, view.fleet.job_version(key))  # An announced change is on the page that asks for it.
         return await view.shared.get(read, _FRESH_SECONDS, lambda: view.run(_read_now, view, key))
@@ -336,7 +336,7 @@ class Dashboard:
             stop.set()
             view.log_streams -= 1
 
-    async def _send_lines(self, stream: _EventStream, view: View, lines: queue.Queue[str | None]) -> None:
+    async def _send_lines(self, stream: _EventStream, view: FleetView, lines: queue.Queue[str | None]) -> None:
         while not (self._closing.is_set() or view.closed.is_set()):
             batch: list[str] = []
             over = False
@@ -356,7 +356,7 @@ class Dashboard:
 
 
 @contextlib.asynccontextmanager
-async def _stream(request: web.Request, view: View) -> AsyncIterator[_EventStream]:
+async def _stream(request: web.Request, view: FleetView) -> AsyncIterator[_EventStream]:
     if view.streams >= STREAMS:
         raise web.HTTPServiceUnavailable(reason=f"{STREAMS} pages are open already")
     view.streams += 1
@@ -370,14 +370,14 @@ async def _stream(request: web.Request, view: View) -> AsyncIterator[_EventStrea
         view.streams -= 1
 
 
-def _backend(view: View, key: Key) -> Backend:
+def _backend(view: FleetView, key: Key) -> Backend:
     """Raises NoSuchJob for a namespace that is not followed."""
     if view.fleet.row(key) is None:
         raise NoSuchJob(f"no job {key[1]} in namespace {key[0]}; this dashboard shows {view.where}")
     return view.scoped(key[0])
 
 
-def _read_now(view: View, key: Key) -> Read:
+def _read_now(view: FleetView, key: Key) -> Read:
     backend = _backend(view, key)
     body = backend.job(key[1])
     pods, events, faults = list[PodLine](), list[Happened](), dict[str, str]()
@@ -396,7 +396,7 @@ def _read_now(view: View, key: Key) -> Read:
     return Read(body, pods, events, faults)
 
 
-def _curves_now(view: View, key: Key, in_pods: bool) -> Json:
+def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
     backend, note = _backend(view, key), ""
     if backend.local or in_pods:
         try:
@@ -494,7 +494,7 @@ def _nodes(body: Json, job: DDPJob) -> str:
     return str(stored.get("display") or job.status.nodes_display(job.spec))
 
 
-def _view(request: web.Request) -> View:
+def _view(request: web.Request) -> FleetView:
     return request[_VIEW]
 
 

@@ -59,7 +59,7 @@ from ddpjob.core.decision import (
     DeleteWorkload,
     LabelPod,
     MarkWorkload,
-    Notify,
+    NotifyCoordinator,
     ReleaseWorkload,
     SendNotification,
 )
@@ -99,13 +99,13 @@ async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
     rejections = await _create(cluster, job, decision.status, [a for a in actions if isinstance(a, Creation)])
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MESSAGES_SECONDS):
-            await _together(partial(_perform, cluster, job, a) for a in actions if isinstance(a, Notify))
+            await _together(partial(_perform, cluster, job, a) for a in actions if isinstance(a, NotifyCoordinator))
     await _together(partial(_perform, cluster, job, a) for a in actions if isinstance(a, SendNotification))
     await _together(partial(cluster.record, job, event) for event in decision.events)
     return Applied(job, rejections)
 
 
-async def _perform(cluster: Cluster, job: DDPJob, action: Change | Notify | SendNotification) -> None:
+async def _perform(cluster: Cluster, job: DDPJob, action: Change | NotifyCoordinator | SendNotification) -> None:
     match action:
         case DeletePod(name, uid, grace):
             await cluster.delete_pod(job, name, uid, grace)
@@ -119,7 +119,7 @@ async def _perform(cluster: Cluster, job: DDPJob, action: Change | Notify | Send
             await cluster.release_workload(job, name, uid)
         case LabelPod(name, uid, role):
             await cluster.label_pod(job, name, uid, role)
-        case Notify(endpoint, verb, body):
+        case NotifyCoordinator(endpoint, verb, body):
             await cluster.notify(job, endpoint, verb, body)
         case SendNotification(id, receiver, content):
             await cluster.send_notification(job, id, receiver, content)

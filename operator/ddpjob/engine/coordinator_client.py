@@ -68,7 +68,7 @@ class CoordinatorClient:
         self.clock = clock
         self._opened: aiohttp.ClientSession | None = None
         self.large = asyncio.Semaphore(LARGE_ANSWERS)
-        self._last: Link | None = None
+        self._last: CoordinatorLink | None = None
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -86,10 +86,10 @@ class CoordinatorClient:
         if self._opened is not None:
             await self._opened.close()
 
-    def link(self, target: Target) -> Link:
+    def link(self, target: Target) -> CoordinatorLink:
         """The link to a coordinator; the last one is used again."""
         if self._last is None or self._last.target != target:
-            self._last = Link(self, target)
+            self._last = CoordinatorLink(self, target)
         return self._last
 
     async def report(self, target: Target) -> Report | None:
@@ -128,7 +128,7 @@ def _watched_socket(info: Any) -> socket.socket:
 UNREACHABLE = (TimeoutError, aiohttp.ClientError, OSError)
 
 
-class Link:
+class CoordinatorLink:
     """Requests to one coordinator."""
 
     def __init__(self, client: CoordinatorClient, target: Target) -> None:

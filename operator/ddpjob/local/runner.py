@@ -39,7 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class PodLine:
+class ShownPod:
     """A pod as the display shows it."""
 
     name: str
@@ -53,14 +53,14 @@ class Shown:
 
     job: DDPJob
     status: JobStatus
-    pods: tuple[PodLine, ...]
+    pods: tuple[ShownPod, ...]
     events: tuple[TimedEvent, ...]
     now: datetime
     stalls: tuple[float, ...] = ()
     """Seconds from each break to the first step after it."""
 
 
-class Display(Protocol):
+class RunDisplay(Protocol):
     """Shows a run to the user."""
 
     def show(self, shown: Shown) -> None:
@@ -153,7 +153,7 @@ class Runner:
         folder: JobFolder,
         run: RunFolder,
         ports: tuple[int, socket.socket],
-        display: Display,
+        display: RunDisplay,
     ) -> None:
         self.folder, self.run_folder, self.display = folder, run, display
         self.cluster = ProcessCluster(body, local_spec, run, folder.checkpoints, ports)
@@ -274,7 +274,7 @@ class Runner:
 
     def _shown(self) -> Shown:
         job = self.cluster.job
-        pods = tuple(PodLine(p.name, _state(p), p.logs()[0]) for p in self.cluster.pods.values())
+        pods = tuple(ShownPod(p.name, _state(p), p.logs()[0]) for p in self.cluster.pods.values())
         return Shown(job, job.status, pods, tuple(self.cluster.events), utc_now(), tuple(self.cluster.stalls))
 
     def _record(self) -> None:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from ddpjob_runtime import PROGRAM, protocol
 from ddpjob_runtime.coordinator.server import Server, log
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.log_lines import divert_loggers
 from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import IncidentKind, Mode
@@ -78,7 +78,7 @@ async def _until_asked(server: Server) -> int:
     return 0
 
 
-async def run(arguments: argparse.Namespace, settings: Settings, token: str) -> NoReturn:
+async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, token: str) -> NoReturn:
     """Serve until asked to exit (0), or until the store ends (1; 78 without torch). SIGTERM: 143 at once.
 
     Ends the process. Raises OSError: it cannot listen.
@@ -150,7 +150,7 @@ def main() -> None:
         sys.exit(f"coordinator: cannot listen on port {arguments.port}: {error}")
 
 
-def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Settings:
+def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> CoordinatorSettings:
     """The group's settings; ends the process with 2 when they are not possible."""
     min_nodes = arguments.nodes if arguments.min_nodes is None else arguments.min_nodes
     if arguments.nodes < 1:
@@ -168,4 +168,4 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     initial, maximum = arguments.backoff
     said = (os.environ.get(name) == "1" for name in ("DDPJOB_RANK_ORDER", "DDPJOB_NO_RESTARTS"))
     times = arguments.hang_after, initial, maximum
-    return Settings(arguments.nodes, min_nodes, int(generation), mode, arguments.attempt, *times, *said)
+    return CoordinatorSettings(arguments.nodes, min_nodes, int(generation), mode, arguments.attempt, *times, *said)

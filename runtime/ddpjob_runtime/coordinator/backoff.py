@@ -31,7 +31,7 @@ VERDICT_SECONDS = 5.0
 counts; without an operator the job shall continue."""
 
 
-class Backoff:
+class RoundBackoff:
     """The first failure in a row does not wait, the second waits `initial` seconds, each further one twice as long.
 
     Never longer than `maximum`. A step beyond the furthest before it begins a new row. `no_restarts`: each failure

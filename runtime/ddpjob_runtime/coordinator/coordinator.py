@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ddpjob_runtime.coordinator.first_cause import Failure
+from ddpjob_runtime.coordinator.first_cause import WorkerFailure
 from ddpjob_runtime.coordinator.formation import RankOrder, Size
 from ddpjob_runtime.coordinator.loop import Loop
 from ddpjob_runtime.coordinator.members import Member, Members, Send
-from ddpjob_runtime.coordinator.progress import ACTIVITY, Progress, is_of_copies
+from ddpjob_runtime.coordinator.progress import ACTIVITY, MergedProgress, is_of_copies
 from ddpjob_runtime.coordinator.round_sequence import Rounds
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.coordinator.takeover import Resume, Takeover
 from ddpjob_runtime.protocol import (
     MAX_NOTES,
@@ -41,7 +41,7 @@ class Coordinator:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: CoordinatorSettings,
         clock: Callable[[], float],
         later: Callable[[float, Callable[[], None]], Any],
         changed: Callable[[], None],
@@ -51,7 +51,7 @@ class Coordinator:
         self._now, self._notify = clock, changed
         loop = Loop(clock, later, self._bump, log)
         self.members = Members(loop)
-        self._progress = Progress()
+        self._progress = MergedProgress()
         self.rounds = Rounds(settings, self.members, loop, self._progress)
         self._takeover = Takeover(self.rounds, self.members, loop, settings.attempt)
         self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
@@ -168,7 +168,7 @@ class Coordinator:
         """All workers of the member have ended with 0."""
         self.rounds.finished(member, number)
 
-    def failure(self, member: Member, number: int | None, failure: Failure) -> None:
+    def failure(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
         """A worker of the member ended by itself."""
         self.rounds.failed(member, number, failure)
         self._advance()

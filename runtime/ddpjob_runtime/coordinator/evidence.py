@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob_runtime.coordinator.first_cause import Failure, Finish, Loss, Verdict, first_cause
+from ddpjob_runtime.coordinator.first_cause import Finish, MemberLoss, Verdict, WorkerFailure, first_cause
 from ddpjob_runtime.coordinator.incidents import OWN_FAILURES
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, IncidentKind
 
@@ -13,22 +13,22 @@ class Evidence:
     """Failures, losses and departures of one round, and what the coordinator itself knows about its end."""
 
     def __init__(self) -> None:
-        self._failures: list[Failure] = []
-        self._losses: list[Loss] = []
+        self._failures: list[WorkerFailure] = []
+        self._losses: list[MemberLoss] = []
         self._finishes: list[Finish] = []  # of ranks whose node has not finished
         self._known: Verdict | None = None  # from the beginning: a hang, a planned restart
         self._absent: Verdict | None = None  # somebody never came back: explains all but a failure that is sure
         self._fallback: Verdict | None = None  # where nothing better is known
 
-    def add_failure(self, failure: Failure) -> None:
+    def add_failure(self, failure: WorkerFailure) -> None:
         self._failures.append(failure)
 
-    def knows(self, failure: Failure) -> bool:
+    def knows(self, failure: WorkerFailure) -> bool:
         """Whether it was reported before: a member that has come back says it again."""
         worker = failure.source, failure.rank, failure.local_rank
         return any(worker == (known.source, known.rank, known.local_rank) for known in self._failures)
 
-    def add_loss(self, loss: Loss) -> None:
+    def add_loss(self, loss: MemberLoss) -> None:
         self._losses.append(loss)
 
     def add_finish(self, finish: Finish) -> None:

@@ -51,7 +51,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """A worker process that ended by itself. `time` is on the coordinator's clock, in seconds.
 
     `oom`: killed for the container's memory limit. `init`: it could not even begin, and a retry would not help.
@@ -87,7 +87,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Loss:
+class MemberLoss:
     """A member whose connection ended, or (`leaving`) that has announced its departure."""
 
     source: Source
@@ -119,7 +119,7 @@ class Verdict:
     sure: bool = True
 
 
-def _suspicion(failure: Failure, ended_at: float | None) -> int:
+def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
     """How likely a failure is a consequence.
 
     0: an error of its own; 1: an abort, which communication libraries use when a peer is gone, or what NCCL says of
@@ -132,7 +132,7 @@ def _suspicion(failure: Failure, ended_at: float | None) -> int:
     return 1 if failure.exit_code == -SIGABRT and not failure.oom else 0
 
 
-def _own(failure: Failure, losses: list[Loss], ended_at: float | None) -> bool:
+def _own(failure: WorkerFailure, losses: list[MemberLoss], ended_at: float | None) -> bool:
     """Whether a failure can be the cause although members were lost or left in the same round."""
     if _suspicion(failure, ended_at) > 0:
         return not losses
@@ -145,7 +145,7 @@ def _own(failure: Failure, losses: list[Loss], ended_at: float | None) -> bool:
 
 
 def first_cause(
-    failures: list[Failure], losses: list[Loss], finishes: list[Finish], ended_at: float | None
+    failures: list[WorkerFailure], losses: list[MemberLoss], finishes: list[Finish], ended_at: float | None
 ) -> Verdict | None:
     """The cause of a broken round; None when nothing is known to have gone wrong.
 
@@ -166,7 +166,7 @@ def first_cause(
     return _failed(first_failure, consequences, alike, sure=sure)
 
 
-def _lost(loss: Loss, consequences: int) -> Verdict:
+def _lost(loss: MemberLoss, consequences: int) -> Verdict:
     details = {"pod": loss.source.pod, "index": loss.source.index, "message": loss.why}
     return Verdict(IncidentKind.LEFT if loss.leaving else IncidentKind.PEER_LOST, loss.time, details, consequences)
 
@@ -186,7 +186,7 @@ def _finished_early(finish: Finish, consequences: int) -> Verdict:
     return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences, sure=False)
 
 
-def _alike(cause: Failure, failures: list[Failure], ended_at: float | None) -> set[tuple[str, int | None]]:
+def _alike(cause: WorkerFailure, failures: list[WorkerFailure], ended_at: float | None) -> set[tuple[str, int | None]]:
     """Pod and rank of those that failed with the error of the cause; none, if one had a different error of its own."""
     mark = error_mark(cause.message, cause.traceback)
     same = [f for f in failures if error_mark(f.message, f.traceback) == mark]
@@ -194,7 +194,7 @@ def _alike(cause: Failure, failures: list[Failure], ended_at: float | None) -> s
     return set() if differ else {(f.source.pod, f.rank) for f in same}
 
 
-def _failed(failure: Failure, consequences: int, alike: set[tuple[str, int | None]], sure: bool) -> Verdict:
+def _failed(failure: WorkerFailure, consequences: int, alike: set[tuple[str, int | None]], sure: bool) -> Verdict:
     details = {
         "pod": failure.source.pod,
         "index": failure.source.index,

@@ -30,7 +30,7 @@ REASONS = {
 }  # fmt: skip
 
 
-class Refused(Exception):
+class BadRequest(Exception):
     """A request that is answered with an error."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -52,7 +52,7 @@ async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer:
         if known:
             server.strangers.recognize(writer)
         status, kind, content = await _answer(server, reader, method, target, body, known)
-    except Refused as refused:
+    except BadRequest as refused:
         status, kind, content = refused.status, "application/json", json.dumps({"error": str(refused)})
     data = content.encode(errors="backslashreplace")
     head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n"
@@ -85,22 +85,22 @@ async def _read(first: bytes, reader: asyncio.StreamReader) -> tuple[str, str, d
     try:
         head = first + await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
-        raise Refused(413, "the request's header is too long") from None
+        raise BadRequest(413, "the request's header is too long") from None
     if len(head) > MAX_HEADERS:
-        raise Refused(413, f"the request's header is longer than {MAX_HEADERS} bytes")
+        raise BadRequest(413, f"the request's header is longer than {MAX_HEADERS} bytes")
     lines = head.decode("latin-1").split("\r\n")
     parts = lines[0].split(" ")
     if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
-        raise Refused(400, f"not an HTTP/1.1 request: {lines[0][:80]!r}")
+        raise BadRequest(400, f"not an HTTP/1.1 request: {lines[0][:80]!r}")
     headers = {}
     for line in lines[1:]:
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit() and len(length) < 12):
-        raise Refused(400, f"Content-Length: must be a number of bytes, not {length[:80]!r}")
+        raise BadRequest(400, f"Content-Length: must be a number of bytes, not {length[:80]!r}")
     if int(length) > MAX_BODY:
-        raise Refused(413, f"the body is longer than {MAX_BODY} bytes")
+        raise BadRequest(413, f"the body is longer than {MAX_BODY} bytes")
     return parts[0], parts[1], headers, await reader.readexactly(int(length))
 
 
@@ -111,14 +111,14 @@ async def _answer(
     try:
         url = urlsplit(target)
     except ValueError as error:
-        raise Refused(400, f"not a path: {error}") from None
+        raise BadRequest(400, f"not a path: {error}") from None
     route = ROUTES.get(url.path)
     if route is None:
-        raise Refused(404, "no such path: {}; known: {}".format(url.path, ", ".join(sorted(ROUTES))))
+        raise BadRequest(404, "no such path: {}; known: {}".format(url.path, ", ".join(sorted(ROUTES))))
     if route[0] != method:
-        raise Refused(405, f"{url.path} takes {route[0]}, not {method}")
+        raise BadRequest(405, f"{url.path} takes {route[0]}, not {method}")
     if not known and url.path in GUARDED:
-        raise Refused(401, "needs the header Authorization: Bearer TOKEN with the job's token, or a proof of it")
+        raise BadRequest(401, "needs the header Authorization: Bearer TOKEN with the job's token, or a proof of it")
     if method == "POST":
         return _change(server, route[1], body)
     if url.path == protocol.STATUS_PATH:
@@ -131,7 +131,7 @@ async def _answer(
             metrics.render(server.coordinator.report(), server.coordinator.rounds.incidents.counts),
         )
     if not server.store_ready:
-        raise Refused(503, "the store does not accept connections yet")
+        raise BadRequest(503, "the store does not accept connections yet")
     return 200, "application/json", json.dumps({"ok": True})
 
 
@@ -180,13 +180,13 @@ def _change(server: Any, change: Any, body: bytes) -> tuple[int, str, str]:
     try:
         content = json.loads(body)
     except RecursionError:
-        raise Refused(400, "the body is nested too deep") from None
+        raise BadRequest(400, "the body is nested too deep") from None
     except ValueError as error:
-        raise Refused(400, f"the body is not JSON: {error}") from None
+        raise BadRequest(400, f"the body is not JSON: {error}") from None
     try:
         change(server.coordinator, content)
     except ValueError as error:
-        raise Refused(400, str(error)) from None
+        raise BadRequest(400, str(error)) from None
     return 200, "application/json", "{}"
 
 
@@ -287,7 +287,7 @@ def _number(query: dict[str, list[str]], name: str) -> float | None:
     try:
         value = float(query[name][-1])
     except ValueError:
-        raise Refused(400, f"{name}: must be a number, not {query[name][-1]!r}") from None
+        raise BadRequest(400, f"{name}: must be a number, not {query[name][-1]!r}") from None
     if not value >= 0:
-        raise Refused(400, f"{name}: must not be negative")
+        raise BadRequest(400, f"{name}: must not be negative")
     return value

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator.coordinator import Coordinator
-from ddpjob_runtime.coordinator.first_cause import Failure
+from ddpjob_runtime.coordinator.first_cause import WorkerFailure
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import FromMember, whole_number
 
@@ -76,11 +76,11 @@ HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
 }
 
 
-def read_failure(member: Member, message: dict[str, Any]) -> Failure:
+def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
     """The failure that a launcher has just reported. Its age gives its time on this clock: clocks of nodes differ."""
     sent, when = message.get("sent", 0.0), message.get("time", 0.0)
     age: float = sent - when if protocol.is_number(sent) and protocol.is_number(when) else 0.0
-    return Failure(
+    return WorkerFailure(
         source=member.source,
         rank=_whole_or_none(message, "rank"),
         local_rank=_whole_or_none(message, "localRank"),

@@ -89,7 +89,7 @@ def is_of_copies(report: dict[str, Any]) -> bool:
     )
 
 
-class Progress:
+class MergedProgress:
     """Merges reports. Infinite and undefined figures are left out (JSON has none), and so are entries that name no
     rank that lags: the others count.
     """

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ddpjob_runtime.coordinator.evidence import Evidence
-from ddpjob_runtime.coordinator.first_cause import ORDER_SECONDS, Failure, Finish, Loss, Verdict
+from ddpjob_runtime.coordinator.first_cause import ORDER_SECONDS, Finish, MemberLoss, Verdict, WorkerFailure
 from ddpjob_runtime.coordinator.hang import HangDump
 from ddpjob_runtime.coordinator.loop import Loop
 from ddpjob_runtime.coordinator.members import Member
@@ -48,7 +48,7 @@ QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
 """A member that is silent for this long may be dead."""
 
 
-class Owner(Protocol):
+class RoundOwner(Protocol):
     """What a round needs from the sequence of rounds that it belongs to."""
 
     @property
@@ -65,7 +65,7 @@ class Owner(Protocol):
 class Round:
     """`world` members with the group ranks from 0. After a takeover `members` holds only those that came back."""
 
-    def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: Owner, loop: Loop) -> None:
+    def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: RoundOwner, loop: Loop) -> None:
         self.number, self.world = number, world
         self.members = dict(members)
         self._owner, self._loop = owner, loop
@@ -203,7 +203,7 @@ class Round:
 
     # ---- break
 
-    def fail(self, member: Member, failure: Failure) -> None:
+    def fail(self, member: Member, failure: WorkerFailure) -> None:
         """A worker of the member ended by itself; the member ends the others and says `ready`.
 
         With 0 it is no failure, but may be the cause of those that are reported with it.
@@ -232,7 +232,7 @@ class Round:
     def leave(self, member: Member, why: str) -> None:
         """The member was asked to end; it passes that on to its workers. The round breaks when it is gone."""
         if member.state == MemberState.RUNNING and not self.judged:
-            self._evidence.add_loss(Loss(member.source, member.rank, why, self._loop.now(), leaving=True))
+            self._evidence.add_loss(MemberLoss(member.source, member.rank, why, self._loop.now(), leaving=True))
 
     def lose(self, member: Member, was: MemberState, why: str) -> None:
         """The member is gone; `was`: what it did before."""
@@ -245,7 +245,7 @@ class Round:
         if was == MemberState.RUNNING:
             now = self._loop.now()
             when = member.heard if now - member.heard > QUIET_SECONDS else now
-            self._evidence.add_loss(Loss(member.source, member.rank, why, when, leaving=False))
+            self._evidence.add_loss(MemberLoss(member.source, member.rank, why, when, leaving=False))
         self._break_up()
         left = was == MemberState.LEAVING
         what = "left" if left else "was lost"

@@ -33,18 +33,18 @@ from functools import partial
 from typing import Any
 
 from ddpjob_runtime.coordinator import formation
-from ddpjob_runtime.coordinator.backoff import Backoff
+from ddpjob_runtime.coordinator.backoff import RoundBackoff
 from ddpjob_runtime.coordinator.downtime import Downtime
 from ddpjob_runtime.coordinator.drain import Drains
-from ddpjob_runtime.coordinator.first_cause import Failure, Verdict
+from ddpjob_runtime.coordinator.first_cause import Verdict, WorkerFailure
 from ddpjob_runtime.coordinator.formation import RankOrder, Size
 from ddpjob_runtime.coordinator.hang import HangDump, HangWatch
 from ddpjob_runtime.coordinator.incidents import Incidents
 from ddpjob_runtime.coordinator.loop import Alarm, Loop
 from ddpjob_runtime.coordinator.members import Member, Members
-from ddpjob_runtime.coordinator.progress import Progress
+from ddpjob_runtime.coordinator.progress import MergedProgress
 from ddpjob_runtime.coordinator.round import Round
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.coordinator.states import COORDINATOR_TRANSITIONS, RoundState, State
 from ddpjob_runtime.protocol import (
     MAX_LINE,
@@ -64,7 +64,7 @@ from ddpjob_runtime.protocol import (
 class Rounds:
     """Decides when a round begins and when it ends. `progress`: what the script has reported last."""
 
-    def __init__(self, settings: Settings, members: Members, loop: Loop, progress: Progress) -> None:
+    def __init__(self, settings: CoordinatorSettings, members: Members, loop: Loop, progress: MergedProgress) -> None:
         self._members, self._loop, self._mode, self._progress = members, loop, settings.mode, progress
         self._state = State(CoordinatorState.FORMING, COORDINATOR_TRANSITIONS)
         self.size = Size(settings.nodes, settings.min_nodes)
@@ -74,7 +74,9 @@ class Rounds:
         """Of the newest round that is known."""
         self._least_number = settings.attempt * NUMBERS_PER_ATTEMPT
         self.incidents = Incidents(settings.attempt)
-        self.backoff = Backoff(settings.backoff_initial, settings.backoff_maximum, no_restarts=settings.no_restarts)
+        self.backoff = RoundBackoff(
+            settings.backoff_initial, settings.backoff_maximum, no_restarts=settings.no_restarts
+        )
         self.watch = HangWatch(settings.hang_after)
         self.overdue: Overdue | None = None
         """The step that the present round should have made long ago."""
@@ -289,7 +291,7 @@ class Rounds:
                 other.send(ToMember.DONE, {})
         self._loop.changed()
 
-    def failed(self, member: Member, number: int | None, failure: Failure) -> None:
+    def failed(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
         """A worker of the member ended by itself."""
         current = self.current
         if current is None or number != current.number or current.judged or self.over:

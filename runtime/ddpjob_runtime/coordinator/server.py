@@ -20,7 +20,7 @@ from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.loop import within
 from ddpjob_runtime.coordinator.member_lines import HANDLERS, whole
 from ddpjob_runtime.coordinator.members import Member
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
 
@@ -65,7 +65,7 @@ def now() -> float:
 log = Log("coordinator")
 
 
-class Silent(Exception):
+class MemberSilent(Exception):
     """Nothing was heard of a member for too long."""
 
 
@@ -104,7 +104,7 @@ class Strangers:
         self._logged, self._unlogged = moment, 0
 
 
-class Connection(asyncio.StreamReaderProtocol):
+class MemberConnection(asyncio.StreamReaderProtocol):
     """A connection that takes heartbeats by itself, once it is a member's: to wake the member's task for each was most
     of the work while all train.
     """
@@ -124,7 +124,7 @@ class Connection(asyncio.StreamReaderProtocol):
 class Server:
     """The sockets around a `Coordinator`."""
 
-    def __init__(self, settings: Settings, token: str, store_ready: bool) -> None:
+    def __init__(self, settings: CoordinatorSettings, token: str, store_ready: bool) -> None:
         loop = asyncio.get_running_loop()
         self.token, self.store_ready = token, store_ready
         self.renew()
@@ -179,8 +179,8 @@ class Server:
         """Accept connections at this address, from now on. Raises OSError."""
         loop = asyncio.get_running_loop()
 
-        def connection() -> Connection:
-            return Connection(asyncio.StreamReader(protocol.MAX_LINE, loop), self.serve, loop)
+        def connection() -> MemberConnection:
+            return MemberConnection(asyncio.StreamReader(protocol.MAX_LINE, loop), self.serve, loop)
 
         return await loop.create_server(connection, host, port, backlog=512)
 
@@ -219,7 +219,7 @@ class Server:
         why, judged = "its connection ended", False
         try:
             why = await self._listen(member, reader, writer, send)
-        except Silent as silence:
+        except MemberSilent as silence:
             why, judged = str(silence), True
         except ConnectionError as error:
             why = f"its connection broke: {error}"
@@ -248,7 +248,7 @@ class Server:
             return True
 
         connection = transport.get_protocol()
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, MemberConnection)
         connection.take_beats(on_beat)
 
     def _lose(self, member: Member, why: str) -> None:
@@ -358,7 +358,7 @@ class Server:
             if line is not None:
                 return line
             if probed == member.heard and not self._lives(member, writer):
-                raise Silent(f"silent for {now() - member.heard:.0f} s")
+                raise MemberSilent(f"silent for {now() - member.heard:.0f} s")
             if probed != member.heard:
                 log(f"node {member.pod} is silent; looks whether it lives")
             send(ToMember.HEARTBEAT, {})

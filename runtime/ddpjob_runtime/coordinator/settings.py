@@ -8,7 +8,7 @@ from ddpjob_runtime.protocol import Mode
 
 
 @dataclass(frozen=True)
-class Settings:
+class CoordinatorSettings:
     """Arguments of the coordinator, without addresses. Times in seconds; `hang_after` None: nothing is a hang.
 
     `ordered`: the operator will say in which order ranks are numbered, and the first round waits a moment for that.

@@ -25,8 +25,8 @@ import ddpjob_runtime
 from ddpjob_runtime import lean_torch, protocol
 from ddpjob_runtime.launcher import pid1, stacks, torch_parts
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
-from ddpjob_runtime.launcher.client import CoordinatorClient
-from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight, Settings
+from ddpjob_runtime.launcher.client import MemberClient
+from ddpjob_runtime.launcher.conduct_preflight import Abandoned, NodePreflight, PreflightSettings
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.round_log import RoundLog
 from ddpjob_runtime.launcher.shutdown import Shutdown, die_with_parent, ignore_signal, log, watch_signals
@@ -53,14 +53,14 @@ def main() -> NoReturn:
     try:
         mode = recovery_mode()
         client = connect(shutdown, mode)
-        settings = Settings.read()
+        settings = PreflightSettings.read()
         data = data_to_fetch()
     except InitFailure as error:
         shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
         raise
     fork_server, cold = warm_up() if mode == Mode.FAST else (None, "")  # before any thread is started
     stacks.prepare()
-    preflight = Preflight(settings, processes_per_node()) if settings is not None else None
+    preflight = NodePreflight(settings, processes_per_node()) if settings is not None else None
     records = RoundLog()
     client.on_record = records.write
 
@@ -115,7 +115,7 @@ def recovery_mode() -> Mode:
         raise InitFailure("DDPJOB_RECOVERY must be {}, not {!r}".format(" or ".join(Mode), text)) from None
 
 
-def connect(shutdown: Shutdown, mode: Mode) -> CoordinatorClient:
+def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
     """The client to the coordinator, not started yet."""
     missing = [name for name in REQUIRED if not os.environ.get(name)]
     if missing:
@@ -140,7 +140,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> CoordinatorClient:
 
     timeout = re.search(r"\bjoin_timeout=(\d+)", torchrun_options())
     try:
-        return CoordinatorClient(
+        return MemberClient(
             os.environ["DDPJOB_COORDINATOR"],
             os.environ["DDPJOB_TOKEN"],
             identity,
@@ -152,7 +152,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> CoordinatorClient:
         raise InitFailure(str(error)) from None
 
 
-def on_signal(number: signal.Signals, client: CoordinatorClient, shutdown: Shutdown) -> None:
+def on_signal(number: signal.Signals, client: MemberClient, shutdown: Shutdown) -> None:
     """Announce at once that this node leaves, then give the workers the pod's grace."""
     why = f"asked to end by {number.name}"
     shutdown.exit(
@@ -166,12 +166,12 @@ def on_signal(number: signal.Signals, client: CoordinatorClient, shutdown: Shutd
 
 def torchrun(
     arguments: list[str],
-    client: CoordinatorClient,
+    client: MemberClient,
     shutdown: Shutdown,
     mode: Mode,
     fork_server: Any,
     cold: str,
-    preflight: Preflight | None = None,
+    preflight: NodePreflight | None = None,
     data: Any = None,
 ) -> None:
     """torch.distributed.run's `main` with the launcher's agent and entry point; returns when all nodes are done."""
@@ -207,7 +207,7 @@ def torchrun(
     run.run(parsed)
 
 
-def pass_node(preflight: Preflight, client: CoordinatorClient, shutdown: Shutdown) -> None:
+def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown) -> None:
     """Wait for the check of this node, and end the launcher if that has found something."""
     try:
         problem = preflight.node_problem(lambda: shutdown.begun or client.done)
@@ -225,12 +225,12 @@ def data_to_fetch() -> Any:
     from ddpjob_runtime.launcher import fetch_data as fetching
 
     try:
-        return fetching.Settings.take()
+        return fetching.FetchSettings.take()
     except fetching.Refused as error:
         raise InitFailure(f"storage.data: {error}") from None
 
 
-def fetch_data(data: Any, client: CoordinatorClient, shutdown: Shutdown) -> None:
+def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
     """Have storage.data.url in its folder, however long that takes: the coordinator hears this node meanwhile."""
     from ddpjob_runtime.launcher import fetch_data as fetching
 
@@ -243,7 +243,7 @@ def fetch_data(data: Any, client: CoordinatorClient, shutdown: Shutdown) -> None
         raise InitFailure(f"storage.data: {error}") from None
     except fetching.Unfit as error:
         shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", f"storage.data: {error}")
-    except fetching.Abandoned:
+    except fetching.FetchAbandoned:
         shutdown.block_if_begun()
 
 
@@ -345,7 +345,7 @@ def check_entry_point(parsed: Any) -> None:
 
 
 def patch_torch(
-    run: Any, client: CoordinatorClient, shutdown: Shutdown, mode: Mode, preflight: Preflight | None
+    run: Any, client: MemberClient, shutdown: Shutdown, mode: Mode, preflight: NodePreflight | None
 ) -> None:
     """Replace torchrun's agent, entry point and signal handling by the launcher's."""
     import torch.distributed.elastic.multiprocessing.api as processes

@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher import oom, stacks
-from ddpjob_runtime.launcher.client import CoordinatorClient
-from ddpjob_runtime.launcher.conduct_preflight import Preflight
+from ddpjob_runtime.launcher.client import MemberClient
+from ddpjob_runtime.launcher.conduct_preflight import NodePreflight
 from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvous
 from ddpjob_runtime.launcher.shutdown import Shutdown, log
 from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
@@ -54,7 +54,7 @@ RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 
 
 def agent_class(
-    client: CoordinatorClient, shutdown: Shutdown, mode: Mode, parameters: Any, preflight: Preflight | None = None
+    client: MemberClient, shutdown: Shutdown, mode: Mode, parameters: Any, preflight: NodePreflight | None = None
 ) -> type[Any]:
     """A LocalElasticAgent for one launcher. `parameters()`: those of torchrun's own rendezvous (Standard)."""
 
@@ -355,7 +355,7 @@ def rendezvous_parameters(config: Any) -> Any:
 
 
 def send_failure(
-    client: CoordinatorClient,
+    client: MemberClient,
     number: int | None,
     rank: int,
     local_rank: int,

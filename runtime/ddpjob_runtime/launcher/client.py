@@ -30,7 +30,7 @@ SHORT_MESSAGE = 300
 GOODBYE_SECONDS = 1.0
 
 
-class CoordinatorClient:
+class MemberClient:
     """The launcher's connection, which is renewed when it breaks.
 
     `on_end(exit_code, kind, message)` is called on the client's thread when this process has to end: refused, stopped,

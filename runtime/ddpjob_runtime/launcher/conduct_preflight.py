@@ -42,7 +42,7 @@ class Abandoned(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class PreflightSettings:
     """DDPJOB_PREFLIGHT. `least`: of 10^6 bytes a second, 0: any will do."""
 
     group: bool
@@ -54,7 +54,7 @@ class Settings:
     folder: str
 
     @classmethod
-    def read(cls) -> Settings | None:
+    def read(cls) -> PreflightSettings | None:
         """None: the job has no preflight. Raises InitFailure."""
         text = os.environ.get("DDPJOB_PREFLIGHT", "")
         if not text:
@@ -69,7 +69,7 @@ class Settings:
             raise InitFailure(f"DDPJOB_PREFLIGHT cannot be read ({error!r}): {text[:200]!r}") from None
 
 
-class Check:
+class HardwareCheck:
     """One process of `hardware_check`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -112,12 +112,12 @@ class Check:
             self._process.wait(1)
 
 
-class Preflight:
+class NodePreflight:
     """What a node must pass before it trains."""
 
-    def __init__(self, settings: Settings, procs: int) -> None:
+    def __init__(self, settings: PreflightSettings, procs: int) -> None:
         self.settings, self._procs = settings, procs
-        self._checks: list[Check] = []
+        self._checks: list[HardwareCheck] = []
         self.passed_group = False
 
     @property
@@ -131,7 +131,7 @@ class Preflight:
         """Start the check of this node; returns at once."""
         known = self.settings
         what = {"what": "node", "folder": known.folder, "pod": os.environ.get("DDPJOB_POD", "")}
-        self._checks = [Check({**what, "gpus": known.gpus, "resource": known.resource})]
+        self._checks = [HardwareCheck({**what, "gpus": known.gpus, "resource": known.resource})]
         self._until = time.monotonic() + known.seconds
 
     def node_problem(self, cancelled: Cancelled) -> str:
@@ -147,16 +147,16 @@ class Preflight:
         for check in self._checks:
             check.kill()
 
-    def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> Verdict:
+    def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> LinkVerdict:
         """The verdict on the links of a round, the same on every node. `host`: this node's address.
 
         Raises Abandoned, and torch's errors of the store.
         """
-        results: dict[str, dict[int, Result]] = {}
+        results: dict[str, dict[int, NodeResult]] = {}
         for stage, groups in stages(world, self._procs):
             until = time.monotonic() + self.settings.seconds + 2 * MARGIN_SECONDS
             own = next((group for group in groups if rank in group), ())
-            result = self._join(store, stage, own, rank, host, cancelled) if own else Result()
+            result = self._join(store, stage, own, rank, host, cancelled) if own else NodeResult()
             store.set(f"{stage}/{rank}", json.dumps(asdict(result)))
             if rank == 0:
                 among = sorted(member for group in groups for member in group)
@@ -164,14 +164,14 @@ class Preflight:
                 verdict = judge(world, self._procs, results, self.settings.least)
                 store.set(f"{stage}/verdict", json.dumps(None if verdict is None else verdict.write()))
             text = _await(store, f"{stage}/verdict", until + 2 * MARGIN_SECONDS, cancelled)
-            known = json.loads(text) if text else Verdict(failed="rank 0 gave no verdict", ends=0).write()
+            known = json.loads(text) if text else LinkVerdict(failed="rank 0 gave no verdict", ends=0).write()
             if known is not None:
-                verdict = Verdict.read(known)
+                verdict = LinkVerdict.read(known)
                 self.passed_group = not verdict.failed
                 return verdict
         raise AssertionError("the last stage has a verdict")
 
-    def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> Result:
+    def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> NodeResult:
         """This node's part of one all-reduce among the nodes of `group`."""
         known, place, key = self.settings, group.index(rank), f"{stage}/{group[0]}/store"
         pod = os.environ.get("DDPJOB_POD", "")
@@ -182,12 +182,13 @@ class Preflight:
             store.set(key, json.dumps([host, server.port]))
         address = _await(store, key, time.monotonic() + MARGIN_SECONDS, cancelled)
         if not address:
-            return Result(pod, on, "the first node of its group is silent")
+            return NodeResult(pod, on, "the first node of its group is silent")
         where, port = json.loads(address)
         common = {"what": "links", "world": len(group) * self._procs, "host": where, "port": port}
         common |= {"backend": known.backend, "gpus": known.gpus, "seconds": known.seconds}
         self._checks = [
-            Check({**common, "rank": place * self._procs + local, "local": local}) for local in range(self._procs)
+            HardwareCheck({**common, "rank": place * self._procs + local, "local": local})
+            for local in range(self._procs)
         ]
         until = time.monotonic() + known.seconds
         try:
@@ -198,7 +199,7 @@ class Preflight:
             self._linger(store, stage, group, cancelled)
         problem = next((f"local rank {i}: {f['problem']}" for i, f in enumerate(found) if f["problem"]), "")
         rates = [float(f["rate"]) for f in found if f.get("rate")]
-        return Result(pod, on, problem, min(rates, default=0.0), str(found[0].get("transport", "")))
+        return NodeResult(pod, on, problem, min(rates, default=0.0), str(found[0].get("transport", "")))
 
     def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
         """Keep the store of a group until the others of it are done: to lose it looks like a broken link."""
@@ -209,9 +210,9 @@ class Preflight:
             time.sleep(_POLL_SECONDS)
 
 
-def _collect(store: Any, stage: str, rank: int, until: float, cancelled: Cancelled) -> Result:
+def _collect(store: Any, stage: str, rank: int, until: float, cancelled: Cancelled) -> NodeResult:
     text = _await(store, f"{stage}/{rank}", until, cancelled)
-    return Result(**json.loads(text)) if text else Result(f"of rank {rank}", problem="it has left no result")
+    return NodeResult(**json.loads(text)) if text else NodeResult(f"of rank {rank}", problem="it has left no result")
 
 
 def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
@@ -231,7 +232,7 @@ def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
 
 
 @dataclass(frozen=True)
-class Result:
+class NodeResult:
     """What a node found in one stage. `rate`: in 10^6 bytes a second, 0: not measured."""
 
     pod: str = ""
@@ -252,7 +253,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LinkVerdict:
     """`culprits`: by rank, why it may not train. `failed`: empty: all may train, and `passed` says over what.
 
     `ends`: the rank that ends with an ordinary failure where no culprit is known.
@@ -268,7 +269,7 @@ class Verdict:
         return {**asdict(self), "culprits": {str(rank): why for rank, why in self.culprits.items()}}
 
     @classmethod
-    def read(cls, body: dict[str, Any]) -> Verdict:
+    def read(cls, body: dict[str, Any]) -> LinkVerdict:
         """The inverse of `write`."""
         return cls(**{**body, "culprits": {int(rank): why for rank, why in body["culprits"].items()}})
 
@@ -287,7 +288,7 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
             yield "pairs2", last
 
 
-def judge(world: int, procs: int, results: Mapping[str, Mapping[int, Result]], least: float) -> Verdict | None:
+def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
     """The verdict after these stages; None: the next one is needed.
 
     A culprit fails alone, or with both of its neighbours in the ring while others do not. Of nodes in a row the fewest
@@ -296,7 +297,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, Result]], l
     group = results["group"]
     faults = {rank: fault for rank, result in group.items() if (fault := result.fault(least))}
     if not faults:
-        return Verdict(passed=_summary(world, procs, group))
+        return LinkVerdict(passed=_summary(world, procs, group))
     if any(stage not in results for stage, _ in stages(world, procs)):
         return None
     first = min(faults)
@@ -317,19 +318,21 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, Result]], l
     left = {pair: why for pair, why in broken.items() if culprits.keys().isdisjoint(pair)}
     what = f"an all-reduce over {world} nodes fails at {group[first].name}: {faults[first]}"
     if culprits:
-        return Verdict(failed="; ".join(culprits[rank] for rank in sorted(culprits)), culprits=culprits)
+        return LinkVerdict(failed="; ".join(culprits[rank] for rank in sorted(culprits)), culprits=culprits)
     if left:
         (a, b), why = next(iter(left.items()))
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         link = f"the link between {group[a].name} and {group[b].name}{more} fails: {why}"
-        return Verdict(failed=f"{link}; nothing shows which of the two it is", ends=max(a, b))
+        return LinkVerdict(failed=f"{link}; nothing shows which of the two it is", ends=max(a, b))
     if world > 2 and not any(result.problem for result in group.values()):
-        return Verdict(passed=f"{_summary(world, procs, group)}, although each pair of nodes reaches {least:.0f} MB/s")
+        return LinkVerdict(
+            passed=f"{_summary(world, procs, group)}, although each pair of nodes reaches {least:.0f} MB/s"
+        )
     why = "; nothing shows which of the two it is" if world == 2 else ", although each pair of nodes is well"
-    return Verdict(failed=what + why, ends=world - 1)
+    return LinkVerdict(failed=what + why, ends=world - 1)
 
 
-def _middles(world: int, group: Mapping[int, Result], broken: Mapping[Group, str]) -> dict[int, str]:
+def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
     """Every second node along a row of broken links, beginning with the first that has one on both sides."""
     culprits: dict[int, str] = {}
     start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))
@@ -349,7 +352,7 @@ def _broken(broken: Mapping[Group, str], world: int, rank: int) -> str:
     return broken.get((a, b), "")
 
 
-def _summary(world: int, procs: int, group: Mapping[int, Result]) -> str:
+def _summary(world: int, procs: int, group: Mapping[int, NodeResult]) -> str:
     rates = [result.rate for result in group.values() if result.rate]
     speed = f", {min(rates):.0f} MB/s" if rates else ""
     transports = sorted({result.transport for result in group.values()})

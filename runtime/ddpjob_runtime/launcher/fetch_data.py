@@ -32,11 +32,11 @@ from ddpjob_runtime.launcher.s3_reader import (
     MOST_OBJECTS,
     PIECE,
     Away,
+    BucketPlace,
+    BucketRefusal,
     Changed,
     Credentials,
-    Place,
     Reader,
-    Refused,
     Remote,
 )
 from ddpjob_runtime.launcher.shutdown import log
@@ -65,20 +65,20 @@ class Unfit(Exception):
     """This node's disk cannot hold the data; another one's may."""
 
 
-class Abandoned(Exception):
+class FetchAbandoned(Exception):
     """Nobody waits for the data any more."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class FetchSettings:
     """What to fetch, and where to."""
 
-    place: Place
+    place: BucketPlace
     credentials: Credentials
     folder: Path
 
     @classmethod
-    def take(cls) -> Settings | None:
+    def take(cls) -> FetchSettings | None:
         """From the variables DDPJOB_DATA_*; keys are removed there: no worker gets them. None: nothing is fetched.
 
         Raises Refused.
@@ -89,14 +89,14 @@ class Settings:
         if not url:
             return None
         region = known("DDPJOB_DATA_REGION", "") or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
-        place = Place.read(url, known("DDPJOB_DATA_ENDPOINT", ""), region)
+        place = BucketPlace.read(url, known("DDPJOB_DATA_ENDPOINT", ""), region)
         return cls(place, Credentials(keys or dict(os.environ), place.region), Path(os.environ["DDPJOB_DATA_DIR"]))
 
 
 class Fetch:
     """One start's fetch. `report(text)`: for the job's status, now and then; empty: it is over."""
 
-    def __init__(self, settings: Settings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
+    def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
         self._settings, self._cancelled, self._report = settings, cancelled, report
         self._folder, self._url = settings.folder, settings.place.url
         self._lock, self._stop = threading.Lock(), threading.Event()
@@ -150,7 +150,7 @@ class Fetch:
             except Changed as error:
                 log(f"data: {error}: the bucket is listed again")
                 self._pause(min(LONGEST_PAUSE, 2.0**attempt), self._cancelled)
-        raise Refused(f"{self._url} changes all the time; name a folder whose objects stay as they are")
+        raise BucketRefusal(f"{self._url} changes all the time; name a folder whose objects stay as they are")
 
     def _fetch_listed(self) -> None:
         reader = Reader(self._settings.place, self._settings.credentials)
@@ -288,7 +288,7 @@ class Fetch:
             with self._lock:
                 self._done -= remote.size
             log(f"data: {self._url}/{remote.name}: {problem}, download {tried} of {WRONG_TRIES}")
-        raise Refused(f"{self._url}/{remote.name}: {problem}, {WRONG_TRIES} times: the object is damaged there")
+        raise BucketRefusal(f"{self._url}/{remote.name}: {problem}, {WRONG_TRIES} times: the object is damaged there")
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
         """Complete the part. Returns what is wrong with it, empty: nothing. Raises Away, Changed, Refused, OSError."""
@@ -313,7 +313,7 @@ class Fetch:
                         file.write(piece)
                         counted = self._count(counted, piece)
                         if self._stop.is_set():
-                            raise Abandoned
+                            raise FetchAbandoned
                 if counted < remote.size:
                     reader.close()
                     raise Away(f"{self._url}/{remote.name} has ended after {counted} of {remote.size} bytes")
@@ -367,7 +367,7 @@ class Fetch:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if ended():
-                raise Abandoned
+                raise FetchAbandoned
             time.sleep(min(0.1, left))
 
     def _figures(self) -> str:
@@ -428,21 +428,23 @@ class Sums:
 def check_names(objects: list[Remote], url: str) -> None:
     """Raises Refused where objects cannot be files below a folder, each with its own name."""
     if not objects:
-        raise Refused(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
+        raise BucketRefusal(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
     names = set[str]()
     for remote in objects:
         why = why_not_a_file(remote.name)
         if not why and remote.name in names:
             why = "it is listed twice"
         if why:
-            raise Refused(f"{url}: the object {remote.name[:200]!r} cannot be a file: {why}; rename or remove it")
+            raise BucketRefusal(f"{url}: the object {remote.name[:200]!r} cannot be a file: {why}; rename or remove it")
         names.add(remote.name)
     for name in names:
         above = name
         while "/" in above:
             above = above.rpartition("/")[0]
             if above in names:
-                raise Refused(f"{url}: the object {above[:200]!r} cannot be a file and the folder of {name[:200]!r}")
+                raise BucketRefusal(
+                    f"{url}: the object {above[:200]!r} cannot be a file and the folder of {name[:200]!r}"
+                )
 
 
 def why_not_a_file(name: str) -> str:

@@ -47,8 +47,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ddpjob_runtime import protocol, store
-from ddpjob_runtime.launcher.client import CoordinatorClient
-from ddpjob_runtime.launcher.conduct_preflight import Abandoned, Preflight
+from ddpjob_runtime.launcher.client import MemberClient
+from ddpjob_runtime.launcher.conduct_preflight import Abandoned, NodePreflight
 from ddpjob_runtime.launcher.shutdown import Shutdown, log
 
 FAST_BACKEND = "ddpjob"
@@ -69,7 +69,7 @@ class CoordinatedRendezvous(RendezvousHandler):
     """What both modes share. `number`: the round that this node is in, 0 before the first."""
 
     def __init__(
-        self, client: CoordinatorClient, shutdown: Shutdown, host: str, preflight: Preflight | None = None
+        self, client: MemberClient, shutdown: Shutdown, host: str, preflight: NodePreflight | None = None
     ) -> None:
         self._client, self._shutdown, self._host, self._preflight = client, shutdown, host, preflight
         self._server: Any = None
@@ -96,7 +96,7 @@ class CoordinatedRendezvous(RendezvousHandler):
                 else:
                     log(f"round {self.number} came apart: {str(error)[:200]}")
 
-    def _check_links(self, preflight: Preflight, info: Any) -> None:
+    def _check_links(self, preflight: NodePreflight, info: Any) -> None:
         """Before the workers start. Raises RendezvousClosedError where the round is over, or is about to be."""
 
         def over() -> bool:
@@ -162,11 +162,11 @@ class StandardRendezvous(CoordinatedRendezvous):
 
     def __init__(
         self,
-        client: CoordinatorClient,
+        client: MemberClient,
         shutdown: Shutdown,
         host: str,
         parameters: Any,
-        preflight: Preflight | None = None,
+        preflight: NodePreflight | None = None,
     ) -> None:
         super().__init__(client, shutdown, host, preflight)
         self._parameters = parameters
@@ -214,11 +214,11 @@ class FastRendezvous(CoordinatedRendezvous):
 
     def __init__(
         self,
-        client: CoordinatorClient,
+        client: MemberClient,
         shutdown: Shutdown,
         host: str,
         run_id: str,
-        preflight: Preflight | None = None,
+        preflight: NodePreflight | None = None,
     ) -> None:
         super().__init__(client, shutdown, host, preflight)
         self._run_id = run_id
@@ -273,7 +273,7 @@ def _listens(host: str, port: int) -> bool:
         return False
 
 
-def register_fast(client: CoordinatorClient, shutdown: Shutdown, preflight: Preflight | None = None) -> None:
+def register_fast(client: MemberClient, shutdown: Shutdown, preflight: NodePreflight | None = None) -> None:
     """Make `--rdzv-backend=ddpjob` known to torchrun."""
 
     def create(parameters: Any) -> Any:

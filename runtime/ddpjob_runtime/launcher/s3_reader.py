@@ -48,7 +48,7 @@ _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequest
 _UNRESERVED = "-_.~"
 
 
-class Refused(Exception):
+class BucketRefusal(Exception):
     """Nothing helps but a change of the job, its credentials or the bucket. Names the URL and the reason."""
 
 
@@ -70,7 +70,7 @@ class Remote:
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketPlace:
     """Where objects are: a bucket of a server, and what their keys begin with, empty or ending with `/`."""
 
     url: str
@@ -80,11 +80,11 @@ class Place:
     region: str
 
     @classmethod
-    def read(cls, url: str, endpoint: str, region: str) -> Place:
+    def read(cls, url: str, endpoint: str, region: str) -> BucketPlace:
         """By s3://BUCKET/PREFIX, the server's URL (empty: AWS) and the region (empty: us-east-1). Raises Refused."""
         split = urlsplit(url)
         if split.scheme != "s3" or not split.netloc:
-            raise Refused(f"{url!r}: write s3://BUCKET/FOLDER")
+            raise BucketRefusal(f"{url!r}: write s3://BUCKET/FOLDER")
         where = region or "us-east-1"
         prefix, server = split.path.strip("/"), endpoint.rstrip("/") or _aws("s3", where)
         return cls(url.rstrip("/"), split.netloc, f"{prefix}/" if prefix else "", server, where)
@@ -147,7 +147,7 @@ class Credentials:
         if access or secret:
             here, missing = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")[:: 1 if access else -1]
             text = f"AWS_{missing} is missing or empty beside AWS_{here}"
-            raise Refused(f"{text}: set both in the Secret of storage.data.secretName, or in env without it")
+            raise BucketRefusal(f"{text}: set both in the Secret of storage.data.secretName, or in env without it")
         return None
 
     def _of_role(self, role: str, token: str) -> Keys:
@@ -173,7 +173,7 @@ def _text_of(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError as error:
-        raise Refused(f"the token of the service account cannot be read: {error}") from None
+        raise BucketRefusal(f"the token of the service account cannot be read: {error}") from None
 
 
 def _answer(request: urllib.request.Request, what: str) -> bytes:
@@ -185,7 +185,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
             return body
     except urllib.error.HTTPError as error:
         text = error.read(_ERROR_BYTES).decode(errors="replace")
-        kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else Refused
+        kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
         raise kind(f"no credentials by {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
     except (OSError, http.client.HTTPException) as error:
         raise Away(f"no credentials by {what}: {error}") from None
@@ -198,13 +198,13 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
     except (KeyError, ValueError, TypeError):
-        raise Refused(f"no credentials by {what}: the answer has none") from None
+        raise BucketRefusal(f"no credentials by {what}: the answer has none") from None
 
 
 class Reader:
     """One connection to a place, renewed when it breaks. Methods raise Refused, Away, Changed."""
 
-    def __init__(self, place: Place, credentials: Credentials) -> None:
+    def __init__(self, place: BucketPlace, credentials: Credentials) -> None:
         self._place, self._credentials = place, credentials
         self._connection: http.client.HTTPConnection | None = None
 
@@ -226,25 +226,25 @@ class Reader:
                     count += 1
                 if count > MOST_OBJECTS:
                     text = f"{place.url} has more than {MOST_OBJECTS} objects"
-                    raise Refused(f"{text}; name a folder with fewer, or pack the files into shards")
+                    raise BucketRefusal(f"{text}; name a folder with fewer, or pack the files into shards")
             if values.get("IsTruncated") != "true":
                 return
             token = values.get("NextContinuationToken", "")
             if not token:
-                raise Refused(f"{place.server} does not speak S3: its listing has no continuation")
-        raise Refused(f"the listing of {place.url} does not end")
+                raise BucketRefusal(f"{place.server} does not speak S3: its listing has no continuation")
+        raise BucketRefusal(f"the listing of {place.url} does not end")
 
     def _page(self, query: dict[str, str]) -> ET.Element:
         response = self._request("", query, {})
         body = self._read(response.read, _PAGE_BYTES + 1)
         if len(body) > _PAGE_BYTES:
-            raise Refused(f"{self._place.server} does not speak S3: its listing is too large")
+            raise BucketRefusal(f"{self._place.server} does not speak S3: its listing is too large")
         if response.length:
             self.close()
             raise Away(f"{self._place.server} has broken off: {response.length} bytes of a listing are missing")
         found = _xml(body, self._place.server)
         if _tag(found) != "ListBucketResult":
-            raise Refused(f"{self._place.server} does not speak S3: its answer is a {_tag(found)[:100]}")
+            raise BucketRefusal(f"{self._place.server} does not speak S3: its answer is a {_tag(found)[:100]}")
         return found
 
     def open(self, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:
@@ -257,7 +257,9 @@ class Reader:
         if stored == "gzip" and not sent:
             self.close()
             text = f"{self._place.url}/{remote.name} is stored with Content-Encoding gzip, which Google's server undoes"
-            raise Refused(f"{text}: it is not what is listed. Store it without, or with Cache-Control no-transform")
+            raise BucketRefusal(
+                f"{text}: it is not what is listed. Store it without, or with Cache-Control no-transform"
+            )
         expected = f"bytes {offset}-{remote.size - 1}/{remote.size}"
         if offset and (response.status != 206 or response.getheader("Content-Range") != expected):
             self.close()
@@ -303,7 +305,7 @@ class Reader:
         except ssl.SSLCertVerificationError as error:
             self.close()
             text = f"the certificate of {place.server} is not trusted: {error.verify_message}"
-            raise Refused(f"{text}; set AWS_CA_BUNDLE in env to a file of its authority") from None
+            raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file of its authority") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
             raise Away(f"{place.server} does not answer: {_why(error)}") from None
@@ -329,12 +331,12 @@ class Reader:
             return Changed(text)
         region = re.sub(r"[^-a-z0-9]", "", response.getheader("x-amz-bucket-region") or "")[:30]
         if region and region != place.region:
-            return Refused(f"{text}; the bucket is in another region: set storage.data.region to {region}")
+            return BucketRefusal(f"{text}; the bucket is in another region: set storage.data.region to {region}")
         if status in (401, 403):
             hint = "check the keys in storage.data.secretName and what they may read (s3:ListBucket, s3:GetObject)"
             none = "there are no credentials, so that the request was not signed: set storage.data.secretName"
-            return Refused(f"{text}; {none if keys is None else hint}")
-        return Refused(f"{text}; check storage.data.url, endpoint and region")
+            return BucketRefusal(f"{text}; {none if keys is None else hint}")
+        return BucketRefusal(f"{text}; check storage.data.url, endpoint and region")
 
 
 def _connection(server: str) -> http.client.HTTPConnection:
@@ -346,7 +348,7 @@ def _connection(server: str) -> http.client.HTTPConnection:
     try:
         context = ssl.create_default_context(cafile=authority)
     except OSError as error:
-        raise Refused(f"AWS_CA_BUNDLE={authority} cannot be used: {error.strerror or error}") from None
+        raise BucketRefusal(f"AWS_CA_BUNDLE={authority} cannot be used: {error.strerror or error}") from None
     proxy = "" if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get("https", "")
     if not proxy:
         return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=context)
@@ -384,11 +386,11 @@ def sign(
     return {**signed, "Authorization": value}
 
 
-def _object(element: ET.Element, place: Place, *, quoted: bool) -> Remote:
+def _object(element: ET.Element, place: BucketPlace, *, quoted: bool) -> Remote:
     values = {_tag(child): child.text or "" for child in element}
     if values.get("ETag", "").startswith("W/"):
         text = f"{place.server} has weak ETags ({values['ETag'][:100]})"
-        raise Refused(f"{text}, which do not say that an object is the same; use a server with strong ones")
+        raise BucketRefusal(f"{text}, which do not say that an object is the same; use a server with strong ones")
     try:
         key, size = values["Key"], int(values["Size"])
         key = unquote(key.replace("+", " "), errors="strict") if quoted else key
@@ -399,7 +401,7 @@ def _object(element: ET.Element, place: Place, *, quoted: bool) -> Remote:
             raise ValueError
     except (KeyError, ValueError):
         text = ET.tostring(element, encoding="unicode")[:300]
-        raise Refused(f"{place.server} does not speak S3: its listing has {text}") from None
+        raise BucketRefusal(f"{place.server} does not speak S3: its listing has {text}") from None
     return Remote(key[len(place.prefix) :], size, etag)
 
 
@@ -409,7 +411,7 @@ def _xml(body: bytes, server: str) -> ET.Element:
             raise ValueError("it defines entities")
         return ET.fromstring(body)
     except (ET.ParseError, ValueError) as error:
-        raise Refused(f"{server} does not speak S3: its answer is no XML of S3 ({error})") from None
+        raise BucketRefusal(f"{server} does not speak S3: its answer is no XML of S3 ({error})") from None
 
 
 def _tag(element: ET.Element) -> str:

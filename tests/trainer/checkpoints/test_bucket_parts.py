@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddpjob_bucket import Bucket, BucketError, Manifest, Stored
+from ddpjob_bucket import Bucket, BucketError, CopyManifest, Stored
 from ddpjob_trainer.checkpoints import bucket as module
 from ddpjob_trainer.checkpoints import dcp
 from ddpjob_trainer.checkpoints.bucket import Copies, Offered, Share
@@ -272,7 +272,7 @@ def test_a_name_that_is_no_checkpoints_is_passed_over(url: str, tmp_path: Path) 
     listed = bucket.manifest(Stored(1, 7))
     data = bucket.data_of(9, MARK)
     files = tuple(module.File(file.path.replace("step-000000007", "fence"), *((0, "x"))) for file in listed.files)
-    bucket._complete(9, Manifest("fence.dcp", data, files))
+    bucket._complete(9, CopyManifest("fence.dcp", data, files))
     found = opened(url, tmp_path / "empty").newest()
     assert found is not None and found["step"] == 7
     assert not (tmp_path / "empty" / "fence.dcp").exists()
@@ -294,7 +294,7 @@ def test_a_part_that_cannot_be_fetched_ends_the_start_and_no_older_copy_is_taken
         save(tmp_path, copies, share, step)
     fetch = Bucket.fetch_file
 
-    def fails(self: Bucket, manifest: Manifest, file: Any, to: Path) -> None:
+    def fails(self: Bucket, manifest: CopyManifest, file: Any, to: Path) -> None:
         if manifest.name.startswith("step-000000009") and file.path.endswith(PART):
             raise fault
         fetch(self, manifest, file, to)
@@ -337,7 +337,7 @@ def test_while_a_rank_downloads_its_part_the_ranks_agree_that_it_takes_longer(
     at_once, slow = Bucket.fetch_file, Slow(monkeypatch)
     slowly = slow(at_once)
 
-    def fetch(self: Bucket, manifest: Manifest, file: Any, to: Path) -> None:
+    def fetch(self: Bucket, manifest: CopyManifest, file: Any, to: Path) -> None:
         (slowly if file.path.endswith(PART) else at_once)(self, manifest, file, to)
 
     monkeypatch.setattr(Bucket, "fetch_file", fetch)

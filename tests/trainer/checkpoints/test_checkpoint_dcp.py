@@ -313,9 +313,9 @@ def test_a_shard_is_read_from_every_layout_of_chunks(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
         for row, rows in ((0, 4), (4, 2)):
             for column, columns in ((0, 3), (3, 7)):
-                chunks.append(manifest.Chunk((row, column), (rows, columns), "a", file.tell()))
+                chunks.append(manifest.TensorChunk((row, column), (rows, columns), "a", file.tell()))
                 file.write(whole[row : row + rows, column : column + columns].contiguous().numpy().tobytes())
-    stored = manifest.Stored(torch.float32, (6, 10), tuple(chunks))
+    stored = manifest.StoredTensor(torch.float32, (6, 10), tuple(chunks))
     for row, rows in ((0, 6), (3, 2), (5, 1)):
         for column, columns in ((0, 10), (2, 5), (4, 1)):
             target = dcp._Target(torch.zeros(rows, columns), (row, column))

@@ -30,7 +30,7 @@ RECORDED: dict[str, Any] = {
 
 def test_a_manifest_comes_back() -> None:
     found = manifest.read(manifest.write(RECORDED))
-    assert found.metadata.step == 7 and found.files["__0_0.distcp"] == manifest.File(124, "0" * 64)
+    assert found.metadata.step == 7 and found.files["__0_0.distcp"] == manifest.CheckpointFile(124, "0" * 64)
     assert {name: stored.written() for name, stored in found.tensors.items()} == RECORDED["tensors"]
     assert manifest.decode(found.state, lambda path, name: (path, name)) == {"step": 7, "a": (("a",), "0:a")}
 

@@ -434,7 +434,7 @@ def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkey
     pack_shards.pack(folder, whole, 20_000)
     write, written = pack_shards._write, list[Path]()
 
-    def dies_at_the_third(path: Path, shard: list[pack_shards.Entry]) -> Path:
+    def dies_at_the_third(path: Path, shard: list[pack_shards.PackedImage]) -> Path:
         if len(written) == 2:
             (path.parent / f".{path.name}.1.tmp").write_bytes(b"half")
             raise KeyboardInterrupt

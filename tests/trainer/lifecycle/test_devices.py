@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ddpjob_trainer.distributed import devices, init_method
-from ddpjob_trainer.distributed.devices import Placement
+from ddpjob_trainer.distributed.devices import RankPlacement
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import DeviceError
 
@@ -23,7 +23,7 @@ def test_the_process_group_is_bound_to_the_ranks_one_device(
     monkeypatch.setattr(init_method, "open_store", lambda *_: None)
     monkeypatch.setattr(init_method.dist, "init_process_group", lambda *_, **more: given.update(more))
     monkeypatch.setattr(init_method.dist, "destroy_process_group", lambda: None)
-    placement = Placement(torch.device(device), "cpu:gloo,cuda:nccl")
+    placement = RankPlacement(torch.device(device), "cpu:gloo,cuda:nccl")
     with init_method.joined(Group(1, 2), placement, 60, one_device=one_device):
         pass
     assert {key: value for key, value in given.items() if key == "device_id"} == expected

@@ -151,7 +151,7 @@ def test_ranks_of_agents_that_have_restarted_differently_find_each_other(tmp_pat
 
 def test_backend_and_device() -> None:
     if not torch.cuda.is_available():
-        assert devices.choose("auto", 0) == devices.Placement(torch.device("cpu"), "gloo")
+        assert devices.choose("auto", 0) == devices.RankPlacement(torch.device("cpu"), "gloo")
         with pytest.raises(
             DeviceError, match=r"train.backend=nccl: local rank 0 needs cuda device 0, and 0 are visible"
         ):

@@ -22,7 +22,7 @@ from ddpjob_trainer import config
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, TrainerError
 from ddpjob_trainer.preflight import command, conduct, exchange, facts, peers
-from ddpjob_trainer.preflight.results import Report
+from ddpjob_trainer.preflight.results import PreflightReport
 from machine import free_port, slowness
 from networks import Network, drop_packets, need_namespaces, network, own_mount
 from ranks import TINY, metrics, run
@@ -113,7 +113,7 @@ def _rank(
         if prepare is not None:
             prepare(rank)
 
-        def publish(report: Report) -> None:
+        def publish(report: PreflightReport) -> None:
             report.write(folder / "report.json")
             report.print()
 

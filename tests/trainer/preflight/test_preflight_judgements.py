@@ -17,7 +17,7 @@ import pytest
 import torch
 from ddpjob_trainer import config
 from ddpjob_trainer.distributed import devices
-from ddpjob_trainer.distributed.devices import Placement
+from ddpjob_trainer.distributed.devices import RankPlacement
 from ddpjob_trainer.distributed.init_method import open_store
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import PreflightError
@@ -25,7 +25,7 @@ from ddpjob_trainer.preflight import addresses, checks, facts, peers
 from ddpjob_trainer.preflight.addresses import NodeAddress
 from ddpjob_trainer.preflight.exchange import within
 from ddpjob_trainer.preflight.peers import Contact, Sum
-from ddpjob_trainer.preflight.results import Finding, Layout, Report, Result, Status
+from ddpjob_trainer.preflight.results import Layout, PreflightReport, RankFinding, Result, Status
 from hypothesis import given
 from hypothesis import strategies as st
 from machine import slowness
@@ -47,7 +47,7 @@ def context(
     return facts.Context(config.load(None, list(arguments)), group, threads, HOME, ".mark")
 
 
-def merged(name: str, *findings: Finding, per_node: int = 1) -> Result:
+def merged(name: str, *findings: RankFinding, per_node: int = 1) -> Result:
     """Rank 0's row of a check."""
     (check,) = (check for check in facts.CHECKS if check.name == name)
     ranks = len(findings) * per_node if check.per_node else len(findings)
@@ -57,7 +57,7 @@ def merged(name: str, *findings: Finding, per_node: int = 1) -> Result:
 
 def test_what_is_well_everywhere_names_nobody() -> None:
     """Findings come out of JSON: their status is a plain string."""
-    ok = merged("checkpoint folder", *(Finding("written", "OK") for _ in range(2)))  # type: ignore[arg-type]
+    ok = merged("checkpoint folder", *(RankFinding("written", "OK") for _ in range(2)))  # type: ignore[arg-type]
     assert (ok.status, ok.culprit) == (Status.OK, ())
 
 
@@ -65,11 +65,11 @@ def test_what_is_well_everywhere_names_nobody() -> None:
 
 
 def test_the_worst_finding_of_a_check_counts() -> None:
-    fine, bad = Finding("fine"), Finding("bad", Status.FAIL, "repair it")
-    warned = Finding("so so", Status.WARN, "improve it")
+    fine, bad = RankFinding("fine"), RankFinding("bad", Status.FAIL, "repair it")
+    warned = RankFinding("so so", Status.WARN, "improve it")
     assert merged("limits", fine, warned, bad, bad) == Result("limits", Status.FAIL, "bad", ("c", "d"), "repair it")
     assert merged("limits", fine, warned, fine).culprit == ("b",)
-    assert merged("limits", fine, Finding("other")).value == "fine; other"
+    assert merged("limits", fine, RankFinding("other")).value == "fine; other"
     assert merged("limits").status is Status.SKIPPED, "no first rank of a node is here"
     assert merged("devices", fine, fine, fine, bad, per_node=2).culprit == ("rank 3 on b",)
 
@@ -79,7 +79,7 @@ SOFTWARE = {"torch": "2.9.0", "CUDA": "12.8", "NCCL": "2.27.3", "trainer": "0.1.
 
 @pytest.mark.parametrize("name", SOFTWARE)
 def test_versions_that_must_be_the_same(name: str) -> None:
-    same, other = Finding("v", same=SOFTWARE), Finding("v", same={**SOFTWARE, name: "other"})
+    same, other = RankFinding("v", same=SOFTWARE), RankFinding("v", same={**SOFTWARE, name: "other"})
     row = merged("versions", same, same, other, same, per_node=2)
     assert row.status is (Status.WARN if name == "Python" else Status.FAIL)
     assert (row.culprit, row.value) == (("rank 2 on b",), f"{name} {SOFTWARE[name]}, but other on 1 of 4")
@@ -98,8 +98,10 @@ def test_versions_that_must_be_the_same(name: str) -> None:
     ],
 )
 def test_devices(change: dict[str, Any], status: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(name: str = "NVIDIA A100", driver: str = "550.54", free: int = 39 * GIB, kind: str = "cuda") -> Finding:
-        monkeypatch.setattr(facts.devices, "choose", lambda *_: Placement(torch.device(kind), "backend"))
+    def found(
+        name: str = "NVIDIA A100", driver: str = "550.54", free: int = 39 * GIB, kind: str = "cuda"
+    ) -> RankFinding:
+        monkeypatch.setattr(facts.devices, "choose", lambda *_: RankPlacement(torch.device(kind), "backend"))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 40 * GIB))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         monkeypatch.setattr(facts, "_driver", lambda: driver)
@@ -184,7 +186,7 @@ def test_the_cpu_limit_of_a_container(files: dict[str, str], cores: float, tmp_p
 
 
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(files: int, locked: int, infiniband: bool) -> Finding:
+    def found(files: int, locked: int, infiniband: bool) -> RankFinding:
         limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: locked}
         monkeypatch.setattr(facts.resource, "getrlimit", lambda which: (limits[which], -1))
         monkeypatch.setattr(facts, "_INFINIBAND", tmp_path if infiniband else tmp_path / "none")
@@ -223,7 +225,7 @@ def test_data_that_is_too_much_to_count(tmp_path: Path, monkeypatch: pytest.Monk
     assert whole == {files: "6", entries: "8"} and hurried == {}
 
     def compared(*found: dict[str, str]) -> Result:
-        return merged("data folder", *(Finding("data", same=same) for same in found))
+        return merged("data folder", *(RankFinding("data", same=same) for same in found))
 
     assert compared(whole, {entries: "8"}, hurried).status is Status.OK, "unknown is no difference"
     row = compared(whole, {entries: "7"}, whole)
@@ -244,7 +246,7 @@ def test_entries_that_are_no_data(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "lost+found").mkdir(mode=0)
     assert facts.count(tmp_path, 60) == before
-    ready, later = Finding("data", same=before), Finding("not there yet")
+    ready, later = RankFinding("data", same=before), RankFinding("not there yet")
     assert merged("data folder", later, ready).status is Status.OK, "data.download fetches it to the others"
 
 
@@ -252,7 +254,7 @@ def test_entries_that_are_no_data(tmp_path: Path) -> None:
 
 
 def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(stack: str, *found_at: str) -> Finding:
+    def found(stack: str, *found_at: str) -> RankFinding:
         entries = [(0, 0, 0, "", (address, 0)) for address in found_at]
         monkeypatch.setattr(facts.socket, "getaddrinfo", lambda *_, **__: entries)
         monkeypatch.setattr(facts, "network_stack", lambda: stack)
@@ -386,7 +388,7 @@ def test_slow_network() -> None:
 
 def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Result("bad", Status.FAIL, "no", ("a", "b", "c", "d", "e"), "repair it")
-    report = Report(4, 2, 1.0, tuple(checks.worst_first([Result("fine", Status.OK, "yes"), bad])))
+    report = PreflightReport(4, 2, 1.0, tuple(checks.worst_first([Result("fine", Status.OK, "yes"), bad])))
     assert report.failure == "preflight: bad at a, b, c, d: no; repair it"
     report.print()
     assert capsys.readouterr().out.splitlines() == [
@@ -398,7 +400,7 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     report.print()
     assert "\033[1;31mFAIL\033[0m  bad   a, b" in capsys.readouterr().out
-    assert Report(1, 1, 1.0, report.results[1:]).failure == ""
+    assert PreflightReport(1, 1, 1.0, report.results[1:]).failure == ""
 
 
 def test_what_takes_too_long_is_left_behind() -> None:

@@ -18,7 +18,7 @@ import torch.distributed.pipelining  # Takes seconds: once, and not in each rank
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import progress
 from ddpjob_trainer import config, train
-from ddpjob_trainer.distributed.step_clock import Phase, StepClock
+from ddpjob_trainer.distributed.step_clock import StepClock, StepPhase
 from ddpjob_trainer.reporting import flops
 from ddpjob_trainer.reporting.progress_client import ProgressClient
 from ddpjob_trainer.reporting.reporter import Machines
@@ -135,15 +135,15 @@ def test_the_clock_marks_the_end_of_a_backward_pass_before_what_waits_for_it() -
         handle = weight.register_hook(lambda _: engine.queue_callback(lambda: time.sleep(4 * LATE)))  # type: ignore[no-untyped-call]
         clock.restart()
         loss = weight.square().sum()
-        clock.lap(Phase.FORWARD)
+        clock.lap(StepPhase.FORWARD)
         if watched:
             clock.watch(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        clock.lap(Phase.EXCHANGE)
+        clock.lap(StepPhase.EXCHANGE)
         handle.remove()
         taken = clock.take()
-        assert taken[Phase.EXCHANGE] > 4 * LATE
-        assert (taken[Phase.BACKWARD] < 3 * LATE) if watched else Phase.BACKWARD not in taken
+        assert taken[StepPhase.EXCHANGE] > 4 * LATE
+        assert (taken[StepPhase.BACKWARD] < 3 * LATE) if watched else StepPhase.BACKWARD not in taken
     assert clock.take() == {}
 
 

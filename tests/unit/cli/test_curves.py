@@ -19,7 +19,7 @@ from ddpjob.client.cluster_backend import _METRICS_MARK, _METRICS_PROBE, Cluster
 from ddpjob.client.metric_series import read_metrics
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.dashboard.fleet import Fleet
-from ddpjob.dashboard.gate import View
+from ddpjob.dashboard.gate import FleetView
 from ddpjob.dashboard.web_server import _curves_now
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.paths import job_folder
@@ -241,7 +241,7 @@ def test_a_loss_that_report_wrote_as_unknown_after_finite_ones_is_named(runs: Pa
     (job_folder("j").checkpoints / METRICS).write_text(text)
     backend = ProcessBackend()
     with Fleet(backend) as fleet:
-        assert _curves_now(View(fleet, lambda namespace: backend, ""), ("default", "j"), False)["note"] == note
+        assert _curves_now(FleetView(fleet, lambda namespace: backend, ""), ("default", "j"), False)["note"] == note
 
 
 def test_the_screen_draws_the_steps_per_second_of_a_job_that_counts_no_samples(runs: Path) -> None:

@@ -12,7 +12,7 @@ from ddpjob.api.job_status import JobStatus, Phase, Restart, Restarts
 from ddpjob.cli.display import PlainLines, panel, recoveries
 from ddpjob.core.decision import Event
 from ddpjob.local.process_cluster import TimedEvent
-from ddpjob.local.runner import PodLine, Shown, new_body
+from ddpjob.local.runner import Shown, ShownPod, new_body
 from rich.console import Console
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -29,7 +29,7 @@ PROGRESS |= {"metrics": {"accuracy": 0.9712}}
 def shown(seconds: float = 0.0, events: tuple[TimedEvent, ...] = (), **status: object) -> Shown:
     job = DDPJob.read(new_body({"metadata": {"name": "j"}, "spec": {"image": "i", "script": "s", "nodes": 2}}, BEGAN))
     full = replace(JobStatus(phase=Phase.RUNNING, ready=2, start_time=BEGAN), **status)  # type: ignore[arg-type]
-    pods = (PodLine("j-0-0", "Running", Path("/r/j-0-0.log")), PodLine("j-1-0", "Error (1)", Path("/r/j-1-0.log")))
+    pods = (ShownPod("j-0-0", "Running", Path("/r/j-0-0.log")), ShownPod("j-1-0", "Error (1)", Path("/r/j-1-0.log")))
     return Shown(job, full, pods, events, BEGAN + timedelta(seconds=seconds))
 
 

@@ -18,7 +18,7 @@ import certifi
 import pytest
 import urllib3
 from ddpjob.cli.main import main
-from ddpjob.client.api_server import ApiRefusal, ApiServer, BearerServer, TooLarge
+from ddpjob.client.api_server import AnswerTooLarge, ApiRefusal, ApiServer, BearerServer
 from ddpjob.client.backend import NoAnswer, Unreachable
 
 
@@ -198,7 +198,7 @@ def test_nothing_else_is_kept_of_an_object_than_its_shape(large_objects: tuple[s
 def test_of_one_job_a_dashboard_reads_objects_up_to_a_size(large_objects: tuple[str, list[int]]) -> None:
     """Its owner can make pods and events as many and as large as they like: others look at the same dashboard."""
     url, asked = large_objects
-    with pytest.raises(TooLarge, match="the objects of this job have more than 8000 bytes"):
+    with pytest.raises(AnswerTooLarge, match="the objects of this job have more than 8000 bytes"):
         BearerServer(url, certifi.where(), "token").items("/a", of_a_job=True)
     assert len(asked) < 30
 

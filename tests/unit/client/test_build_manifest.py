@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from ddpjob.client.backend import Mistake
-from ddpjob.client.build_manifest import Request, build
+from ddpjob.client.build_manifest import JobRequest, build
 
 
 def arrived(folder: Path) -> dict[str, bytes]:
     """The files as the pods see them."""
-    code, job = build(Request(program=str(folder), image="a", name="j", entry="train.py"), local=False)
+    code, job = build(JobRequest(program=str(folder), image="a", name="j", entry="train.py"), local=False)
     [volume] = job["spec"]["podTemplate"]["spec"]["volumes"]
     contents = {key: text.encode() for key, text in code.get("data", {}).items()}
     contents |= {key: base64.b64decode(text) for key, text in code.get("binaryData", {}).items()}
@@ -43,7 +43,7 @@ def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "read_bytes", read)
     for program in (tmp_path, tmp_path / "z.bin"):
         with pytest.raises(Mistake, match="holds more than 1008 KiB"):
-            build(Request(program=str(program), image="a", name="j"), local=False)
+            build(JobRequest(program=str(program), image="a", name="j"), local=False)
 
 
 def test_the_entry_is_one_of_the_files_that_travel(tmp_path: Path) -> None:
@@ -54,12 +54,12 @@ def test_the_entry_is_one_of_the_files_that_travel(tmp_path: Path) -> None:
         (folder / name).write_text("")
     for entry in ("runs/train.py", ".old/train.py", "../train.py", tmp_path / "train.py"):
         with pytest.raises(Mistake, match=r"is not among the files of .* that travel"):
-            build(Request(program=str(folder), image="a", name="j", entry=entry), local=False)
+            build(JobRequest(program=str(folder), image="a", name="j", entry=entry), local=False)
     for entry in ("lib/train.py", "./lib/../lib/train.py", folder / "lib/train.py"):
-        made = build(Request(program=str(folder), image="a", name="j", entry=entry), local=False)
+        made = build(JobRequest(program=str(folder), image="a", name="j", entry=entry), local=False)
         assert made[-1]["spec"]["script"] == "/ddpjob-code/lib/train.py"
 
 
 def test_a_program_without_a_name_is_not_the_current_folder() -> None:
     with pytest.raises(Mistake, match="the program's name is empty"):
-        build(Request(program="", image="a", name="j"), local=True)
+        build(JobRequest(program="", image="a", name="j"), local=True)

@@ -11,7 +11,7 @@ import yaml
 from ddpjob.client import cluster_backend
 from ddpjob.client.api_server import ApiRefusal, ApiServer
 from ddpjob.client.backend import Mistake
-from ddpjob.client.build_manifest import Request, build
+from ddpjob.client.build_manifest import JobRequest, build
 from ddpjob.client.cluster_backend import ClusterBackend
 from ddpjob.client.diagnose import RIGHTS
 
@@ -60,7 +60,7 @@ class Store:
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Json]:
     monkeypatch.setattr(cluster_backend, "_RETRY_SECONDS", 0.0)
     (tmp_path / "train.py").write_text("print(1)\n")
-    return build(Request(program=str(tmp_path / "train.py"), image="a", name="j"), local=False)
+    return build(JobRequest(program=str(tmp_path / "train.py"), image="a", name="j"), local=False)
 
 
 def create(store: Store, job: list[Json]) -> str:

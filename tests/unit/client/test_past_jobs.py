@@ -15,7 +15,7 @@ from ddpjob.client.backend import Mistake
 from ddpjob.client.left_behind import LeftBehind, read_left_behind
 from ddpjob.client.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
-from ddpjob.dashboard.gate import OneSession, View
+from ddpjob.dashboard.gate import FleetView, OneSession
 from ddpjob.dashboard.web_server import serve
 from unit.client.test_left_behind import LINES, line
 
@@ -35,7 +35,7 @@ async def pages(folder: Path, *paths: str) -> list[str]:
     backend = PastJobs(folder)
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with Fleet(backend) as fleet:
-        gate = OneSession(View(fleet, backend.within, backend.where, past=True), "t")
+        gate = OneSession(FleetView(fleet, backend.within, backend.where, past=True), "t")
         task = asyncio.create_task(serve(gate, host="127.0.0.1", port=0, started=port.set_result))
         found = []
         async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:

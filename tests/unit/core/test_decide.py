@@ -18,7 +18,7 @@ from ddpjob.core.decision import (
     Decision,
     DeletePod,
     MarkWorkload,
-    Notify,
+    NotifyCoordinator,
 )
 from ddpjob.core.plan.slots import protocol_of
 from ddpjob.core.status.conditions import with_condition
@@ -316,7 +316,7 @@ def large_loss(lost: int = 37) -> Decision:
 
 
 def test_many_lost_pods_are_one_message() -> None:
-    [notified] = [a for a in large_loss().actions if isinstance(a, Notify) and a.verb == "gone"]
+    [notified] = [a for a in large_loss().actions if isinstance(a, NotifyCoordinator) and a.verb == "gone"]
     assert notified.body["pods"] == [f"job-{i}-0" for i in range(37)]
 
 

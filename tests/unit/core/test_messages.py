@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
-from ddpjob.core.decision import Creation, Notify
+from ddpjob.core.decision import Creation, NotifyCoordinator
 from ddpjob.core.failures.classify import without_wait
 from ddpjob.core.status.messages import cause_first, count, event_text
 from ddpjob.core.world import ContainerView
@@ -299,7 +299,7 @@ def test_a_hang_is_of_no_pod_and_of_no_kubernetes_node() -> None:
         job, decision = seen(job, at, pods, broken)
         (event,) = [e for e in decision.events if e.reason == "Hang"]
         assert event.message == f"{hangs[-1].message} (counts against recovery.maxRestarts)"
-        assert not [a for a in decision.actions if isinstance(a, Notify) and a.verb == Command.GONE]
+        assert not [a for a in decision.actions if isinstance(a, NotifyCoordinator) and a.verb == Command.GONE]
         again = report(CoordinatorState.RUNNING, *two, incidents=tuple(hangs), recovery=Recovery(2.75, None), **step)
         job, decision = seen(job, at + 3, pods, again)
         (event,) = [e for e in decision.events if e.reason == "Running"]

@@ -11,7 +11,7 @@ from ddpjob.api.job_status import JobStatus, Slot
 from ddpjob.core.failures.new_incidents import new_incidents
 from ddpjob.core.view import View
 from ddpjob.core.world import World
-from ddpjob_runtime.coordinator.first_cause import Failure, Finish, Source, first_cause
+from ddpjob_runtime.coordinator.first_cause import Finish, Source, WorkerFailure, first_cause
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, Report
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -39,7 +39,7 @@ def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> N
 def test_workers_that_end_before_the_others_are_named_by_their_ranks(procs: int, ranks: str) -> None:
     """Such as those with fewer batches than their peers."""
     verdict = first_cause(
-        [Failure(Source("job-0-0", 0), 0, 0, 1, None, "Connection reset by peer", "", 9.0)],
+        [WorkerFailure(Source("job-0-0", 0), 0, 0, 1, None, "Connection reset by peer", "", 9.0)],
         [],
         [Finish(Source("job-1-0", 1), 7.0, node=1)],
         None,
@@ -114,7 +114,7 @@ def test_ranks_of_several_pods_that_fail_alike_fail_everywhere(
     """Digits may be those of a rank. After the others were asked to end, at 7.01, an error may be a consequence."""
     trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
     found = [
-        Failure(Source(f"job-{pod}-0", pod), number, 0, 1, None, f"ValueError: {said}", trace, at)
+        WorkerFailure(Source(f"job-{pod}-0", pod), number, 0, 1, None, f"ValueError: {said}", trace, at)
         for number, (pod, said, at) in enumerate(failures)
     ]
     verdict = first_cause(found, [], [], 7.01)

@@ -9,8 +9,8 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import NotifyEvent
 from ddpjob.api.job_status import ConditionType, NotificationState
 from ddpjob.core.decide import decide
-from ddpjob.core.decision import Decision, DeleteJob, DeletePod, Notify, SendNotification
-from ddpjob.core.world import ContainerView, Outcome, World
+from ddpjob.core.decision import Decision, DeleteJob, DeletePod, NotifyCoordinator, SendNotification
+from ddpjob.core.world import ContainerView, NotificationOutcome, World
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind, MemberState
 from worlds import COORDINATOR, NOW, job_of, later, pod, report, running
 
@@ -75,7 +75,7 @@ def test_it_is_sent_until_the_outcome_is_known_and_never_again() -> None:
     job, _ = completed()
     job, again = decided(job, 20, ended_pods(0))
     assert [s.id for s in sent(again)] == ["uid.Complete.0"] and again.wake is not None
-    job, after = decided(job, 21, ended_pods(0), outcomes={"uid.Complete.0": Outcome(delivered=True)})
+    job, after = decided(job, 21, ended_pods(0), outcomes={"uid.Complete.0": NotificationOutcome(delivered=True)})
     assert job.status.notifications[0].state is NotificationState.DELIVERED and not sent(after)
     _, later_on = decided(job, 500, ended_pods(0))
     assert not sent(later_on) and later_on.status == job.status
@@ -83,7 +83,9 @@ def test_it_is_sent_until_the_outcome_is_known_and_never_again() -> None:
 
 def test_one_that_is_given_up_is_an_event() -> None:
     job, _ = completed()
-    job, decision = decided(job, 20, ended_pods(0), outcomes={"uid.Complete.0": Outcome(delivered=False, message="m")})
+    job, decision = decided(
+        job, 20, ended_pods(0), outcomes={"uid.Complete.0": NotificationOutcome(delivered=False, message="m")}
+    )
     assert [(e.warning, e.reason, e.message) for e in decision.events] == [
         (True, "NotificationGivenUp", "Complete to team: m")
     ]
@@ -94,7 +96,7 @@ def test_a_job_is_not_deleted_before_its_receiver_knows() -> None:
     job, decision = completed(runPolicy={"ttlSecondsAfterFinished": 0})
     job, decision = decided(job, 100, World())
     assert not any(isinstance(a, DeleteJob) for a in decision.actions) and decision.wake is not None
-    _, decision = decided(job, 101, World(), outcomes={"uid.Complete.0": Outcome(delivered=True)})
+    _, decision = decided(job, 101, World(), outcomes={"uid.Complete.0": NotificationOutcome(delivered=True)})
     assert any(isinstance(a, DeleteJob) for a in decision.actions)
 
 
@@ -102,7 +104,7 @@ def test_the_pods_of_a_failed_job_end_while_its_receiver_cannot_be_reached() -> 
     job, pods = running(2, **TEAM, runPolicy={"ttlSecondsAfterFinished": 0, "activeDeadlineSeconds": 10})
     world = World(pods=pods, has_service=True, has_budget=True)
     job, decision = decided(job, 20, world)
-    assert job.status.holds(ConditionType.FAILED) and any(isinstance(a, Notify) for a in decision.actions)
+    assert job.status.holds(ConditionType.FAILED) and any(isinstance(a, NotifyCoordinator) for a in decision.actions)
     _, decision = decided(job, 60, world)
     assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-0-0", "job-1-0"}
 
@@ -145,9 +147,9 @@ def test_a_limit_that_is_raised_and_lowered_within_a_round_is_another_notificati
     """A receiver may leave out an id that it knows."""
     job, _ = running(2, **TEAM, recovery={"maxRestarts": 1})
     job, decision = failing(job, 1)
-    ids, outcomes = [s.id for s in sent(decision)], dict[str, Outcome]()
+    ids, outcomes = [s.id for s in sent(decision)], dict[str, NotificationOutcome]()
     for at, allowed in ((20, 10), (30, 1)):
-        outcomes |= {id: Outcome(delivered=True) for id in ids}
+        outcomes |= {id: NotificationOutcome(delivered=True) for id in ids}
         counts = replace(job.status.restarts, allowed=job.spec.recovery.max_restarts)  # as the written status has it
         spec = replace(job.spec, recovery=replace(job.spec.recovery, max_restarts=allowed))
         job = replace(job, spec=spec, generation=job.generation + 1, status=replace(job.status, restarts=counts))

@@ -12,7 +12,7 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType
 from ddpjob.core.decide import decide
-from ddpjob.core.decision import Decision, Notify
+from ddpjob.core.decision import Decision, NotifyCoordinator
 from ddpjob.core.rank_order import Place, in_order, place_of
 from ddpjob.core.world import HostView, PodView, World
 from ddpjob_runtime.coordinator.formation import RankOrder
@@ -118,7 +118,7 @@ def looked_at(
 
 
 def told(decision: Decision) -> list[Any]:
-    return [a.body["pods"] for a in decision.actions if isinstance(a, Notify) and a.verb == "order"]
+    return [a.body["pods"] for a in decision.actions if isinstance(a, NotifyCoordinator) and a.verb == "order"]
 
 
 RACKS = {f"n{index}": host(f"n{index}", rack="ab"[index % 2]) for index in range(4)}

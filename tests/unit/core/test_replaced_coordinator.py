@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job_status import Restart, Restarts
-from ddpjob.core.decision import Decision, Notify
+from ddpjob.core.decision import Decision, NotifyCoordinator
 from ddpjob.core.world import ContainerView, HostView, PodView, World
 from ddpjob_runtime.protocol import CoordinatorState, MemberState
 from worlds import COORDINATOR, decide, job_of, later, pod, report, running, seen
@@ -16,7 +16,11 @@ ENDPOINT = "10.0.0.1:29401"
 
 
 def messages(decision: Decision) -> list[tuple[str, str]]:
-    return [(a.endpoint, str(a.verb)) for a in decision.actions if isinstance(a, Notify) and a.verb in ("exit", "stop")]
+    return [
+        (a.endpoint, str(a.verb))
+        for a in decision.actions
+        if isinstance(a, NotifyCoordinator) and a.verb in ("exit", "stop")
+    ]
 
 
 def on_a_dead_host(mode: str) -> Decision:
@@ -34,7 +38,7 @@ def test_in_fast_it_exits_so_that_its_members_look_for_the_next_one() -> None:
     decision = on_a_dead_host("Fast")
     assert decision.status.rendezvous.attempt == 1
     assert messages(decision) == [(ENDPOINT, "exit")]
-    assert [a.body["before"] for a in decision.actions if isinstance(a, Notify)] == [1]
+    assert [a.body["before"] for a in decision.actions if isinstance(a, NotifyCoordinator)] == [1]
 
 
 def test_training_is_said_to_continue_only_where_no_pod_is_lost_with_the_coordinator() -> None:
@@ -91,5 +95,5 @@ def test_the_one_that_takes_over_hears_of_pods_that_were_lost_in_this_life_of_th
     job = replace(job, status=replace(job.status, restarts=Restarts(recent=(loss,)), slots=slots))
     present = (pods[0], replace(pods[1], name="job-1-1", uid="job-1-1"), COORDINATOR)
     _, decision = seen(job, 5, present, replace(report(), attempt=1, **of_it))
-    gone = [a.body["pods"] for a in decision.actions if isinstance(a, Notify) and a.verb == "gone"]
+    gone = [a.body["pods"] for a in decision.actions if isinstance(a, NotifyCoordinator) and a.verb == "gone"]
     assert gone == ([named] if named else [])

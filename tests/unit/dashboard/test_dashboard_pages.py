@@ -26,7 +26,7 @@ from ddpjob.client.log_follower import LogFollower
 from ddpjob.client.metric_series import read_metrics
 from ddpjob.client.process_backend import ProcessBackend
 from ddpjob.dashboard import web_server
-from ddpjob.dashboard.fleet import Fleet, Samples, fleet_row
+from ddpjob.dashboard.fleet import CurveSamples, Fleet, fleet_row
 from ddpjob.dashboard.gate import own_host
 from ddpjob.dashboard.job_views import Choice, listed, plain, reported_curves, timeline, trained_curves
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder
@@ -585,7 +585,7 @@ def test_curves_keep_their_peaks_and_leave_out_what_is_no_number() -> None:
 
 
 def test_reported_samples_are_bounded() -> None:
-    samples = Samples()
+    samples = CurveSamples()
     for step in range(5000):
         samples.add(
             {"progress": {"step": step, "loss": step if step % 2 else float("nan"), "samplesPerSecond": 10**400}}

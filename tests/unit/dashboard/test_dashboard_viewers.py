@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from ddpjob.dashboard import viewers
-from ddpjob.dashboard.gate import View
+from ddpjob.dashboard.gate import FleetView
 from ddpjob.dashboard.viewers import Viewers
 from ddpjob.dashboard.web_server import serve
 from machine import slowness
@@ -408,7 +408,7 @@ async def test_a_page_whose_view_is_closed_meanwhile_is_to_be_opened_again(
     """Signed out in another window: it was a fault of the dashboard's own."""
     admit = Viewers.admit
 
-    async def left_at_once(gate: Viewers, request: web.Request) -> View:
+    async def left_at_once(gate: Viewers, request: web.Request) -> FleetView:
         view = await admit(gate, request)
         view.close()
         return view

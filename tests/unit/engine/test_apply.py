@@ -7,7 +7,15 @@ from typing import Any
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.core.decision import CreateCoordinator, CreateNode, CreateService, Decision, DeletePod, Event, Notify
+from ddpjob.core.decision import (
+    CreateCoordinator,
+    CreateNode,
+    CreateService,
+    Decision,
+    DeletePod,
+    Event,
+    NotifyCoordinator,
+)
 from ddpjob.engine import apply as apply_module
 from ddpjob.engine.apply import CONCURRENT, apply
 from ddpjob.engine.ports import Refused
@@ -99,6 +107,6 @@ async def test_a_coordinator_that_does_not_answer_delays_a_reconcile_for_a_bound
     cluster = Recording(seconds=0.09)
     loop = asyncio.get_running_loop()
     began = loop.time()
-    await applied(cluster, *(Notify("host:1", "gone", {"pods": [str(n)]}) for n in range(1000)), events=1)
+    await applied(cluster, *(NotifyCoordinator("host:1", "gone", {"pods": [str(n)]}) for n in range(1000)), events=1)
     assert loop.time() - began < 1.0 * slowness()
     assert cluster.begun[-1] == "record 0", "what comes after the messages is done"

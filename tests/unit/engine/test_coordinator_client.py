@@ -20,7 +20,7 @@ from aiohttp import web
 from ddpjob.engine.coordinator_client import CoordinatorClient, Target, read_report
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator.server import Server
-from ddpjob_runtime.coordinator.settings import Settings
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from machine import slowness
 
 TOKEN = "the job's token"
@@ -73,7 +73,7 @@ async def answering(answer: Any, status: int = 200) -> AsyncIterator[Target]:
 @asynccontextmanager
 async def coordinator(token: str = TOKEN, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, Server]]:
     """host:port of the coordinator itself."""
-    server = Server(Settings(2, 2, 3), token, store_ready=True)
+    server = Server(CoordinatorSettings(2, 2, 3), token, store_ready=True)
     listener = await asyncio.start_server(server.serve, host, 0, limit=protocol.MAX_LINE)
     port = listener.sockets[0].getsockname()[1]
     try:
@@ -110,7 +110,7 @@ async def test_a_coordinator_and_the_operator_prove_that_they_know_the_token(cli
 
 async def test_a_change_between_asking_and_waiting_is_seen() -> None:
     """Else a long poll is held until the change after it."""
-    server = Server(Settings(2, 2, 3), TOKEN, store_ready=True)
+    server = Server(CoordinatorSettings(2, 2, 3), TOKEN, store_ready=True)
     waiting = asyncio.ensure_future(server.wait_for_change())
     server.coordinator.resize(5, 4)
     await asyncio.wait_for(waiting, 1)

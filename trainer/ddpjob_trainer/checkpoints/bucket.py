@@ -20,10 +20,10 @@ from typing import TypeVar
 from ddpjob_bucket import (
     Bucket,
     BucketError,
+    CopyManifest,
     Damaged,
     File,
     LibraryMissing,
-    Manifest,
     Stored,
     Uploads,
     Vanished,
@@ -88,7 +88,7 @@ class Offered:
     """A complete checkpoint of the bucket: a file that was fetched, or one in parts, which the ranks read together."""
 
     entry: Stored
-    manifest: Manifest
+    manifest: CopyManifest
 
     @property
     def in_parts(self) -> bool:
@@ -104,7 +104,7 @@ class Offered:
         """The reverse of `written`."""
         term, _, manifest = text.partition(b" ")
         entry = Stored(int(term), step)
-        found = Manifest.read(manifest, entry)
+        found = CopyManifest.read(manifest, entry)
         assert found is not None
         return cls(entry, found)
 
@@ -279,7 +279,7 @@ class Copies:
             raise BucketError(f"{waiting.path} cannot be copied to {self._bucket.url}: it is {error}") from error
         files = (File(f"{waiting.path.name}/{name}", size, digest) for name, (size, digest) in contents.items())
         data = self._bucket.data_of(waiting.step, self._mark)
-        manifest = Manifest(waiting.path.name, data, tuple(files), waiting.epoch)
+        manifest = CopyManifest(waiting.path.name, data, tuple(files), waiting.epoch)
         self._bucket.upload(waiting.path, data, waiting.names)
         pause, longest = LOOK_SECONDS
         while self._bucket.lacking(manifest):
@@ -321,7 +321,7 @@ def _patiently(act: Callable[[], T], tries: int = 5) -> T:
     raise AssertionError
 
 
-def _fetch_once(bucket: Bucket, manifest: Manifest, file: File, path: Path) -> None:
+def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
     """Get one file, unless it is there: another process of this machine may be getting it."""
     start = f".{path.parent.name}.{path.name}"  # Beside the folder, where a start removes what is left of others.
     with _disk(path), _alone(path.parent.parent / f"{start}.lock.tmp"):

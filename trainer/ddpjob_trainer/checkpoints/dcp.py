@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ddpjob_trainer.atomic_files import Check, discard, sync_folder, write_atomically
 from ddpjob_trainer.checkpoints import manifest as manifests
-from ddpjob_trainer.checkpoints.manifest import Chunk, Manifest, Stored
+from ddpjob_trainer.checkpoints.manifest import CheckpointManifest, StoredTensor, TensorChunk
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, with_local
 from ddpjob_trainer.checkpoints.snapshot import Path as Place
@@ -130,7 +130,7 @@ def read_metadata(path: Path) -> Metadata:
     return read_manifest(path).metadata
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> CheckpointManifest:
     """What a folder's manifest says. Raises CheckpointError, OSError."""
     try:
         with (path / MANIFEST).open("rb") as file:
@@ -212,7 +212,7 @@ class _Target:
     like: Any = None
 
     @classmethod
-    def of(cls, stored: Stored, like: Any) -> _Target:
+    def of(cls, stored: StoredTensor, like: Any) -> _Target:
         """With zeros in it."""
         if like is None:
             return cls(torch.zeros(stored.shape, dtype=stored.dtype), [0] * len(stored.shape))
@@ -224,16 +224,16 @@ class _Target:
         """What belongs into the snapshot."""
         return self.tensor if self.like is None else with_local(self.like, self.tensor)
 
-    def overlapping(self, stored: Stored) -> list[Chunk]:
+    def overlapping(self, stored: StoredTensor) -> list[TensorChunk]:
         """The chunks that have a part of it."""
         return [chunk for chunk in stored.chunks if all(low < high for low, high in self._common(chunk))]
 
-    def _common(self, chunk: Chunk) -> list[tuple[int, int]]:
+    def _common(self, chunk: TensorChunk) -> list[tuple[int, int]]:
         """(first, end) in each dimension of the whole tensor."""
         sides = zip(self.offsets, self.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
         return [(max(own, at), min(own + length, at + size)) for own, length, at, size in sides]
 
-    def fill(self, file: io.FileIO, chunk: Chunk) -> None:
+    def fill(self, file: io.FileIO, chunk: TensorChunk) -> None:
         """Copy what it needs of an overlapping chunk. Raises CheckpointError where the file is too short, OSError."""
         common = self._common(chunk)
         into = self.tensor[
@@ -303,21 +303,21 @@ def _begin(temporary: Path, may_write: Check) -> float:
     return round(time.time(), 3)
 
 
-def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict[str, Stored]:
+def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict[str, StoredTensor]:
     """Write the files. Returns what this rank has written, by name, of each tensor its own chunks."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    written: dict[str, Stored] = {}
+    written: dict[str, StoredTensor] = {}
 
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             data: Any = super().resolve_data(write_item)
             return data.contiguous()  # The manifest promises row-major order.
 
-    class Writer(FileSystemWriter):
+    class PartsWriter(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             try:
                 results = super().write_data(plan, planner)
@@ -334,7 +334,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
     # The few tensors that all ranks have are rank 0's to write where others are sharded: dealt out over all files, they
     # would make each rank fetch every file at a start. Where none is sharded, all ranks write and read alike.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
-    writer = Writer(temporary, overwrite=True)
+    writer = PartsWriter(temporary, overwrite=True)
     # torch 2.6 has no such argument, and finds out by itself that there is no group.
     alone = {"no_dist": True} if group is None and "no_dist" in inspect.signature(save).parameters else {}
     try:
@@ -347,7 +347,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
     return written
 
 
-def _stored(folder: Path, item: Any, place: Any, before: Stored | None) -> dict[str, Stored]:
+def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) -> dict[str, StoredTensor]:
     """The tensor of torch's `item` with the chunk that was just written at `place`, and those `before`."""
     data = item.tensor_data
     dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
@@ -356,8 +356,8 @@ def _stored(folder: Path, item: Any, place: Any, before: Stored | None) -> dict[
     if size:
         with (folder / place.relative_path).open("rb") as file:
             at = _locate(file, place.offset, place.length, size)
-        chunks = (*chunks, Chunk(tuple(data.chunk.offsets), sizes, place.relative_path, at))
-    return {item.index.fqn: Stored(dtype, tuple(data.size), chunks)}
+        chunks = (*chunks, TensorChunk(tuple(data.chunk.offsets), sizes, place.relative_path, at))
+    return {item.index.fqn: StoredTensor(dtype, tuple(data.size), chunks)}
 
 
 def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
@@ -365,7 +365,7 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
 
     `offset`, `length`: of what torch.save has written. `size`: bytes of the values. Raises CheckpointError.
     """
-    view = _Part(file, offset, length)
+    view = _FilePart(file, offset, length)
     with zipfile.ZipFile(view) as archive:
         values = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)]:
@@ -378,7 +378,7 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
         return int(offset + values[0].header_offset + 30 + name + extra)
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of an open file as a file, for zipfile."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
@@ -402,12 +402,12 @@ class _Part(io.RawIOBase):
         return len(content)
 
 
-def _merged(parts: list[dict[str, Stored]]) -> dict[str, Stored]:
+def _merged(parts: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """What all ranks have written, by name."""
-    merged: dict[str, Stored] = {}
+    merged: dict[str, StoredTensor] = {}
     for name, stored in (item for part in parts for item in part.items()):
         chunks = (*merged[name].chunks, *stored.chunks) if name in merged else stored.chunks
-        merged[name] = Stored(stored.dtype, stored.shape, chunks)
+        merged[name] = StoredTensor(stored.dtype, stored.shape, chunks)
     return merged
 
 

@@ -50,7 +50,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 @dataclass(frozen=True)
-class File:
+class CheckpointFile:
     """A file of the checkpoint."""
 
     size: int
@@ -58,7 +58,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """A part of a tensor, whose values begin at byte `at` of `file`."""
 
     offsets: tuple[int, ...]
@@ -72,12 +72,12 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of the checkpoint. Its chunks cover it exactly once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
     def written(self) -> dict[str, Any]:
         """Return it as JSON has it. Raises CheckpointError for a dtype that `read` does not know."""
@@ -91,12 +91,12 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a manifest says, checked. `state` is still as JSON has it: see `decode`."""
 
     metadata: Metadata
-    files: Mapping[str, File]
-    tensors: Mapping[str, Stored]
+    files: Mapping[str, CheckpointFile]
+    tensors: Mapping[str, StoredTensor]
     state: Any
 
 
@@ -105,7 +105,7 @@ def write(recorded: dict[str, Any]) -> bytes:
     return json.dumps({**recorded, "sha256": _digest(recorded)}).encode()
 
 
-def read(data: bytes) -> Manifest:
+def read(data: bytes) -> CheckpointManifest:
     """Return what a manifest says.
 
     Raises CheckpointError, and nothing else, for any other content.
@@ -138,7 +138,7 @@ def _digest(recorded: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _manifest(recorded: dict[str, Any]) -> Manifest:
+def _manifest(recorded: dict[str, Any]) -> CheckpointManifest:
     metadata, files = Metadata.read(recorded), _files(recorded)
     listed = recorded.get("tensors")
     if not isinstance(listed, dict):
@@ -153,12 +153,12 @@ def _manifest(recorded: dict[str, Any]) -> Manifest:
         raise _corrupt("state is not a dict")
     if sorted(names) != sorted(tensors):
         raise _corrupt("state does not name each tensor once")
-    return Manifest(metadata, files, tensors, state)
+    return CheckpointManifest(metadata, files, tensors, state)
 
 
-def _files(recorded: dict[str, Any]) -> dict[str, File]:
+def _files(recorded: dict[str, Any]) -> dict[str, CheckpointFile]:
     """Return the files that a manifest lists. Raises CheckpointError."""
-    listed, files = recorded.get("files"), dict[str, File]()
+    listed, files = recorded.get("files"), dict[str, CheckpointFile]()
     if not isinstance(listed, dict):
         raise _corrupt("files is not an object")
     for name, entry in listed.items():
@@ -166,18 +166,18 @@ def _files(recorded: dict[str, Any]) -> dict[str, File]:
             case {"size": int(size), "sha256": str(sha256)} if (
                 _NAME.fullmatch(name) and _SHA256.fullmatch(sha256) and _is_number(size)
             ):
-                files[name] = File(size, sha256)
+                files[name] = CheckpointFile(size, sha256)
             case _:
                 raise _corrupt(f"files[{_short(name)}] is not a file's name with its size and SHA-256")
     return files
 
 
-def _tensor(name: str, found: Any, files: Mapping[str, File]) -> Stored:
+def _tensor(name: str, found: Any, files: Mapping[str, CheckpointFile]) -> StoredTensor:
     match found:
         case {"dtype": str(dtype), "shape": list(shape), "chunks": list(chunks)} if (
             dtype in DTYPES and _are_numbers(shape) and math.prod(max(size, 1) for size in shape) < _BEYOND
         ):
-            stored = Stored(DTYPES[dtype], tuple(shape), tuple(_chunk(name, chunk) for chunk in chunks))
+            stored = StoredTensor(DTYPES[dtype], tuple(shape), tuple(_chunk(name, chunk) for chunk in chunks))
         case _:
             raise _corrupt(f"tensors[{_short(name)}] lacks a dtype, a shape or chunks that this trainer knows")
     for chunk in stored.chunks:
@@ -189,16 +189,16 @@ def _tensor(name: str, found: Any, files: Mapping[str, File]) -> Stored:
     return stored
 
 
-def _chunk(name: str, found: Any) -> Chunk:
+def _chunk(name: str, found: Any) -> TensorChunk:
     match found:
         case [list(offsets), list(sizes), str(file), int(at)] if (
             _are_numbers(offsets) and _are_numbers(sizes) and _is_number(at)
         ):
-            return Chunk(tuple(offsets), tuple(sizes), file, at)
+            return TensorChunk(tuple(offsets), tuple(sizes), file, at)
     raise _corrupt(f"a chunk of tensors[{_short(name)}] is not offsets, sizes, a file and a byte in it")
 
 
-def _covers(stored: Stored) -> bool:
+def _covers(stored: StoredTensor) -> bool:
     """Whether the chunks form a grid over the whole shape, as shards of a tensor do."""
     shape, chunks = stored.shape, stored.chunks
     if 0 in shape:

@@ -32,7 +32,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 @dataclass(frozen=True)
-class Entry:
+class PackedImage:
     """An image: its file, size and label, its key in the shard and the offset of its bytes there."""
 
     path: str
@@ -88,12 +88,12 @@ def _pack_set(images: Folder, out: Path, size: int) -> None:
     save(_index(out, names, planned), out / FILE)
 
 
-def plan(images: Folder, size: int) -> list[list[Entry]]:
+def plan(images: Folder, size: int) -> list[list[PackedImage]]:
     """The images in a fixed random order (for readers that go through shards in order), cut into
     shards of at most `size` bytes.
     """
     order = np.random.Generator(np.random.Philox(derive(0, len(images.labels)))).permutation(len(images.labels))
-    shards: list[list[Entry]] = []
+    shards: list[list[PackedImage]] = []
     offset = size
     for key, number in enumerate(order.tolist()):
         path = images.name(number)
@@ -102,12 +102,12 @@ def plan(images: Folder, size: int) -> list[list[Entry]]:
         if offset + needs + 2 * _BLOCK > size:
             shards.append([])
             offset = 0
-        shards[-1].append(Entry(path, length, int(images.labels[number]), f"{key:08d}", offset + _BLOCK))
+        shards[-1].append(PackedImage(path, length, int(images.labels[number]), f"{key:08d}", offset + _BLOCK))
         offset += needs
     return shards
 
 
-def _keep_plan(path: Path, planned: list[list[Entry]]) -> None:
+def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
     """Raise DataError when the folder holds shards of another plan: other images, or another size."""
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -129,7 +129,7 @@ def _digest_in(path: Path) -> str:
         ) from error
 
 
-def _write(path: Path, shard: list[Entry]) -> Path:
+def _write(path: Path, shard: list[PackedImage]) -> Path:
     with replacing(path) as raw:
         file = io.BufferedWriter(cast(io.RawIOBase, raw), 1 << 20)
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
@@ -150,7 +150,7 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(member, io.BytesIO(content))
 
 
-def _index(out: Path, names: list[str], planned: list[list[Entry]]) -> Index:
+def _index(out: Path, names: list[str], planned: list[list[PackedImage]]) -> Index:
     entries = [entry for shard in planned for entry in shard]
     files = [(out / name).stat() for name in names]
     return Index(

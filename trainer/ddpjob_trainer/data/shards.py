@@ -31,7 +31,7 @@ _MOST_NAMES = 64 << 20
 _TRIES, _PAUSE = 3, 0.2
 
 
-class Shards:
+class ShardedImages:
     """The images of one folder of shards."""
 
     def __init__(self, index: Index) -> None:
@@ -109,12 +109,12 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
     for part, index in (("train", train), ("val", test)):
         odd = np.flatnonzero((index.labels < 0) | (index.labels >= classes))
         if len(odd):
-            where = Shards(index).name(int(odd[0]))
+            where = ShardedImages(index).name(int(odd[0]))
             raise DataError(
                 f"{root}/{part} holds label {index.labels[odd[0]]}, outside of 0..{classes - 1} ({len(odd)} images, the"
                 f" first {where}): list all classes in {root}/{CLASSES}, one per line, or build the shards again"
             )
-    return ImageData(config, device, Shards(train), Shards(test), classes, names)
+    return ImageData(config, device, ShardedImages(train), ShardedImages(test), classes, names)
 
 
 def _allow_open_files() -> None:

@@ -21,14 +21,14 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", 
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """Where a rank computes (`device`) and how ranks communicate (`backend`, as for init_process_group)."""
 
     device: torch.device
     backend: str
 
 
-def choose(backend: str, local_rank: int) -> Placement:
+def choose(backend: str, local_rank: int) -> RankPlacement:
     """The accelerator of this machine and its backend, or what `backend` (auto, nccl, gloo, hccl, xccl, mpi) asks for.
 
     An accelerator's group gets gloo beside it for tensors on the CPU: small decisions must not wait for the device's
@@ -45,11 +45,11 @@ def choose(backend: str, local_rank: int) -> Placement:
     elif backend in kinds:
         kind = kinds[backend]
     elif backend == "mpi":
-        return Placement(torch.device("cpu"), "mpi")
+        return RankPlacement(torch.device("cpu"), "mpi")
     else:
         raise ConfigError(f"train.backend: {backend!r} is not known; write auto, nccl, gloo, hccl, xccl or mpi")
     if kind == "cpu":
-        return Placement(torch.device("cpu"), "gloo")
+        return RankPlacement(torch.device("cpu"), "gloo")
     count = _count(kind)
     if local_rank >= count == 1 and _each_rank_sees_its_own(kind):
         local_rank = 0
@@ -61,7 +61,7 @@ def choose(backend: str, local_rank: int) -> Placement:
         )
     device = torch.device(kind, local_rank)
     getattr(torch, kind).set_device(device)
-    return Placement(device, f"cpu:gloo,{kind}:{_BACKENDS[kind]}")
+    return RankPlacement(device, f"cpu:gloo,{kind}:{_BACKENDS[kind]}")
 
 
 def devices_per_rank(config: Config) -> int:
@@ -69,7 +69,7 @@ def devices_per_rank(config: Config) -> int:
     return config.ddp_mp.devices if config.strategy is StrategyName.DDP_MP else 1
 
 
-def choose_for(config: Config, local_rank: int) -> Placement:
+def choose_for(config: Config, local_rank: int) -> RankPlacement:
     """What a rank trains on: its first device, where it has several."""
     return choose(config.train.backend, local_rank * devices_per_rank(config))
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from ddpjob_trainer.distributed.devices import Placement
+from ddpjob_trainer.distributed.devices import RankPlacement
 from ddpjob_trainer.distributed.interfaces import is_loopback
 from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError, RendezvousError, first_line
@@ -181,7 +181,9 @@ def _remedy(where: Meeting, serves: bool) -> str:
 
 
 @contextmanager
-def joined(group: Group, placement: Placement, timeout_seconds: float, *, one_device: bool = True) -> Iterator[None]:
+def joined(
+    group: Group, placement: RankPlacement, timeout_seconds: float, *, one_device: bool = True
+) -> Iterator[None]:
     """A process group for the time of a `with`; `one_device`: all that this rank sends is on `placement.device`.
 
     NCCL then connects now, and not in the first collective, which it would do for each group by itself. The group is

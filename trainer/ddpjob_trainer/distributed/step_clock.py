@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 
-class Phase(enum.StrEnum):
+class StepPhase(enum.StrEnum):
     """Of a step."""
 
     DATA = "data"
@@ -45,7 +45,7 @@ class Phase(enum.StrEnum):
     """Between steps: reports, copies for a checkpoint."""
 
 
-OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.COMPUTE)
+OWN = (StepPhase.DATA, StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.COMPUTE)
 """What no other rank can delay, where the exchange is told apart."""
 
 
@@ -59,16 +59,16 @@ class StepClock:
         """Whether waiting in the middle of a pass is told apart."""
         if self.sees_waits:
             _count_waits()
-        self._marks: list[tuple[Phase, Any]] = []
+        self._marks: list[tuple[StepPhase, Any]] = []
         self._spare: list[Any] = []
         self._last: Any = None  # Before the first mark: the device is not touched until then.
-        self._seconds: dict[Phase, float] = {}
+        self._seconds: dict[StepPhase, float] = {}
 
     def restart(self) -> None:
         """What was since the last mark belongs to no phase (an evaluation)."""
         self._last = self._mark()
 
-    def lap(self, phase: Phase) -> None:
+    def lap(self, phase: StepPhase) -> None:
         """The time since the last mark was spent in `phase`."""
         now = self._mark()
         if self._last is None:
@@ -79,14 +79,14 @@ class StepClock:
             waited = now[1] - self._last[1]
             self._add(phase, now[0] - self._last[0] - waited)
             if waited:
-                self._add(Phase.EXCHANGE, waited)
+                self._add(StepPhase.EXCHANGE, waited)
         self._last = now
 
     def watch(self, loss: torch.Tensor) -> None:
         """Mark the end of this rank's backward pass from `loss`, which is about to begin."""
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
-    def take(self) -> dict[Phase, float]:
+    def take(self) -> dict[StepPhase, float]:
         """Seconds per phase since the last call. On an accelerator it must have finished what was marked."""
         found, self._seconds = self._seconds, {}
         for phase, (begin, end) in self._marks:
@@ -95,12 +95,12 @@ class StepClock:
         self._marks.clear()
         return found
 
-    def _add(self, phase: Phase, seconds: float) -> None:
+    def _add(self, phase: StepPhase, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def _at_begin(self, _: torch.Tensor) -> None:
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self.lap(Phase.BACKWARD))
+        engine.queue_callback(lambda: self.lap(StepPhase.BACKWARD))
 
     def _mark(self) -> Any:
         if not self._events:

@@ -113,7 +113,7 @@ class SharedParts:
         module._check_input_dim(values)  # type: ignore[no-untyped-call]
         outputs: torch.Tensor
         sizes = self._sizes_on(values.device)
-        outputs, moments = _Normalize.apply(
+        outputs, moments = _NormalizeParts.apply(
             values, module.weight, module.bias, module.eps, self._parts, sizes, self._group
         )
         if module.track_running_stats:
@@ -146,7 +146,7 @@ class SharedParts:
         return self._sizes[key]
 
 
-class _Normalize(torch.autograd.Function):
+class _NormalizeParts(torch.autograd.Function):
     """(input, weight, bias, eps, parts, `_sizes_on`, group) -> (output, moments for `move_running`).
 
     Sums over a sample's pixels are float32, those over samples float64, so that raw second moments lose nothing.

@@ -10,7 +10,7 @@ from ddpjob_trainer.distributed.interfaces import is_loopback
 from ddpjob_trainer.preflight.addresses import NodeAddress
 from ddpjob_trainer.preflight.facts import Check
 from ddpjob_trainer.preflight.peers import Contact, Sum
-from ddpjob_trainer.preflight.results import Finding, Layout, Result, Status, gigabytes, listed, worst_first
+from ddpjob_trainer.preflight.results import Layout, RankFinding, Result, Status, gigabytes, listed, worst_first
 
 _OK, _SKIPPED, _WARN, _FAIL = Status.OK, Status.SKIPPED, Status.WARN, Status.FAIL
 _KERBEROS_SECONDS = 300.0
@@ -29,7 +29,7 @@ def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
     return Result("ranks", _FAIL, value, tuple(culprits), remedy)
 
 
-def merge(check: Check, findings: dict[int, Finding], layout: Layout) -> Result:
+def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Result:
     """The worst of what single ranks found and of what differs between them."""
     names = layout.nodes if check.per_node else layout.ranks
     if not findings:

@@ -10,7 +10,7 @@ from ddpjob_trainer.config.command_line import read_settings, take_option, wants
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, PreflightError
 from ddpjob_trainer.lifecycle import fast_exit, fast_start
-from ddpjob_trainer.preflight.results import Report
+from ddpjob_trainer.preflight.results import PreflightReport
 
 _LINGER_SECONDS = 10.0
 
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     if name is not None and not Path(name).absolute().parent.is_dir():
         raise ConfigError(f"--json {name}: its folder does not exist; give a file in one that does")
 
-    def publish(report: Report) -> None:
+    def publish(report: PreflightReport) -> None:
         report.print()
         if name is not None:
             report.write(Path(name))

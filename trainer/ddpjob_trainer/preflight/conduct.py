@@ -23,7 +23,7 @@ from ddpjob_trainer.preflight import checks, peers
 from ddpjob_trainer.preflight.addresses import NodeAddress, network_stack, own_address
 from ddpjob_trainer.preflight.exchange import Exchange, attempt, node_name
 from ddpjob_trainer.preflight.facts import CHECKS, Check, Context
-from ddpjob_trainer.preflight.results import Finding, Layout, Report, Result, Status, worst_first
+from ddpjob_trainer.preflight.results import Layout, PreflightReport, RankFinding, Result, Status, worst_first
 
 _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachability"}
 _CONNECT_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS, _GRACE_SECONDS = 3.0, 3.0, 5.0, 15.0
@@ -31,7 +31,7 @@ _NFS_SECONDS = 3.0
 """How long rank 0's file may take to appear on another node: NFS asks its server for a name that it has not seen."""
 
 
-def conduct(config: Config, group: Group, publish: Callable[[Report], None]) -> str:
+def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:
     """Check all ranks together. Returns the worst failure in one sentence, the same on every rank; empty if none.
 
     Ends within seconds, whatever happens. Rank 0 calls `publish` before any rank knows the outcome: a launcher ends all
@@ -59,7 +59,7 @@ def conduct(config: Config, group: Group, publish: Callable[[Report], None]) -> 
 
 def require(config: Config, group: Group) -> None:
     """Before training. Raises PreflightError on every rank when a check fails; rank 0 prints the table."""
-    if failure := conduct(config, group, Report.print):
+    if failure := conduct(config, group, PreflightReport.print):
         raise PreflightError(failure)
 
 
@@ -72,7 +72,7 @@ class _Preflight:
         self._mark, self._results = "", list[Result]()
         self._listener: peers.Listener | None = None
 
-    def run(self, publish: Callable[[Report], None]) -> str:
+    def run(self, publish: Callable[[PreflightReport], None]) -> str:
         self._exchange = exchange = Exchange(self._group, self._join)
         rank, longest = self._group.rank, 4 * self._step + _GRACE_SECONDS
         exchange.stage("starting")
@@ -114,10 +114,10 @@ class _Preflight:
         chosen = [check for check in CHECKS if first or not check.per_node]
         self._exchange.stage("checking " + ", ".join(check.name for check in chosen))
 
-        def find(check: Check) -> Finding:
+        def find(check: Check) -> RankFinding:
             finding, problem = attempt(self._step, f"checking the {check.name}", lambda: check.find(context))
             silent = "a mount, a name server or a driver does not answer there"
-            return finding or Finding(problem, Status.FAIL, silent if "no answer" in problem else check.remedy)
+            return finding or RankFinding(problem, Status.FAIL, silent if "no answer" in problem else check.remedy)
 
         with ThreadPoolExecutor(len(chosen) + 1) as pool:
             asked = pool.submit(attempt, self._step, "checking its own address", lambda: own_address(self._group))
@@ -162,7 +162,7 @@ class _Preflight:
         for check in CHECKS:
             notes = {r: fact["findings"][check.name] for r, fact in facts.items() if check.name in fact["findings"]}
             # By name: another version of the trainer, which this names, may know more fields.
-            findings = {r: Finding(n["value"], n["status"], n["remedy"], n["same"]) for r, n in notes.items()}
+            findings = {r: RankFinding(n["value"], n["status"], n["remedy"], n["same"]) for r, n in notes.items()}
             self._results.append(checks.merge(check, findings, self._layout))
         self._addresses = {r: NodeAddress(**fact["address"]) for r, fact in facts.items() if fact.get("address")}
         return {"leaders": self._layout.leaders, "ranks": sorted(facts), "addresses": self._addresses}
@@ -196,10 +196,10 @@ class _Preflight:
         silent, backend = {rank: note["at"] for rank, note in stages.items()}, devices.choose(train.backend, 0).backend
         return checks.all_reduce(sums, silent, self._layout, backend, self._config.preflight.bandwidth_gbs)
 
-    def _verdict(self, publish: Callable[[Report], None]) -> str:
+    def _verdict(self, publish: Callable[[PreflightReport], None]) -> str:
         results = worst_first([*self._results, self._judge_sums()])
         nodes, seconds = len(set(self._layout.leader.values())), time.monotonic() - self._began
-        report = Report(self._group.world, nodes, seconds, tuple(results))
+        report = PreflightReport(self._group.world, nodes, seconds, tuple(results))
         try:
             publish(report)
         finally:

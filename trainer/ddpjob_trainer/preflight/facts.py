@@ -28,7 +28,7 @@ from ddpjob_trainer.distributed.interfaces import is_loopback
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import PreflightError
 from ddpjob_trainer.preflight.addresses import network_stack
-from ddpjob_trainer.preflight.results import Finding, Status, gigabytes
+from ddpjob_trainer.preflight.results import RankFinding, Status, gigabytes
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY, _INFINIBAND = "/dev/shm", Path("/dev/infiniband")
@@ -47,7 +47,7 @@ class Context:
     mark: str
 
 
-def versions(_: Context) -> Finding:
+def versions(_: Context) -> RankFinding:
     """Software of this process; other versions of torch or NCCL form no group, or compute something else."""
     nccl = "none"
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
@@ -60,7 +60,7 @@ def versions(_: Context) -> Finding:
     same = {"torch": str(torch.__version__), "CUDA": torch.version.cuda or "none", "NCCL": nccl, "trainer": trainer}
     same["Python"] = platform.python_version()
     shown = ("torch", "Python") if nccl == "none" else ("torch", "NCCL", "Python")
-    return Finding(", ".join(f"{name} {same[name]}" for name in shown), same=same)
+    return RankFinding(", ".join(f"{name} {same[name]}" for name in shown), same=same)
 
 
 def _implementation() -> str:
@@ -69,20 +69,20 @@ def _implementation() -> str:
     return " (nccl2)" if has_new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else ""
 
 
-def device(context: Context) -> Finding:
+def device(context: Context) -> RankFinding:
     """The one that training would choose, opened. Raises ConfigError or RuntimeError when there is none."""
     placement = devices.choose_for(context.config, context.group.local_rank)
     kind = placement.device.type
     if kind == "cpu":
-        return Finding(f"CPU, {placement.backend}", same={"device": kind})
+        return RankFinding(f"CPU, {placement.backend}", same={"device": kind})
     module = getattr(torch, kind)
     free, total = module.mem_get_info(placement.device)
     name, driver = module.get_device_name(placement.device), _driver() if kind == "cuda" else "unknown"
     same = {"device": kind, "model": name, "driver": driver}
     if free < _FREE_SHARE * total:
         remedy = "another process has memory there: see nvidia-smi"
-        return Finding(f"{gigabytes(free)} of {gigabytes(total)} free", Status.WARN, remedy, same)
-    return Finding(f"{name}, driver {driver}, {gigabytes(free)} free", same=same)
+        return RankFinding(f"{gigabytes(free)} of {gigabytes(total)} free", Status.WARN, remedy, same)
+    return RankFinding(f"{name}, driver {driver}, {gigabytes(free)} free", same=same)
 
 
 def _driver() -> str:
@@ -90,24 +90,24 @@ def _driver() -> str:
     return found[0] if found else "unknown"
 
 
-def master_address(context: Context) -> Finding:
+def master_address(context: Context) -> RankFinding:
     """FAIL where a node would search for rank 0 on itself. Raises OSError when the name is not known here."""
     if context.group.world == 1 or meeting().file:
-        return Finding("not needed: one rank" if context.group.world == 1 else "a file")
+        return RankFinding("not needed: one rank" if context.group.world == 1 else "a file")
     name = meeting().address
     found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     shown = ", ".join(found)
     value = shown if name == shown else f"{name} is {shown}"
     if not any(map(is_loopback, found)):
-        return Finding(value, same={"address": shown})
+        return RankFinding(value, same={"address": shown})
     if network_stack() == context.rank_0_stack:
         # Debian's /etc/hosts gives a node's own name a loopback address: right for the ranks that are there.
-        return Finding(value)
+        return RankFinding(value)
     remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the network that the nodes share"
-    return Finding(f"{name} is each node itself", Status.FAIL, remedy)
+    return RankFinding(f"{name} is each node itself", Status.FAIL, remedy)
 
 
-def checkpoint_folder(context: Context) -> Finding:
+def checkpoint_folder(context: Context) -> RankFinding:
     """Write, sync and read back a small file where training would write; rank 0's stays until the end."""
     folder, rank = context.config.checkpoint_dir, context.group.rank
     own = folder / (f"{context.mark}-{rank}" if rank else context.mark)
@@ -127,25 +127,25 @@ def checkpoint_folder(context: Context) -> Finding:
     wanted = max(int(context.config.preflight.free_gb * 2**30), 2 * largest)
     if free < wanted or (counts.f_files and counts.f_favail < _FEW_FILES):
         remedy = f"free space, lower checkpoint.keep, or take a larger volume; {gigabytes(wanted)} are wanted"
-        return Finding(f"{gigabytes(free)} free in {folder}", Status.WARN, f"{remedy} (preflight.free_gb)")
-    return Finding(f"{folder}, {gigabytes(free)} free")
+        return RankFinding(f"{gigabytes(free)} free in {folder}", Status.WARN, f"{remedy} (preflight.free_gb)")
+    return RankFinding(f"{folder}, {gigabytes(free)} free")
 
 
 def _size(path: Path) -> int:
     return sum(_size(entry) for entry in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
-def data_folder(context: Context) -> Finding:
+def data_folder(context: Context) -> RankFinding:
     """List the folder, read a byte of one file, and count files for half a step's time at most."""
     data = context.config.data
     url = data.url if data.name == DataName.SHARDS else None
     own = data.dir is None and ":" in data.name
     if url or own or data.name in (DataName.DIGITS, DataName.SHAPES, DataName.SYNTHETIC):
-        return Finding(f"not needed ({url or data.name})")
+        return RankFinding(f"not needed ({url or data.name})")
     if data.dir is None:
         raise PreflightError(f"no folder: data.name={data.name} needs data.dir")
     if data.download and not data.dir.exists():
-        return Finding(f"{data.dir} is not there yet (data.download)")
+        return RankFinding(f"{data.dir} is not there yet (data.download)")
     try:
         same = count(data.dir, context.config.preflight.step_seconds / 2)
     except OSError as error:
@@ -153,7 +153,7 @@ def data_folder(context: Context) -> Finding:
     counted = [f"{number} {what}" for what, number in same.items()] or [
         "too many files to count in preflight.step_seconds"
     ]
-    return Finding(f"{data.dir}, {counted[-1]}", same=same)
+    return RankFinding(f"{data.dir}, {counted[-1]}", same=same)
 
 
 def count(root: Path, seconds: float) -> dict[str, str]:
@@ -184,7 +184,7 @@ def count(root: Path, seconds: float) -> dict[str, str]:
     return dict(zip(COUNTED, (str(files), str(upper)), strict=True))
 
 
-def shared_memory(context: Context) -> Finding:
+def shared_memory(context: Context) -> RankFinding:
     """/dev/shm against what loader processes hold in it: some batches ahead of each rank's, as uint8."""
     group, data, needed = context.group, context.config.data, 0
     if data.size_key and data.workers:
@@ -203,33 +203,33 @@ def shared_memory(context: Context) -> Finding:
     remedy = "set storage.sharedMemory of the DDPJob to {} (docker: --shm-size{})"
     if usage.free < needed:  # Loader processes would die of a bus error.
         remedy = remedy.format(gigabytes(2 * needed).replace(" ", "").removesuffix("B"), "")
-        return Finding(value, Status.FAIL, f"{remedy}, or lower data.workers or data.batch")
+        return RankFinding(value, Status.FAIL, f"{remedy}, or lower data.workers or data.batch")
     if torch.cuda.is_available() and group.local_world > 1 and usage.free < _NCCL_BYTES:  # Docker gives 64 MiB.
         remedy = remedy.format("1Gi or more", "=1g")
-        return Finding(value, Status.WARN, f"{remedy}: NCCL between a node's GPUs uses it")
-    return Finding(value)
+        return RankFinding(value, Status.WARN, f"{remedy}: NCCL between a node's GPUs uses it")
+    return RankFinding(value)
 
 
-def cpu_threads(context: Context) -> Finding:
+def cpu_threads(context: Context) -> RankFinding:
     """WARN when a node's ranks have more threads than cores: they take turns, and OpenMP's barriers wait for all."""
     ranks, cores = context.group.local_world, devices.usable_cores()
     if context.threads * ranks > max(math.ceil(cores), ranks):
         remedy = "set train.threads (or OMP_NUM_THREADS) to cores / ranks per node, or raise the container's CPU limit"
-        return Finding(f"{context.threads * ranks} threads on {cores:g} cores", Status.WARN, remedy)
-    return Finding(f"{context.threads} per rank, {cores:g} cores per node")
+        return RankFinding(f"{context.threads * ranks} threads on {cores:g} cores", Status.WARN, remedy)
+    return RankFinding(f"{context.threads} per rank, {cores:g} cores per node")
 
 
-def limits(context: Context) -> Finding:
+def limits(context: Context) -> RankFinding:
     """WARN for few open files (connections to ranks, pipes to loaders), and for InfiniBand without locked memory."""
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
     if files != resource.RLIM_INFINITY and files < needed:
         remedy = f"raise it before the start: ulimit -n {max(65536, needed)}, or the container runtime's default"
-        return Finding(f"{files} open files, {needed} may be needed", Status.WARN, remedy)
+        return RankFinding(f"{files} open files, {needed} may be needed", Status.WARN, remedy)
     if locked != resource.RLIM_INFINITY and _INFINIBAND.is_dir():
         remedy = "ulimit -l unlimited (container runtime: memlock=-1), or NCCL cannot use InfiniBand"
-        return Finding(f"{gigabytes(locked)} of memory may be locked", Status.WARN, remedy)
-    return Finding(f"{'unlimited' if files == resource.RLIM_INFINITY else files} open files")
+        return RankFinding(f"{gigabytes(locked)} of memory may be locked", Status.WARN, remedy)
+    return RankFinding(f"{'unlimited' if files == resource.RLIM_INFINITY else files} open files")
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Check:
     """
 
     name: str
-    find: Callable[[Context], Finding]
+    find: Callable[[Context], RankFinding]
     remedy: str = ""
     per_node: bool = False
     same: dict[str, tuple[Status, str]] = field(default_factory=dict)

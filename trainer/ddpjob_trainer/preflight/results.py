@@ -26,7 +26,7 @@ _COLOURS = {Status.FAIL: "1;31", Status.WARN: "33", Status.SKIPPED: "2", Status.
 
 
 @dataclass(frozen=True)
-class Finding:
+class RankFinding:
     """What one rank found. `same`: values, by name, that must not differ between ranks."""
 
     value: str
@@ -81,7 +81,7 @@ def worst_first(results: Iterable[Result]) -> list[Result]:
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """All results, worst first."""
 
     ranks: int

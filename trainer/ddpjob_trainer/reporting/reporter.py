@@ -24,7 +24,7 @@ from ddpjob_trainer.reporting.progress_client import ProgressClient, wall_clock
 from ddpjob_trainer.reporting.sinks.background import Sinks, check_report, open_sinks
 from ddpjob_trainer.reporting.sinks.sink import Run
 from ddpjob_trainer.reporting.stragglers import Straggler, Stragglers
-from ddpjob_trainer.reporting.terminal import Display, PlainLines, Silent, TrainingStatus, duration
+from ddpjob_trainer.reporting.terminal import Display, ProgressLines, Silent, TrainingStatus, duration
 
 _ALIVE_SECONDS = 5.0
 _RANKS = 64
@@ -451,7 +451,7 @@ def open_display(first_rank: bool, interval: float, title: str) -> Display:
     if not first_rank:
         return Silent()
     if not sys.stdout.isatty():
-        return PlainLines(interval)
+        return ProgressLines(interval)
     from ddpjob_trainer.reporting.live_view import LiveView  # rich takes a tenth of a second.
 
     return LiveView(title)

@@ -79,7 +79,7 @@ class Display(Protocol):
         """Restore the terminal."""
 
 
-class PlainLines:
+class ProgressLines:
     """For logs: at most one line per `interval` seconds."""
 
     def __init__(self, interval: float) -> None:

@@ -24,7 +24,7 @@ from ddpjob_trainer.data.dataset import Batch, MicroBatches
 from ddpjob_trainer.data.randomness import derive
 from ddpjob_trainer.data.sampler import DataShare, Micro
 from ddpjob_trainer.distributed.process_group import Group
-from ddpjob_trainer.distributed.step_clock import Phase
+from ddpjob_trainer.distributed.step_clock import StepPhase
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
 from ddpjob_trainer.model.depths import depths
@@ -112,7 +112,7 @@ class Pipeline(Strategy):
                 ).sum()
             else:
                 total += self._run(together, count)
-                self.clock.lap(Phase.COMPUTE)
+                self.clock.lap(StepPhase.COMPUTE)
         self._sum_gradients()
         self.statistics.exchange()
         return total

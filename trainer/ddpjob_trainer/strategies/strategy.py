@@ -16,7 +16,7 @@ from ddpjob_trainer.data.randomness import seed_torch
 from ddpjob_trainer.data.sampler import DataShare, Micro
 from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.distributed.process_group import Group
-from ddpjob_trainer.distributed.step_clock import Phase, StepClock
+from ddpjob_trainer.distributed.step_clock import StepClock, StepPhase
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
 from ddpjob_trainer.model.depths import depths
@@ -162,11 +162,11 @@ class Strategy:
             loss = self.loss(self.network(images), batch, micro)
         weighted = loss * self.weight(count)
         if apart := self.waits_apart:
-            self.clock.lap(Phase.FORWARD)
+            self.clock.lap(StepPhase.FORWARD)
             self.clock.watch(weighted)
         self.precision.backward(weighted)
         if apart:
-            self.clock.lap(Phase.EXCHANGE)
+            self.clock.lap(StepPhase.EXCHANGE)
         return loss.detach()
 
     def seed(self, key: int) -> None:

@@ -52,7 +52,7 @@ _BEYOND = "the required affinity, spread constraints, claims or amounts of this 
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NodeVerdict:
     """A pod on a node that has been unhealthy for long enough."""
 
     index: int
@@ -64,7 +64,7 @@ class Verdict:
     """Why it stays, for people."""
 
 
-def judge_nodes(view: View) -> list[Verdict]:
+def judge_nodes(view: View) -> list[NodeVerdict]:
     """The pods of slots on unhealthy nodes, by index; none while the job finishes."""
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
@@ -110,7 +110,7 @@ def judge_nodes(view: View) -> list[Verdict]:
             reason, why = "NoOtherNode", "no spare is ready, and no node is known that has a place for this pod too"
         else:
             reason, why, places = "", "", places - 1
-        verdicts.append(Verdict(index, end, reason, why))
+        verdicts.append(NodeVerdict(index, end, reason, why))
     return verdicts
 
 

@@ -24,7 +24,7 @@ from ddpjob.core.decision import (
     DeleteGang,
     DeletePod,
     LabelPod,
-    Notify,
+    NotifyCoordinator,
 )
 from ddpjob.core.failures.liveness import ENDING_MARGIN, given_up, lost_since, may_run
 from ddpjob.core.plan.gang import not_served
@@ -183,13 +183,15 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
     if not endpoint:
         return tuple(actions)
     if report is not None and (report.nodes, report.min_nodes) != (spec.nodes, spec.min_nodes):
-        actions.append(Notify(endpoint, Command.SIZE, {"nodes": spec.nodes, "minNodes": spec.min_nodes}))
+        actions.append(NotifyCoordinator(endpoint, Command.SIZE, {"nodes": spec.nodes, "minNodes": spec.min_nodes}))
     patience = (spec.recovery.hang_after_seconds, (spec.recovery.backoff.initial, spec.recovery.backoff.maximum))
     if report is not None and (report.hang_after, report.backoff) != patience:
-        actions.append(Notify(endpoint, Command.PATIENCE, {"hangAfter": patience[0], "backoff": list(patience[1])}))
+        actions.append(
+            NotifyCoordinator(endpoint, Command.PATIENCE, {"hangAfter": patience[0], "backoff": list(patience[1])})
+        )
     ordered = pods_in_order(view)
     if report is not None and report.order != order_mark(ordered):
-        actions.append(Notify(endpoint, Command.ORDER, {"pods": list(ordered)}))
+        actions.append(NotifyCoordinator(endpoint, Command.ORDER, {"pods": list(ordered)}))
     present = {p.name for p in view.world.pods} - lost
     gone = [r.pod for r in restarts if r.index is not None and r.pod not in present and not r.consequence]
     if report is not None:
@@ -202,7 +204,7 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
             gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
     for why, pods in _by_reason(list(dict.fromkeys(gone)), lost).items():
-        actions.append(Notify(endpoint, Command.GONE, {"pods": pods, "why": why}))
+        actions.append(NotifyCoordinator(endpoint, Command.GONE, {"pods": pods, "why": why}))
     return tuple(actions)
 
 
@@ -218,11 +220,15 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
         return []
     if before.generation == after.generation:
         # The next one may have the same address, as in the process backend.
-        return [Notify(before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt})]
+        return [
+            NotifyCoordinator(
+                before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt}
+            )
+        ]
     if name not in lost:
         return []
     why = f"{name} was given up, and the group continues as generation {after.generation}"
-    return [Notify(before.endpoint, Command.STOP, {"ok": False, "why": why})]
+    return [NotifyCoordinator(before.endpoint, Command.STOP, {"ok": False, "why": why})]
 
 
 def _by_reason(gone: list[str], lost: frozenset[str]) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ from ddpjob.core.decision import (
     Event,
     Failure,
     MarkWorkload,
-    Notify,
+    NotifyCoordinator,
 )
 from ddpjob.core.failures.classify import without_wait
 from ddpjob.core.failures.liveness import may_run
@@ -148,7 +148,10 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
     failed = view.status.condition(ConditionType.FAILED)
     if failed is None or not failed.status:
         return idle
-    return [*idle, Notify(view.status.rendezvous.endpoint, Command.STOP, {"ok": False, "why": failed.reason})]
+    return [
+        *idle,
+        NotifyCoordinator(view.status.rendezvous.endpoint, Command.STOP, {"ok": False, "why": failed.reason}),
+    ]
 
 
 def _clean(view: View) -> list[Action]:
@@ -162,7 +165,7 @@ def _clean(view: View) -> list[Action]:
             actions.append(DeletePod(pod.name, pod.uid))
         elif has_leftovers(pod):
             ends = end_leftovers(view.job, pod, view.now)
-            actions += [e for e in ends if policy is CleanPodPolicy.RUNNING or isinstance(e, Notify)]
+            actions += [e for e in ends if policy is CleanPodPolicy.RUNNING or isinstance(e, NotifyCoordinator)]
     return actions
 
 
@@ -186,5 +189,5 @@ def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
     patient = pod.main.finished is None or now < pod.main.finished + timedelta(seconds=EXIT_SECONDS)
     if coordinator is not None and coordinator.running and patient:
         endpoint = host_port(pod.address, job.spec.rendezvous.endpoint_port)
-        return [Notify(endpoint, Command.EXIT, {"why": "the trainer in its pod has ended"})]
+        return [NotifyCoordinator(endpoint, Command.EXIT, {"why": "the trainer in its pod has ended"})]
     return [DeletePod(pod.name, pod.uid)]
