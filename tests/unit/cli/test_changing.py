@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ddpjob.cli import main as cli
+from ddpjob.cli import changing, looking
 from ddpjob.cli.main import main
 from ddpjob.cli.output import document, printable
 from ddpjob.cli.places import Place
@@ -44,7 +44,7 @@ class OneJob:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+    monkeypatch.setattr(changing, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
 
 
 def suspends(backend: OneJob) -> list[bool]:
@@ -228,7 +228,7 @@ def test_logs_of_no_job_say_so_to_who_may_not_list_jobs(
 def test_logs_say_which_choice_means_nothing(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_job_or_pod", lambda backend, name: ({"metadata": {"name": "j"}}, name))
+    monkeypatch.setattr(looking, "_job_or_pod", lambda backend, name: ({"metadata": {"name": "j"}}, name))
     assert called(monkeypatch, OneJob("Running"), "logs", "j-0-0", *words) == 2
     assert said in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ddpjob.cli import main as cli
+from ddpjob.cli import waiting
 from ddpjob.cli.output import PathTemplate
 
 JOB: dict[str, Any] = {
@@ -87,9 +88,9 @@ def test_who_waits_sees_states_restarts_and_seldom_progress(
     broken = {"phase": "Running", "restarts": {"total": 1, "counted": 1, "display": "1/10", "recent": [restart]}}
     further = [{**broken, "progress": {"step": n, "display": f"step {n}"}} for n in range(5)]
     now = iter([0.0, 1.0, 2.0, *(3.0 + 15 * n for n in range(99))])
-    monkeypatch.setattr(cli.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(now))
     backend: Any = Written({"phase": "Starting"}, {"phase": "Running"}, broken, *further, {"phase": "Complete"})
-    assert cli._wait(backend, "first", "end", None) == 0
+    assert waiting.wait_for(backend, "first", "end", None) == 0
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert [line.split()[:2] for line in lines[:3]] == [["NAME", "STATE"], ["first", "Starting"], ["first", "Running"]]

@@ -1,0 +1,425 @@
+"""Commands that show jobs and change nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddpjob.api.job_spec import Json
+from ddpjob.cli.output import (
+    PathTemplate,
+    document,
+    listed,
+    printable,
+    printed_rows,
+)
+from ddpjob.cli.places import (
+    EXIT_NEGATIVE,
+    Place,
+    in_place,
+)
+from ddpjob.cli.root import bare, complete_job, of_job, print_line, print_note, root
+from ddpjob.cli.waiting import wait_for
+from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob
+
+
+class _Output(click.Choice[str]):
+    """Of `get`: one of a few words, or a template of paths."""
+
+    def __init__(self) -> None:
+        super().__init__(["table", "wide", "name", "json", "yaml", "jsonpath=TEMPLATE"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        kind, given, template = str(value).partition("=")
+        if kind != "jsonpath":
+            return super().convert(value, param, ctx)
+        if not given:
+            self.fail("write jsonpath='{.status.phase}'", param, ctx)
+        try:
+            return PathTemplate(template)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@root.command()
+@click.argument("job", required=False, shell_complete=complete_job, callback=bare)
+@click.option("-o", "--output", type=_Output(), default="table")
+@click.option("-w", "--watch", is_flag=True, help="Print a line at each change, until Ctrl-C.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Jobs of all namespaces of the cluster.")
+@in_place
+def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, everywhere: bool) -> int:
+    """List jobs, the newest last, or print one.
+
+    \b
+    Example: ddpjob get -w
+             ddpjob get first -o yaml
+             ddpjob get first -o jsonpath='{.status.phase}'
+    """
+    from ddpjob.client.job_text import header
+    from ddpjob.engine.reconcile import utc_now
+
+    if everywhere and job is not None:
+        raise click.UsageError("-A lists jobs; name the job's namespace with -n")
+    backend = place.backend(everywhere=everywhere)
+    backend.whole = output in ("json", "yaml") or isinstance(output, PathTemplate)
+    bodies = [backend.job(job)] if job is not None else backend.jobs()
+    for note in backend.notes:
+        print_note(note)
+    wide = output == "wide"
+    if isinstance(output, PathTemplate) and not watch:
+        click.echo(printable(output.text(bodies[0] if job is not None else listed(bodies))), nl=False)
+        return 0
+    if output in ("json", "yaml") and not watch:
+        click.echo(document(bodies[0] if job is not None else listed(bodies), output), nl=False)
+        return 0
+    if output == "name" and not watch:
+        for body in bodies:
+            click.echo(f"ddpjob.ddpjob.io/{body['metadata']['name']}")
+        return 0
+    if not bodies and not watch:
+        print_note(f"no jobs in {backend.where}")
+        return 0
+    titles = header(wide=wide, namespaces=everywhere)
+    if not watch:
+        for line in printed_rows(titles, bodies, utc_now(), wide=wide, namespaces=everywhere):
+            print_line(line)
+        return 0
+    widths: list[int] = []
+    for body, gone in backend.changes(job):
+        if isinstance(output, PathTemplate):
+            click.echo(printable(output.text(body)))
+        elif output in ("json", "yaml"):
+            click.echo(("---\n" if output == "yaml" else "") + document(body, output), nl=False)
+        elif output == "name":
+            click.echo(f"ddpjob.ddpjob.io/{body['metadata']['name']}")
+        else:
+            first = not widths
+            lines = printed_rows(titles, [body], utc_now(), wide=wide, namespaces=everywhere, widths=widths)
+            for line in lines if first else lines[1:]:
+                print_line(line + ("   (deleted)" if gone and line is lines[-1] else ""))
+        sys.stdout.flush()
+    return 0
+
+
+@root.command()
+@click.argument("job", required=False, shell_complete=complete_job, callback=bare)
+@click.option("--once", is_flag=True, help="Print it once; also where the output is no terminal.")
+@click.option("--interval", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS",
+              help="Between two looks.")  # fmt: skip
+@in_place
+def top(place: Place, job: str | None, once: bool, interval: float) -> int:
+    """Watch a job on a screen until it ends: progress, loss, samples/s, ranks, restarts with their causes.
+
+    Without JOB all jobs, until Ctrl-C. The curves begin when the screen is opened; `ddpjob plot` draws earlier
+    steps too.
+
+    \b
+    Example: ddpjob top first
+    """
+    from ddpjob.cli.top import show
+
+    backend = place.backend()
+    if job is not None:
+        backend.job(job)
+    show(backend, job, once=once, seconds=interval)
+    return 0
+
+
+@root.command()
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Jobs of all namespaces of the cluster.")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8300, show_default=True, help="0: any free one.")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="[FOLDER]", required=False)
+@in_place
+def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path | None) -> int:
+    """Serve pages for a browser until Ctrl-C: all jobs, and of each its restarts, curves, pods, events and logs.
+
+    Read-only, with your rights, and live. The address that is printed holds a token of this session; who has it sees
+    what you see. From another machine use `ssh -L 8300:127.0.0.1:8300`: the connection itself is not encrypted.
+
+    With FOLDER, jobs that are gone: a checkpoint folder, or one that holds several, as `ddpjob show` reads them.
+
+    \b
+    Example: ddpjob dashboard
+             ddpjob dashboard -A --port 0
+             ddpjob dashboard /mnt/checkpoints
+    """
+    from ddpjob.cli.dashboard_command import serve_dashboard
+
+    if folder is not None:
+        from ddpjob.client.past_jobs import PastJobs
+
+        return serve_dashboard(PastJobs(folder), host, port)
+    return serve_dashboard(place.backend(everywhere=everywhere), host, port)
+
+
+@root.command()
+@of_job
+@click.option("-o", "--output", type=Path, metavar="FILE", help="Draw a picture instead: .png, .svg or .pdf.")
+@in_place
+def plot(place: Place, job: str, output: Path | None) -> int:
+    """Draw a job's loss and test accuracy over its restarts.
+
+    From run/metrics.jsonl in the checkpoint folder, which the built-in trainer writes, and ddpjob_report.report with
+    a `step`: on this machine at any time, on a cluster while a pod runs. Of a file above 8 MiB only the end is drawn,
+    and the command says so. A picture needs the extra `trainer` here.
+
+    \b
+    Example: ddpjob plot first
+             ddpjob plot first -o first.png
+    """
+    from ddpjob.cli.terminal_curves import CUT, curves, draw, is_cut
+
+    backend = place.backend()
+    backend.job(job)
+    text = backend.metrics(job)
+    if output is not None:
+        draw(text, job, output)
+        click.echo(f"wrote {output}")
+        if is_cut(text):
+            print_note(CUT)
+        return 0
+    for line in curves(text, job):
+        print_line(line)
+    return 0
+
+
+@root.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
+def show(folder: Path) -> int:
+    """Show what a job has left in its checkpoint folder, when its pods and the job itself are gone.
+
+    Rounds, restarts with causes and tracebacks, the end and the last progress, from .ddpjob-rounds.jsonl, which job
+    pods write there; curves from run/metrics.jsonl. FOLDER is that of storage.checkpoints, or a
+    job's folder of `ddpjob run`.
+
+    \b
+    Example: ddpjob show /mnt/checkpoints/first
+             ddpjob show runs/digits
+    """
+    from ddpjob.cli.terminal_curves import curves
+    from ddpjob.client.left_behind import in_words, read_left_behind
+
+    found = read_left_behind(folder)
+    for line in in_words(found):
+        print_line(line)
+    if found.metrics:
+        print_line("")
+        try:
+            for line in curves(found.metrics, found.name):
+                print_line(line)
+        except Mistake:  # Of a job that runs: it may be waited for.
+            print_line(f"{found.name}: its metrics hold no step")
+    return 0
+
+
+@root.command()
+@of_job
+@in_place
+def describe(place: Place, job: str) -> int:
+    """Show a job on one screen: what it does or waits for, conditions, slots, pods, restarts, events.
+
+    \b
+    Example: ddpjob describe first
+    """
+    from ddpjob.client.job_client import if_allowed
+    from ddpjob.client.job_text import describe as described
+    from ddpjob.engine.reconcile import utc_now
+
+    backend = place.backend()
+    body = backend.job(job)
+    faults = list[str]()
+    pods, events = if_allowed(backend.pods, job, faults), if_allowed(backend.events, job, faults)
+    for line in described(body, pods, events, utc_now()):
+        print_line(line)
+    for fault in faults:
+        print_note(fault)
+    return 0
+
+
+@root.command()
+@of_job
+@in_place
+def why(place: Place, job: str) -> int:
+    """Say what a job waits for, or why it failed, and what to do about it.
+
+    \b
+    Exit code: 1 if it has failed, else 0.
+    Example: ddpjob why first
+    """
+    from ddpjob.client.job_client import if_allowed
+    from ddpjob.client.job_text import phase
+    from ddpjob.client.job_text import why as explained
+    from ddpjob.engine.reconcile import utc_now
+
+    backend = place.backend()
+    body = backend.job(job)
+    faults = list[str]()
+    for line in explained(body, if_allowed(backend.pods, job, faults), utc_now()):
+        print_line(line)
+    for fault in faults:
+        print_note(fault)
+    return EXIT_NEGATIVE if phase(body) == "Failed" else 0
+
+
+@root.command()
+@click.argument("job", metavar="JOB|POD", shell_complete=complete_job, callback=bare)
+@click.option(
+    "-f",
+    "--follow",
+    is_flag=True,
+    help="Keep printing, also of pods that replace others, until the job ends; a POD's log until the pod ends.",
+)
+@click.option(
+    "--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot, the first number in a pod's name."
+)
+@click.option(
+    "--rank",
+    "rank",
+    type=click.IntRange(0),
+    multiple=True,
+    help="Only the pod that has this global rank now, with -f those that take it over. Of a pod with several ranks, "
+    'lines marked as another rank\'s are left out (spec.torchrunArgs: ["--tee=3"] marks all).',
+)
+@click.option("--coordinator", is_flag=True, help="The coordinator's pods too.")
+@click.option("--previous", is_flag=True, help="Of the container before the present one.")
+@click.option("--since", metavar="5m", help="Only lines of so long ago, such as 30s, 5m or 2h.")
+@click.option(
+    "--tail", type=click.IntRange(0), help="Only the last lines of each pod; with -f, all of pods that come later."
+)
+@click.option(
+    "--prefix/--no-prefix", default=None, help="INDEX-ATTEMPT and ranks before each line; default for a whole job."
+)
+@in_place
+def logs(
+    place: Place, job: str, follow: bool, index: tuple[int, ...], rank: tuple[int, ...], coordinator: bool,
+    previous: bool, since: str | None, tail: int | None, prefix: bool | None,
+) -> int:  # fmt: skip
+    """Print the logs of a job's pods, or of one pod.
+
+    Each line of a whole job begins with its pod and the ranks that it has now: [1-0 rank 1], [1-0 ranks 8-15].
+
+    \b
+    Example: ddpjob logs first -f
+             ddpjob logs first --rank 0 --tail 100
+             ddpjob logs first-1-0
+    """
+    from ddpjob.api.near_misses import seconds
+    from ddpjob.client.log_follower import Chosen, LogFollower
+
+    length = None if since is None else int(since) if since.isdigit() else seconds(since)
+    if since is not None and not length:
+        raise click.UsageError(f"--since {since}: write a length of time, such as 30s, 5m or 2h")
+    if follow and previous:
+        raise click.UsageError("--previous: a container that has ended writes nothing more; leave --follow out")
+    backend, options = place.backend(), LogOptions(follow=follow, tail=tail, since=length, previous=previous)
+    body, pod = _job_or_pod(backend, job)
+    name = body["metadata"]["name"]
+    if pod and index:
+        raise click.UsageError(f"{job} is a pod; --index chooses pods of a job: ddpjob logs {name} --index ...")
+    follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator))
+    printed = prefix if prefix is not None else not pod
+    for line in follower.lines():
+        ranks, by = line.ranks, line.rank
+        words = f" rank {by}" if by is not None else f" ranks {ranks[0]}-{ranks[-1]}" if ranks else ""
+        mark = f"[{line.pod.name.removeprefix(name + '-')}{words}] ".encode() if printed else b""
+        click.echo(mark + line.text)
+    for note in follower.notes:
+        print_note(note)
+    if nothing := follower.why_nothing():
+        print_note(nothing)
+    return EXIT_NEGATIVE if follower.notes and not follower.seen else 0
+
+
+def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
+    """(job, pod); the pod is empty where the name is a job's."""
+    try:
+        return backend.job(name), ""
+    except NoSuchJob as missing:
+        why = missing
+    try:
+        jobs = backend.jobs()
+    except Mistake as mistake:
+        if mistake.denied:  # Who may not list jobs has mistyped the name all the same.
+            raise why from mistake
+        raise
+    for body in jobs:
+        job = body["metadata"]["name"]
+        if name.startswith(f"{job}-"):
+            pods = [pod.name for pod in backend.pods(job)]
+            if name in pods:
+                return body, name
+            why = NoSuchJob(f"no pod {name} of job {job}; its pods: {', '.join(pods[:10]) or 'none yet'}")
+    raise why
+
+
+@root.command()
+@of_job
+@in_place
+def events(place: Place, job: str) -> int:
+    """Print a job's events, the oldest first; ! marks warnings.
+
+    \b
+    Example: ddpjob events first
+    """
+    from ddpjob.client.job_text import event_line
+    from ddpjob.engine.reconcile import utc_now
+
+    backend = place.backend()
+    backend.job(job)
+    found = backend.events(job)
+    for event in found:
+        print_line(event_line(event, utc_now()))
+    if not found:
+        print_note(f"no events of {job}; a cluster keeps them for an hour")
+    return 0
+
+
+@root.command()
+@of_job
+@click.option("--for", "goal", type=click.Choice(["end", "Complete", "Running", "Suspended"]), default="end",
+              show_default=True, help="What to wait for.")  # fmt: skip
+@click.option("--timeout", metavar="1h", help="Give up after so long; exit code 124.")
+@in_place
+def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
+    """Wait until a job has ended, or is in a state. Unlike `kubectl wait` it ends when the job fails.
+
+    \b
+    Exit code: 0 it is Complete (or what --for names), 1 it has failed or was deleted, 124 timeout.
+    Example: ddpjob wait first --timeout 2h && ddpjob logs first --tail 1
+    """
+    from ddpjob.api.near_misses import seconds
+
+    length = None if timeout is None else float(timeout) if timeout.isdigit() else seconds(timeout)
+    if timeout is not None and length is None:
+        raise click.UsageError(f"--timeout {timeout}: write a length of time, such as 90s, 30m or 2h")
+    backend = place.backend()
+    backend.job(job)
+    return wait_for(backend, job, goal, length)
+
+
+@root.command()
+@of_job
+@click.option("--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot.")
+@in_place
+def stacks(place: Place, job: str, index: tuple[int, ...]) -> int:
+    """Print what every rank is doing: the Python stack of its main thread. Training continues.
+
+    \b
+    Example: ddpjob stacks first --index 3
+    """
+    from ddpjob.client.worker_stacks import stacks as taken
+
+    backend = place.backend()
+    backend.job(job)
+    pods = [p for p in backend.pods(job) if p.index is not None and p.state == "Running"]
+    pods = [p for p in pods if not index or p.index in index]
+    if not pods:
+        raise Mistake(f"{job}: no pod runs{' in these slots' if index else ''}")
+    for pod, text in taken(backend, pods):
+        print_line(f"--- pod {pod.name}")
+        print_line(text)
+    return 0

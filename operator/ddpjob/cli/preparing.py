@@ -1,0 +1,410 @@
+"""Commands before a job runs: write, check, convert and submit manifests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ddpjob.cli.output import (
+    document,
+    documents,
+)
+from ddpjob.cli.places import (
+    EXIT_NEGATIVE,
+    PLACE_NAMES,
+    Place,
+    in_place,
+)
+from ddpjob.cli.root import BeforeArguments, print_line, print_note, root, say
+from ddpjob.cli.waiting import wait_for
+from ddpjob.client.backend import Backend, Mistake
+
+_RUN = """\
+Run the job of a manifest on this machine, as the operator does on a cluster: same checks, restarts, budget and status.
+A pod is a process group with its own log file; all traffic stays on 127.0.0.1.
+
+\b
+Differences from a cluster:
+  image, imagePull*, resources, scheduling   not used: this Python runs the job, with what the machine has
+  disks              all pods share this machine's: their working folder, /tmp and checkpoints are the same ones
+  gpusPerNode        assigned by CUDA_VISIBLE_DEVICES; with too few GPUs the job trains on the CPU, with a note
+  rendezvous.port    replaced by free ports, so that several jobs can run side by side
+  script, module     relative to the current folder (or spec.workingDir, or --workdir)
+  storage.data       the hostPath if it exists, else RUNS/JOB/data, or --data
+  storage.checkpoints  always RUNS/JOB/checkpoints, kept between runs: the next run resumes from there (unless --fresh);
+                     copies go to the url's folder local.HOST.RUNS/JOB, with this shell's AWS_* variables
+  env valueFrom, envFrom   Secrets and ConfigMaps cannot be read; variables of this shell are used instead
+  stdout, stderr     the pod's log, a file: `> /dev/stderr` in a script empties it, `>&2` does not
+  podTemplate        only env of the trainer is used; sidecars, init containers and volumes are not
+  ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept   not used: logs are files, and are kept
+
+Runs are kept in ./runs or $DDPJOB_RUNS. Ctrl-C: the nodes save a checkpoint and exit; a second Ctrl-C kills them.
+So do SIGTERM, a closed terminal (not with `nohup`) and an output whose reader is gone. No process is left behind.
+
+\b
+Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started), 129 closed terminal, 130 Ctrl-C, 141 no reader,
+143 SIGTERM.
+Example: ddpjob run examples/digits.yaml"""
+
+
+@root.command()
+@click.argument("script", default="train.py", metavar="[SCRIPT]", type=Path)
+@click.option("--name", default="first", show_default=True, help="Of the job.")
+@click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
+@click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
+@click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0: the CPU.")
+def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
+    """Write a manifest, job.yaml, to begin with, and a script where SCRIPT is not there yet.
+
+    The script trains a small model, shows its loss, saves, and continues from what it saved. A file that is there is
+    left as it is.
+
+    \b
+    Example: ddpjob init
+             ddpjob init my_script.py --name mine --gpus 8
+    """
+    from ddpjob.cli.starter import write_starter
+
+    for line in write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus):
+        click.echo(line)
+    return 0
+
+
+@root.command(help=_RUN)
+@click.argument("file", metavar="FILE")
+@click.option("--name", help="Name of the DDPJob, if the file holds several.")
+@click.option("--fresh", is_flag=True, help="Start from scratch; earlier checkpoints are moved into the run's folder.")
+@click.option("--data", type=Path, metavar="DIR", help="Folder with the data, instead of spec.storage.data.")
+@click.option("--workdir", type=Path, metavar="DIR", help="Folder to start in, instead of spec.workingDir.")
+def run(file: str, name: str | None, fresh: bool, data: Path | None, workdir: Path | None) -> int:
+    from ddpjob.cli.run import RunOptions, run_command
+
+    return run_command(RunOptions(file, name=name, fresh=fresh, data=data, workdir=workdir))
+
+
+@root.command()
+@click.argument("sources", metavar="[FILE|FOLDER|-]...", nargs=-1)
+@click.option("-f", "--filename", "more", multiple=True, metavar="FILE", help="As an argument; may be repeated.")
+@click.option(
+    "--server", is_flag=True, help="Ask the API server too: dry runs of the job and of the pods it would get."
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing of what is valid.")
+@in_place
+def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], server: bool, quiet: bool) -> int:
+    """Check manifests: schema, rules, podTemplate, and what the API server would refuse in the pods.
+
+    Every DDPJob of files, folders and standard input (-) is checked, with several documents in a file and Lists;
+    objects of other kinds are ignored. Needs no cluster, but for --server.
+
+    \b
+    Exit code: 0 all are valid, 2 one is not.
+    Example: ddpjob validate job.yaml
+             kustomize build . | ddpjob validate --server -
+    """
+    from ddpjob.client.manifest_sources import BadInput, checked, manifests
+
+    if not sources and not more:
+        raise click.UsageError("name a FILE, a FOLDER, or - for standard input")
+    bad = False
+    cluster = place.cluster() if server else None
+    for manifest in manifests([*sources, *more]):
+        try:
+            if isinstance(manifest, BadInput):
+                raise manifest
+            body = checked(manifest)
+            asked = f", also to {_ask_server(cluster, place, manifest, body)}" if cluster is not None else ""
+            if not quiet:
+                click.echo(f"{manifest.source}: ddpjob {body['metadata']['name']} is valid{asked}")
+                if _keeps_sigterm(body["spec"]):
+                    print_note(f"{manifest.source}: note: {_NO_SIGTERM}")
+        except BadInput as error:
+            bad = True
+            print_note(str(error))
+    return 2 if bad else 0
+
+
+def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
+    """The namespace whose API server finds nothing wrong. Raises BadInput."""
+    from ddpjob.client.cluster_backend import ClusterBackend
+    from ddpjob.client.manifest_sources import BadInput
+    from ddpjob.client.server_check import server_problems
+
+    namespace = place.namespace or body["metadata"].get("namespace")
+    written = manifest.document.value
+    written = {**written, "metadata": {**written["metadata"], "name": body["metadata"]["name"]}}
+    asked = ClusterBackend(cluster.api, namespace)
+    problems = list(server_problems(asked, written))
+    if problems:
+        raise BadInput("\n".join(f"{manifest.source}: {problem}" for problem in problems))
+    return asked.where
+
+
+def _complete_field(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from ddpjob.client.explain_fields import paths
+
+    return [path for path in paths() if path.startswith(incomplete)]
+
+
+@root.command()
+@click.argument("field", default="", shell_complete=_complete_field)
+@click.option("--recursive", is_flag=True, help="The names and types of all fields below, without their descriptions.")
+def explain(field: str, recursive: bool) -> int:
+    """Explain a field of a DDPJob: type, limits, default, rules. As `kubectl explain`, without a cluster.
+
+    \b
+    Example: ddpjob explain spec.recovery
+             ddpjob explain spec --recursive
+    """
+    from ddpjob.client.explain_fields import explain as explained
+
+    for line in explained(field, recursive=recursive):
+        print_line(line)
+    return 0
+
+
+@root.command()
+def schema() -> int:
+    """Print the JSON schema of DDPJob, by which editors complete and check manifests.
+
+    \b
+    Example: ddpjob schema > ddpjob.schema.json
+             and as the first line of a manifest, for yaml-language-server (VS Code, Neovim, ...):
+             # yaml-language-server: $schema=ddpjob.schema.json
+    """
+    import json
+
+    from ddpjob.client.explain_fields import editor_schema
+
+    click.echo(json.dumps(editor_schema(), indent=1, ensure_ascii=False))
+    return 0
+
+
+@root.command(cls=BeforeArguments)
+@click.argument("program", metavar="MANIFEST|SCRIPT|FOLDER|MODULE")
+@click.argument("args", nargs=-1, metavar="[-- ARGS...]")
+@click.option("--image", default="", help="Any image with Python and PyTorch.")
+@click.option("--name", default="", help="Default: the script's name and four letters.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods that train.")
+@click.option("--gpus", type=click.IntRange(0), help="GPUs of each node; 0 trains on the CPU.")
+@click.option("--procs", type=click.IntRange(1), help="Processes of each node; default: one per GPU.")
+@click.option("--spares", type=click.IntRange(0), default=0, help="Pods on standby.")
+@click.option("--min-nodes", type=click.IntRange(1), help="Continue with so few nodes while others are missing.")
+@click.option("--max-nodes", type=click.IntRange(1), help="The most that scaling may set.")
+@click.option("--mode", type=click.Choice(["Standard", "Fast"]), help="How a group recovers.")
+@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="A variable of the workers; may be repeated.")
+@click.option("--cpu", default="", help="CPUs that each node requests, such as 8.")
+@click.option("--memory", default="", help="Memory of each node, requested and at most, such as 64Gi.")
+@click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where checkpoints are kept.")
+@click.option("--entry", default="", metavar="SCRIPT", help="Of a FOLDER: the script in it.")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of spec, the value as YAML.")
+@click.option("--dry-run", is_flag=True, help="Create nothing.")
+@click.option("-o", "--output", type=click.Choice(["yaml", "json", "name"]), help="Print what is created.")
+@click.option("--wait", "waits", is_flag=True, help="Wait for the job's end, as `ddpjob wait` does.")
+@in_place
+def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) -> int:
+    """Create a job from a manifest, or from a script and the options below.
+
+    A manifest describes its jobs alone: options that describe one are refused, and objects of other kinds are named
+    and left out. A script or a folder of this machine travels with the job in a ConfigMap, up to 1 MiB, a folder
+    without its hidden files, __pycache__, node_modules, runs, wandb and mlruns. An absolute path that is not here is
+    one in the image; anything else is a module. On this machine (--local) the job runs in the background.
+
+    \b
+    Example: ddpjob submit job.yaml --wait
+             ddpjob submit --nodes 2 --gpus 8 --image pytorch/pytorch train.py -- --epochs 10
+             ddpjob submit --nodes 2 --gpus 0 --image IMAGE --dry-run -o yaml ./project --entry train.py
+    """
+
+    local = place.is_local()
+    output = options["output"] or ("yaml" if options["dry_run"] else None)
+    shown, created = list[Any](), list[tuple[Backend, str]]()
+    try:
+        for bodies in _bodies(program, args, options, local=local):
+            name = bodies[-1]["metadata"].get("name") or bodies[-1]["metadata"]["generateName"]
+            if not options["dry_run"]:
+                backend = place.backend()
+                if not local and not place.namespace and bodies[-1]["metadata"].get("namespace"):
+                    backend = Place(
+                        bodies[-1]["metadata"]["namespace"], place.context, place.kubeconfig, None
+                    ).backend()
+                name = backend.create(bodies)
+                created.append((backend, name))
+            if output == "name":
+                click.echo(f"ddpjob.ddpjob.io/{name}")
+            elif output:
+                shown += bodies
+            else:
+                say(f"ddpjob {name} created", backend)
+            if local:
+                continue
+            if not _keeps_files(bodies[-1]["spec"]):
+                print_note(
+                    "note: spec.storage.checkpoints is not set: what a pod saves is gone with the pod, and training"
+                    " begins again when the one that saved is lost; set claimTemplate, claimName or url there"
+                    + ("" if _is_manifest(program) else " (--set)")
+                )
+            if _keeps_sigterm(bodies[-1]["spec"]):
+                print_note(f"note: {_NO_SIGTERM}")
+    finally:  # Also of the first ones, when a later one is refused.
+        if shown:
+            click.echo(documents(shown, str(output)), nl=False)
+    codes = [wait_for(backend, name, "end", None) for backend, name in created] if options["waits"] else []
+    return next(filter(None, codes), 0)
+
+
+def _is_manifest(program: str) -> bool:
+    from ddpjob.client.manifest_sources import SUFFIXES
+
+    return program == "-" or program.endswith(SUFFIXES)
+
+
+def _keeps_files(spec: dict[str, Any]) -> bool:
+    """Whether files of the job may outlive its pods, or its pods copy them from each other, as the trainer's do."""
+    volumes = ((spec.get("podTemplate") or {}).get("spec") or {}).get("volumes") or ()
+    lasting = any(not {"configMap", "secret", "projected", "downwardAPI", "emptyDir"} & it.keys() for it in volumes)
+    twice = spec.get("module") == "ddpjob_trainer" and spec.get("nodes", 1) > 1
+    return bool(lasting or twice or spec.get("className") or (spec.get("storage") or {}).get("checkpoints"))
+
+
+_NO_SIGTERM = (
+    "spec.command: sh does not hand SIGTERM on to what it starts: nothing is saved when a pod is asked to end, and each"
+    " restart waits for the pods' grace period, 30 s by default; write `exec` before its last program, or take bash"
+)
+
+
+def _keeps_sigterm(spec: dict[str, Any]) -> bool:
+    """Whether a shell that never replaces itself by its last program is the first process of the pods' containers."""
+    match (*(spec.get("command") or ()), *(spec.get("args") or ())):
+        case (str(shell), "-c" | "-ec" | "-euc" | "-lc", str(script), *_):
+            return Path(shell).name in ("sh", "dash", "ash") and not re.search(r"\b(exec|trap)\b", script)
+    return False
+
+
+def _refuse_options_of_scripts() -> None:
+    """Raises UsageError for options that describe the job, which a manifest describes already."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        given = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+        if given and option.name not in ("program", "dry_run", "output", "waits", *PLACE_NAMES):
+            raise click.UsageError(f"{option.opts[0]}: only for a script, folder or module; change it in the manifest")
+
+
+def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
+    """The objects of each job that is to be created."""
+    from ddpjob.client.build_manifest import JobRequest, build, read_settings
+    from ddpjob.client.manifest_sources import BadInput, check_made, checked, manifests
+
+    if _is_manifest(program):
+        if args:
+            raise click.UsageError("a manifest has its arguments in spec.args")
+        _refuse_options_of_scripts()
+        bodies, others = [], dict[str, None]()
+        for manifest in manifests([program]):
+            if isinstance(manifest, BadInput):
+                raise manifest
+            checked(manifest)
+            others |= dict.fromkeys(manifest.others)
+            bodies.append([{key: value for key, value in manifest.document.value.items() if key != "status"}])
+        if others:
+            print_note(
+                f"{program}: only DDPJobs are created, not {', '.join(others)}; `kubectl apply -f {program}` can"
+            )
+        return bodies
+    pairs = [variable.partition("=") for variable in options["env"]]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise click.UsageError(f"--env {wrong[0]}: write NAME=VALUE")
+    apart = ("env", "settings", "dry_run", "output", "waits")
+    given = {key: value for key, value in options.items() if key not in apart}
+    given |= {"env": {name: value for name, _, value in pairs}, "settings": read_settings(options["settings"])}
+    request = JobRequest(program=program, args=args, **given)
+    made = build(request, local=local)
+    check_made(made[-1])
+    return [made]
+
+
+@root.command(cls=BeforeArguments)
+@click.argument("words", metavar="FILE... | -- torchrun ...", nargs=-1, required=True)
+@click.option("--image", default="IMAGE", help="For a torchrun command line.")
+@click.option("--name", default="", help="For a torchrun command line.")
+def convert(words: tuple[str, ...], image: str, name: str) -> int:
+    """Translate a PyTorchJob, a TrainJob or a torchrun command line into a DDPJob.
+
+    The manifest goes to standard output; what could not be carried over, and what is wrong with the result,
+    to standard error.
+
+    \b
+    Exit code: 0 the result is valid, 1 it needs changes.
+    Example: ddpjob convert pytorchjob.yaml > job.yaml
+             ddpjob convert --image IMAGE -- torchrun --nnodes=2 --nproc-per-node=8 train.py --lr 0.1
+    """
+    from ddpjob.client.convert_jobs import convert as convert_manifest
+    from ddpjob.client.convert_jobs import convert_command
+    from ddpjob.client.manifest_sources import SUFFIXES, BadInput, checked
+
+    several = len(words) > 1 and not all(word.endswith(SUFFIXES) for word in words)
+    if several or (" " in words[0] and not _exists(words[0])):
+        made = [convert_command(words, name, image)]
+    elif name or image != "IMAGE":
+        raise click.UsageError("--image, --name: only for a torchrun command line; change them in the result")
+    else:
+        made = [convert_manifest(value) for word in words for value in _foreign(word)]
+    faulty = False
+    for number, conversion in enumerate(made):
+        text = document(conversion.job, "yaml")
+        click.echo(("---\n" if number else "") + text, nl=False)
+        metadata = conversion.job["metadata"]
+        for note in conversion.notes:
+            print_note(f"# {metadata.get('name') or metadata['generateName']}: {note}")
+        from ddpjob.api.reader import read_manifests
+
+        try:
+            checked(read_manifests(text, "the DDPJob")[0])
+        except BadInput as error:
+            faulty = True
+            # The note on the missing image says what to do; the check of its place holder would guess a name.
+            lines = [line for line in str(error).splitlines() if not line.startswith("spec.image: 'IMAGE' ")]
+            for line in lines:
+                print_note(f"# {line}")
+    return EXIT_NEGATIVE if faulty else 0
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # Too long for a name.
+        return False
+
+
+def _foreign(source: str) -> list[Any]:
+    """The manifests that can be converted; those that cannot are named."""
+    from ddpjob.api.reader import CONVERTIBLE
+    from ddpjob.api.yamltext import YamlError, read_documents
+    from ddpjob.client.manifest_sources import refuse_address, standard_input
+
+    refuse_address(source, "convert")
+    try:
+        text = standard_input() if source == "-" else Path(source).read_text(encoding="utf-8")
+        items = [item.value for document in read_documents(text) for item in document.items()]
+    except OSError as error:
+        raise Mistake(f"{source}: {error.strerror}") from error
+    except YamlError as error:
+        if not text.startswith("#!"):  # Else it is a script, as of Slurm, which is no wrong YAML.
+            raise Mistake(f"{source}, line {error.line}: {error}") from error
+        items = []
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{source}: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
+    found = [item for item in items if isinstance(item, dict) and item.get("kind") in CONVERTIBLE]
+    kinds = dict.fromkeys(str(item.get("kind")) for item in items if isinstance(item, dict) and item not in found)
+    if not found:
+        there = f", but {', '.join(kinds)}" if kinds else ""
+        raise Mistake(
+            f"{source}: holds none of {', '.join(CONVERTIBLE)}{there}; of another kind convert the line that starts"
+            " torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
+        )
+    if kinds:
+        print_note(f"# {source}: left out, not one of {', '.join(CONVERTIBLE)}: {', '.join(kinds)}")
+    return found

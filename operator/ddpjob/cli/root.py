@@ -1,0 +1,160 @@
+"""The command `ddpjob` without its commands: what they share, and what they are to each other."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from typing import Any
+
+import click
+
+from ddpjob.cli.output import (
+    printable,
+)
+from ddpjob.cli.places import (
+    Place,
+)
+from ddpjob.client.backend import Backend, Mistake
+
+_ROOT = """\
+PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
+
+Jobs of a cluster and of this machine have the same commands. Without --local or --cluster a command means
+this machine where `ddpjob run` was used ($DDPJOB_RUNS, else ./runs, holds a job), else the cluster of the kubeconfig;
+-n, --context and --kubeconfig mean the cluster, and so does `kubectl ddp`. DDPJOB_PLACE=local or cluster decides it.
+
+\b
+Exit codes: 0 done; 1 the job has failed, or doctor found a fault; 2 wrong input, nothing was changed (of several
+jobs: but those that were named before); 3 the cluster cannot be reached; 124 `wait` has waited long enough; 130 Ctrl-C.
+"""
+
+
+_MEANT = {
+    **dict.fromkeys(("ls", "list", "ps"), "get"),
+    **dict.fromkeys(("apply", "create", "launch"), "submit"),
+    "status": "describe",
+    **dict.fromkeys(("history", "archive"), "show"),
+    "rm": "delete",
+    "log": "logs",
+    "check": "validate",
+    "pause": "suspend",
+    **dict.fromkeys(("ui", "web", "serve"), "dashboard"),
+    **dict.fromkeys(("new", "scaffold", "quickstart"), "init"),
+}
+"""Other tools' words for commands."""
+
+
+class _Commands(click.Group):
+    """Commands in the order of their definition, with the near misses of unknown ones."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            meant = _MEANT.get(args[0])
+            near = [meant] if meant else difflib.get_close_matches(args[0], self.commands, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(self.commands)}"
+            raise click.UsageError(f"no command {args[0]}{hint}")
+        name, command, rest = super().resolve_command(ctx, args)
+        arguments = [one for one in command.params if isinstance(one, click.Argument)] if command else []
+        names = bool(arguments) and arguments[0].name in ("job", "jobs", "pod")
+        words = sum(1 for _ in itertools.takewhile(lambda word: not word.startswith("-"), rest))
+        if names and words > sum(abs(one.nargs) for one in arguments) and f"{rest[0]}/" in _KINDS:
+            rest = rest[1:]  # kubectl get ddp NAME
+        return name, command, rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            names = {parameter.name for parameter in error.ctx.command.params} if error.ctx else set()
+            what = "job.yaml" if names & {"file", "program", "words"} else "JOB" if names & {"job", "jobs"} else ""
+            if error.option_name not in ("-f", "--filename") or error.ctx is None or not what:
+                raise
+            line = f"ddpjob {error.ctx.info_name} {what}"
+            raise click.UsageError(f"no option {error.option_name}: `{line}`", error.ctx) from error
+        except OSError as error:
+            raise SystemFault(error) from error
+
+
+class SystemFault(Exception):
+    """A file or the output cannot be read or written. Where a reader is gone, click ends with 1: a failed job."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+
+_BEHIND = {"submit": "train.py --", "convert": "-- torchrun"}
+_OF_TORCHRUN = {"nprocpernode": "--procs", "nnodes": "--nodes", "maxrestarts": "--set recovery.maxRestarts=N"}
+"""What torchrun calls that which `submit` has an option for."""
+
+
+class BeforeArguments(click.Command):
+    """A command whose last arguments are another program's, behind --."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)  # click takes them out
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if "--" in given or error.option_name in ("-f", "--filename"):
+                raise
+            theirs = _OF_TORCHRUN.get(error.option_name.lstrip("-").replace("-", "").replace("_", ""))
+            if theirs and self.name == "submit":
+                raise click.UsageError(f"no option {error.option_name}; did you mean {theirs}?", ctx) from error
+            near = f" (or did you mean {' or '.join(sorted(error.possibilities))}?)" if error.possibilities else ""
+            raise click.UsageError(
+                f"no option {error.option_name}{near}; options of the program itself stand behind --, as in"
+                f" `ddpjob {self.name} {_BEHIND[str(self.name)]} {error.option_name} ...`",
+                ctx,
+            ) from error
+
+
+def complete_job(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    given = ctx.params
+    place = Place(*(given.get(name) for name in ("namespace", "context", "kubeconfig", "local")))
+    try:
+        return [n for job in place.backend().jobs() if (n := job["metadata"]["name"]).startswith(incomplete)]
+    except Mistake:
+        return []
+
+
+_KINDS = ("ddpjob.ddpjob.io/", "ddpjobs.ddpjob.io/", "ddpjob/", "ddpjobs/", "ddp/", "pod/", "pods/")
+
+
+def bare(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Names as `-o name` prints them, and as kubectl takes them, without their kind."""
+    if isinstance(value, tuple):
+        return tuple(bare(ctx, parameter, each) for each in value)
+    kind = next((kind for kind in _KINDS if value and value.startswith(kind)), "")
+    return value and value.removeprefix(kind)
+
+
+of_job = click.argument("job", shell_complete=complete_job, callback=bare)
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+@click.group(cls=_Commands, help=_ROOT, invoke_without_command=True, context_settings=_CONTEXT)
+@click.option("--version", is_flag=True, help="Print the version.")
+@click.pass_context
+def root(ctx: click.Context, version: bool) -> None:
+    if version:
+        from ddpjob.client.diagnose import client_version
+
+        click.echo(f"ddpjob {client_version()}")
+    elif ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def say(text: str, place: Backend) -> None:
+    """One line on success."""
+    click.echo(f"{text} ({place.where})")
+
+
+def print_note(text: str) -> None:
+    click.echo(printable(text), err=True)
+
+
+def print_line(line: str) -> None:
+    click.echo(printable(line))
