@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpjob.client.manifest_sources import BadInput, read_job
+from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from kubernetes import client, config, watch
 
 Json = dict[str, Any]

@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 from ddpjob.api.job_status import format_time
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import FleetView, OneSession
 from ddpjob.dashboard.web_server import serve

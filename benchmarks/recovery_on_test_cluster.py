@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddpjob.client.manifest_sources import read_job
+from ddpjob.client.manifests.manifest_sources import read_job
 from kubernetes import config
 
 from benchmarks.processes import exit_on_sigterm

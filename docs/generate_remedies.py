@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ddpjob.client.job_text import read_remedies
+from ddpjob.client.texts.job_text import read_remedies
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-FILE = ROOT / "operator" / "ddpjob" / "client" / "remedies.json"
+FILE = ROOT / "operator" / "ddpjob" / "client" / "texts" / "remedies.json"
 
 
 def render(page: str) -> str:

@@ -198,8 +198,8 @@ def _classes() -> Target:
 def _manifests() -> Target:
     """A manifest through `ddpjob validate`."""
     from ddpjob.api.reader import ManifestError, read_manifests
-    from ddpjob.client.backend import Mistake
-    from ddpjob.client.manifest_sources import checked
+    from ddpjob.client.backends.backend import Mistake
+    from ddpjob.client.manifests.manifest_sources import checked
 
     def read(data: bytes) -> None:
         for manifest in read_manifests(data.decode(errors="replace")):
@@ -216,8 +216,8 @@ def _manifests_as_json() -> Target:
 def _conversions() -> Target:
     """Another operator's manifest through `ddpjob convert`."""
     from ddpjob.api.yamltext import YamlError, read_documents, write_document
-    from ddpjob.client.backend import Mistake
-    from ddpjob.client.convert_jobs import convert
+    from ddpjob.client.backends.backend import Mistake
+    from ddpjob.client.manifests.convert_jobs import convert
 
     def read(data: bytes) -> None:
         for document in read_documents(data.decode(errors="replace")):
@@ -229,7 +229,7 @@ def _conversions() -> Target:
 
 
 def _metrics() -> Target:
-    from ddpjob.client.metric_series import read_metrics
+    from ddpjob.client.texts.metric_series import read_metrics
 
     rows = [
         {"event": "start", "step": 0}, {"event": "step", "step": 1, "loss": 0.5, "samplesPerSecond": 3},
@@ -261,9 +261,9 @@ def _ends() -> Target:
 
 def _rounds() -> Target:
     """A job's record of rounds, as `ddpjob show` prints it and `ddpjob get --local` lists it."""
-    from ddpjob.client.backend import Mistake
-    from ddpjob.client.left_behind import in_words, read_left_behind
-    from ddpjob.client.past_jobs import PastJobs
+    from ddpjob.client.backends.backend import Mistake
+    from ddpjob.client.backends.left_behind import in_words, read_left_behind
+    from ddpjob.client.backends.past_jobs import PastJobs
     from ddpjob_runtime.protocol import ROUNDS_FILE
 
     folder = scratch("rounds")

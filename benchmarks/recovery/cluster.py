@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
-from ddpjob.client.manifest_sources import BadInput, read_job
+from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from kubernetes import client, config, watch
 
 from benchmarks.recovery import interleaved

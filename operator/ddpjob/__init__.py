@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpjob.client.backend import Happened, Mistake, NoSuchJob, PodLine, Unreachable
+    from ddpjob.client.backends.backend import Happened, Mistake, NoSuchJob, PodLine, Unreachable
     from ddpjob.client.job_client import Client, Job, JobFailed, Progress
 
 __all__ = [
@@ -27,7 +27,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports the client when it is asked for: the operator does without."""
     if name in __all__:
-        from ddpjob.client import backend, job_client
+        from ddpjob.client import job_client
+        from ddpjob.client.backends import backend
 
         return getattr(job_client if hasattr(job_client, name) else backend, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

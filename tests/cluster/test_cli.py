@@ -15,9 +15,9 @@ import yaml
 from conftest import create_namespace, remove_namespace
 from ddpjob import Client
 from ddpjob.cli.main import main
-from ddpjob.client.backend import NoSuchJob
+from ddpjob.client.backends.backend import NoSuchJob
+from ddpjob.client.backends.left_behind import read_left_behind
 from ddpjob.client.job_client import JobFailed
-from ddpjob.client.left_behind import read_left_behind
 from jobs import SCRIPTS, Jobs
 from machine import slowness
 from operator_process import install_crd

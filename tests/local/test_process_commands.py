@@ -8,7 +8,7 @@ import threading
 import pytest
 import yaml
 from ddpjob import Client
-from ddpjob.client.backend import Mistake
+from ddpjob.client.backends.backend import Mistake
 from ddpjob.client.job_client import JobFailed
 from ddpjob.local import processes
 from process_harness import Machine, manifest

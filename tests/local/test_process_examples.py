@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob_trainer.commands.check_ledger import read, verify
 from machine import free_port
 from process_harness import SCRIPTS, Machine, Run, manifest

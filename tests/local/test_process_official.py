@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import write_image_folder
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.process_backend import ProcessBackend
 from machine import slowness
 from process_harness import SCRIPTS, Json, Machine, Run
 

@@ -6,7 +6,7 @@ fsdp and deepspeed do so on real pods: tests/cluster/test_strategies.py.
 from __future__ import annotations
 
 import pytest
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.process_backend import ProcessBackend
 from libraries import horovod_site
 from process_harness import Machine, manifest
 from strategy_jobs import PROBLEM, assert_exact, held, let_go, losses_of_one_process, steps_begun

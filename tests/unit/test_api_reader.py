@@ -16,7 +16,7 @@ from ddpjob.api import schema
 from ddpjob.api.reader import MAX_BYTES, MOST_LINES, ManifestError, read_manifest, validate, with_defaults
 from ddpjob.api.schema import Problem
 from ddpjob.api.yamltext import YamlError, read_documents
-from ddpjob.objects.later_refusals import later_refusals
+from ddpjob.client.manifests.later_refusals import later_refusals
 
 JOB = """\
 apiVersion: ddpjob.io/v1alpha1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from ddpjob.api.reader import read_manifests
-from ddpjob.client.manifest_sources import checked
+from ddpjob.client.manifests.manifest_sources import checked
 from ddpjob.controller.operator_settings import Settings, SettingsError
 
 CHART = Path(__file__).parents[2] / "charts" / "ddpjob-operator"

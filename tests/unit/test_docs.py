@@ -266,7 +266,7 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_manifests_and_make_targets_in_the_texts_are_right(page: Path, tmp_path: Path) -> None:
-    from ddpjob.client.manifest_sources import read_job
+    from ddpjob.client.manifests.manifest_sources import read_job
 
     text = page.read_text()
     for number, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)):
@@ -281,7 +281,7 @@ def test_manifests_and_make_targets_in_the_texts_are_right(page: Path, tmp_path:
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
 def test_examples_are_accepted_by_the_definition_and_the_trainer(example: Path) -> None:
-    from ddpjob.client.manifest_sources import read_job
+    from ddpjob.client.manifests.manifest_sources import read_job
     from ddpjob_trainer.config.command_line import read_settings
 
     spec = read_job(example)["spec"]
@@ -304,8 +304,13 @@ EXPLAINED = (
     *(
         f"operator/ddpjob/{module}.py"
         for module in (
-            *("controller/caches", "controller/election", "controller/informer", "controller/operator_shards"),
-            *("controller/report_watch", "controller/workqueue", "core/failures/merge_causes"),
+            *(
+                "controller/caches",
+                "controller/kube/election",
+                "controller/kube/informer",
+                "controller/operator_shards",
+            ),
+            *("controller/report_watch", "controller/kube/workqueue", "core/failures/merge_causes"),
             *("core/failures/classify", "core/failures/liveness", "core/failures/node_health"),
             *("core/failures/policy", "core/plan/gang", "core/plan/queue"),
             *("core/plan/slots", "core/rank_order", "engine/apply"),

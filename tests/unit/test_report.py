@@ -21,7 +21,7 @@ from typing import Any
 
 import ddpjob_report
 import pytest
-from ddpjob.client.metric_series import read_metrics
+from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob_report import curve_file, link, resume, stop
 from ddpjob_runtime import protocol
 

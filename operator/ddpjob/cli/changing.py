@@ -11,7 +11,7 @@ from ddpjob.cli.places import (
     in_place,
 )
 from ddpjob.cli.root import bare, complete_job, of_job, print_note, root, say
-from ddpjob.client.backend import Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.client.backends.backend import Backend, Mistake, NoSuchJob, OutagePatience
 
 
 @root.command()
@@ -75,7 +75,7 @@ class _Ended(Mistake):
 def _suspended(backend: Backend, job: str, timeout: float) -> None:
     """Waits until the job is suspended and its pods have ended. Raises Mistake."""
     from ddpjob.client.job_client import ENDED
-    from ddpjob.client.job_text import phase
+    from ddpjob.client.texts.job_text import phase
 
     end, patience = time.monotonic() + timeout, OutagePatience()
     while True:
@@ -163,7 +163,7 @@ def stop(job: str, now: bool) -> int:
     \b
     Example: ddpjob stop digits
     """
-    from ddpjob.client.process_backend import ProcessBackend
+    from ddpjob.client.backends.process_backend import ProcessBackend
 
     was_running = ProcessBackend().stop(job, now=now)
     click.echo(f"{job}: stopped" if was_running else f"{job}: not running")

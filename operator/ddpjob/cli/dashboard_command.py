@@ -10,9 +10,9 @@ import socket
 
 import click
 
-from ddpjob.client.backend import Backend, Mistake
-from ddpjob.client.cluster_backend import ClusterBackend
-from ddpjob.client.past_jobs import PastJobs
+from ddpjob.client.backends.backend import Backend, Mistake
+from ddpjob.client.backends.cluster_backend import ClusterBackend
+from ddpjob.client.backends.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import FleetView, OneSession
 from ddpjob.dashboard.web_server import serve

@@ -14,7 +14,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import JobStatus
 from ddpjob.cli.display import recoveries, reported_accuracy, stall_line
 from ddpjob.cli.output import printable
-from ddpjob.client.manifest_sources import BadInput, read_job
+from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import ask, read_record, runner
 

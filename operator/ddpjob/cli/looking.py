@@ -23,7 +23,7 @@ from ddpjob.cli.places import (
 )
 from ddpjob.cli.root import bare, complete_job, of_job, print_line, print_note, root
 from ddpjob.cli.waiting import wait_for
-from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob
+from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob
 
 
 class _Output(click.Choice[str]):
@@ -58,7 +58,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
              ddpjob get first -o yaml
              ddpjob get first -o jsonpath='{.status.phase}'
     """
-    from ddpjob.client.job_text import header
+    from ddpjob.client.texts.job_text import header
     from ddpjob.engine.reconcile import utc_now
 
     if everywhere and job is not None:
@@ -150,7 +150,7 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
     from ddpjob.cli.dashboard_command import serve_dashboard
 
     if folder is not None:
-        from ddpjob.client.past_jobs import PastJobs
+        from ddpjob.client.backends.past_jobs import PastJobs
 
         return serve_dashboard(PastJobs(folder), host, port)
     return serve_dashboard(place.backend(everywhere=everywhere), host, port)
@@ -201,7 +201,7 @@ def show(folder: Path) -> int:
              ddpjob show runs/digits
     """
     from ddpjob.cli.terminal_curves import curves
-    from ddpjob.client.left_behind import in_words, read_left_behind
+    from ddpjob.client.backends.left_behind import in_words, read_left_behind
 
     found = read_left_behind(folder)
     for line in in_words(found):
@@ -226,7 +226,7 @@ def describe(place: Place, job: str) -> int:
     Example: ddpjob describe first
     """
     from ddpjob.client.job_client import if_allowed
-    from ddpjob.client.job_text import describe as described
+    from ddpjob.client.texts.job_text import describe as described
     from ddpjob.engine.reconcile import utc_now
 
     backend = place.backend()
@@ -251,8 +251,8 @@ def why(place: Place, job: str) -> int:
     Example: ddpjob why first
     """
     from ddpjob.client.job_client import if_allowed
-    from ddpjob.client.job_text import phase
-    from ddpjob.client.job_text import why as explained
+    from ddpjob.client.texts.job_text import phase
+    from ddpjob.client.texts.job_text import why as explained
     from ddpjob.engine.reconcile import utc_now
 
     backend = place.backend()
@@ -308,7 +308,7 @@ def logs(
              ddpjob logs first-1-0
     """
     from ddpjob.api.near_misses import seconds
-    from ddpjob.client.log_follower import Chosen, LogFollower
+    from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
     length = None if since is None else int(since) if since.isdigit() else seconds(since)
     if since is not None and not length:
@@ -365,7 +365,7 @@ def events(place: Place, job: str) -> int:
     \b
     Example: ddpjob events first
     """
-    from ddpjob.client.job_text import event_line
+    from ddpjob.client.texts.job_text import event_line
     from ddpjob.engine.reconcile import utc_now
 
     backend = place.backend()
@@ -411,7 +411,7 @@ def stacks(place: Place, job: str, index: tuple[int, ...]) -> int:
     \b
     Example: ddpjob stacks first --index 3
     """
-    from ddpjob.client.worker_stacks import stacks as taken
+    from ddpjob.client.logs.worker_stacks import stacks as taken
 
     backend = place.backend()
     backend.job(job)

@@ -27,7 +27,7 @@ from ddpjob.cli.places import (
     in_place,
 )
 from ddpjob.cli.root import SystemFault, print_line, print_note, root
-from ddpjob.client.backend import Mistake
+from ddpjob.client.backends.backend import Mistake
 
 # In the order in which the help lists the commands.
 from ddpjob.cli import preparing  # noqa: F401  isort: skip
@@ -44,7 +44,7 @@ def doctor(place: Place) -> int:
     Exit code: 0 all is well, 1 something is not, 3 no cluster.
     Example: ddpjob doctor -n research
     """
-    from ddpjob.client.diagnose import checks
+    from ddpjob.client.texts.diagnose import checks
 
     backend = place.cluster()
     faults = 0
@@ -64,7 +64,7 @@ def version() -> int:
     \b
     Example: ddpjob version
     """
-    from ddpjob.client.diagnose import client_version
+    from ddpjob.client.texts.diagnose import client_version
 
     click.echo(f"ddpjob {client_version()}")
     return 0

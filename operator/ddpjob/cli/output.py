@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import write_document
-from ddpjob.client.job_text import row
+from ddpjob.client.texts.job_text import row
 
 
 def printable(text: str) -> str:

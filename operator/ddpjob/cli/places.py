@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from ddpjob.client.backend import Backend, Mistake, Unreachable
-from ddpjob.client.cluster_backend import ClusterBackend
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.backend import Backend, Mistake, Unreachable
+from ddpjob.client.backends.cluster_backend import ClusterBackend
+from ddpjob.client.backends.process_backend import ProcessBackend
 
 EXIT_NEGATIVE, EXIT_MISTAKE, EXIT_UNREACHABLE, EXIT_TIMEOUT = 1, 2, 3, 124
 PLUGIN = "kubectl-ddp"
@@ -39,7 +39,7 @@ class Place:
             if said not in ("local", "cluster"):
                 raise Mistake(f"{VARIABLE}={said}: write local or cluster")
             return said == "local"
-        from ddpjob.client.process_backend import has_jobs
+        from ddpjob.client.backends.process_backend import has_jobs
 
         return has_jobs()
 
@@ -51,7 +51,7 @@ class Place:
         """The cluster, whatever is_local says."""
         if self.local:
             raise Mistake("--local: -A, --server and `ddpjob doctor` ask a cluster; leave --local out")
-        from ddpjob.client.api_server import ApiServer
+        from ddpjob.client.backends.api_server import ApiServer
 
         return ClusterBackend(ApiServer.open(self.kubeconfig, self.context), self.namespace, everywhere=everywhere)
 

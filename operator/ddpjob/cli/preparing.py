@@ -21,7 +21,7 @@ from ddpjob.cli.places import (
 )
 from ddpjob.cli.root import BeforeArguments, print_line, print_note, root, say
 from ddpjob.cli.waiting import wait_for
-from ddpjob.client.backend import Backend, Mistake
+from ddpjob.client.backends.backend import Backend, Mistake
 
 _RUN = """\
 Run the job of a manifest on this machine, as the operator does on a cluster: same checks, restarts, budget and status.
@@ -105,7 +105,7 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
     Example: ddpjob validate job.yaml
              kustomize build . | ddpjob validate --server -
     """
-    from ddpjob.client.manifest_sources import BadInput, checked, manifests
+    from ddpjob.client.manifests.manifest_sources import BadInput, checked, manifests
 
     if not sources and not more:
         raise click.UsageError("name a FILE, a FOLDER, or - for standard input")
@@ -129,9 +129,9 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
 
 def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
     """The namespace whose API server finds nothing wrong. Raises BadInput."""
-    from ddpjob.client.cluster_backend import ClusterBackend
-    from ddpjob.client.manifest_sources import BadInput
-    from ddpjob.client.server_check import server_problems
+    from ddpjob.client.backends.cluster_backend import ClusterBackend
+    from ddpjob.client.manifests.manifest_sources import BadInput
+    from ddpjob.client.manifests.server_check import server_problems
 
     namespace = place.namespace or body["metadata"].get("namespace")
     written = manifest.document.value
@@ -144,7 +144,7 @@ def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
 
 
 def _complete_field(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from ddpjob.client.explain_fields import paths
+    from ddpjob.client.manifests.explain_fields import paths
 
     return [path for path in paths() if path.startswith(incomplete)]
 
@@ -159,7 +159,7 @@ def explain(field: str, recursive: bool) -> int:
     Example: ddpjob explain spec.recovery
              ddpjob explain spec --recursive
     """
-    from ddpjob.client.explain_fields import explain as explained
+    from ddpjob.client.manifests.explain_fields import explain as explained
 
     for line in explained(field, recursive=recursive):
         print_line(line)
@@ -177,7 +177,7 @@ def schema() -> int:
     """
     import json
 
-    from ddpjob.client.explain_fields import editor_schema
+    from ddpjob.client.manifests.explain_fields import editor_schema
 
     click.echo(json.dumps(editor_schema(), indent=1, ensure_ascii=False))
     return 0
@@ -257,7 +257,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
 
 def _is_manifest(program: str) -> bool:
-    from ddpjob.client.manifest_sources import SUFFIXES
+    from ddpjob.client.manifests.manifest_sources import SUFFIXES
 
     return program == "-" or program.endswith(SUFFIXES)
 
@@ -295,8 +295,8 @@ def _refuse_options_of_scripts() -> None:
 
 def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
     """The objects of each job that is to be created."""
-    from ddpjob.client.build_manifest import JobRequest, build, read_settings
-    from ddpjob.client.manifest_sources import BadInput, check_made, checked, manifests
+    from ddpjob.client.manifests.build_manifest import JobRequest, build, read_settings
+    from ddpjob.client.manifests.manifest_sources import BadInput, check_made, checked, manifests
 
     if _is_manifest(program):
         if args:
@@ -341,9 +341,9 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
     Example: ddpjob convert pytorchjob.yaml > job.yaml
              ddpjob convert --image IMAGE -- torchrun --nnodes=2 --nproc-per-node=8 train.py --lr 0.1
     """
-    from ddpjob.client.convert_jobs import convert as convert_manifest
-    from ddpjob.client.convert_jobs import convert_command
-    from ddpjob.client.manifest_sources import SUFFIXES, BadInput, checked
+    from ddpjob.client.manifests.convert_jobs import convert as convert_manifest
+    from ddpjob.client.manifests.convert_jobs import convert_command
+    from ddpjob.client.manifests.manifest_sources import SUFFIXES, BadInput, checked
 
     several = len(words) > 1 and not all(word.endswith(SUFFIXES) for word in words)
     if several or (" " in words[0] and not _exists(words[0])):
@@ -383,7 +383,7 @@ def _foreign(source: str) -> list[Any]:
     """The manifests that can be converted; those that cannot are named."""
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.api.yamltext import YamlError, read_documents
-    from ddpjob.client.manifest_sources import refuse_address, standard_input
+    from ddpjob.client.manifests.manifest_sources import refuse_address, standard_input
 
     refuse_address(source, "convert")
     try:

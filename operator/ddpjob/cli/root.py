@@ -14,7 +14,7 @@ from ddpjob.cli.output import (
 from ddpjob.cli.places import (
     Place,
 )
-from ddpjob.client.backend import Backend, Mistake
+from ddpjob.client.backends.backend import Backend, Mistake
 
 _ROOT = """\
 PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
@@ -140,7 +140,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 @click.pass_context
 def root(ctx: click.Context, version: bool) -> None:
     if version:
-        from ddpjob.client.diagnose import client_version
+        from ddpjob.client.texts.diagnose import client_version
 
         click.echo(f"ddpjob {client_version()}")
     elif ctx.invoked_subcommand is None:

@@ -16,7 +16,7 @@ from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.job_status import ConditionType
 from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
 from ddpjob.cli.output import abandon_output, printable
-from ddpjob.client.manifest_sources import BadInput, read_job
+from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake
-from ddpjob.client.metric_series import MetricSeries, read_metrics
+from ddpjob.client.backends.backend import METRICS, METRICS_BYTES, Mistake
+from ddpjob.client.texts.metric_series import MetricSeries, read_metrics
 from ddpjob.core.status.messages import count
 from ddpjob.missing_package import INSTALL
 

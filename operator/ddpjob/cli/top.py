@@ -20,8 +20,9 @@ from ddpjob.api.job_status import JobStatus, Phase
 from ddpjob.cli.display import PHASE_COLOURS, reported_accuracy
 from ddpjob.cli.output import printable, printed_rows
 from ddpjob.cli.terminal_curves import sparkline
-from ddpjob.client.backend import Backend, Mistake, OutagePatience, PodLine
-from ddpjob.client.job_text import (
+from ddpjob.client.backends.backend import Backend, Mistake, OutagePatience, PodLine
+from ddpjob.client.logs.log_follower import ranks_of_pods
+from ddpjob.client.texts.job_text import (
     header,
     phase,
     readable,
@@ -32,7 +33,6 @@ from ddpjob.client.job_text import (
     took,
     why,
 )
-from ddpjob.client.log_follower import ranks_of_pods
 from ddpjob.core.status.messages import count
 from ddpjob.engine.reconcile import utc_now
 

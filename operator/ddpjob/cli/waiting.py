@@ -12,7 +12,7 @@ from ddpjob.cli.places import (
     EXIT_TIMEOUT,
 )
 from ddpjob.cli.root import print_note, say
-from ddpjob.client.backend import Backend
+from ddpjob.client.backends.backend import Backend
 
 WAITING_SECONDS = 30.0
 """Between two lines of progress of a job that is waited for."""
@@ -21,7 +21,7 @@ WAITING_SECONDS = 30.0
 def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> int:
     """The exit code of `wait`. Standard error shows what happens meanwhile: states, restarts, now and then progress."""
     from ddpjob.api.job_status import JobStatus
-    from ddpjob.client.job_text import header, phase, restart_line, why
+    from ddpjob.client.texts.job_text import header, phase, restart_line, why
     from ddpjob.engine.reconcile import utc_now
 
     state, shown, shown_at, widths = "", ("", 0), 0.0, list[int]()

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ddpjob.api.job_spec import JobSpec, Json
 from ddpjob.api.job_status import Condition, JobStatus
-from ddpjob.client.backend import Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
-from ddpjob.client.build_manifest import JobRequest, build
-from ddpjob.client.job_text import phase, readable
+from ddpjob.client.backends.backend import Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
+from ddpjob.client.manifests.build_manifest import JobRequest, build
+from ddpjob.client.texts.job_text import phase, readable
 from ddpjob.core.view import is_number
 
 if TYPE_CHECKING:
-    from ddpjob.client.log_follower import LogFollower
+    from ddpjob.client.logs.log_follower import LogFollower
 
 ENDED = ("Complete", "Failed")
 """Phases that a job does not leave."""
@@ -195,13 +195,13 @@ class Client:
         `settings`: any other field of spec, such as {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"};
         mappings join what the other parameters have set, and other values replace it.
         """
-        from ddpjob.client.manifest_sources import SUFFIXES, check_made
+        from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
         if not callable(program) and str(program).endswith(SUFFIXES):
             raise Mistake(f"{program}: a manifest; submit() takes it")
         source, words = "", args
         if callable(program):
-            from ddpjob.client.function_source import script_of
+            from ddpjob.client.manifests.function_source import script_of
 
             if not isinstance(args, Mapping) and len(args):
                 raise TypeError("args of a function: a mapping of its keyword arguments, such as {'epochs': 3}")
@@ -222,7 +222,7 @@ class Client:
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
         """Creates the job of a manifest: a mapping, or a YAML file with one DDPJob."""
-        from ddpjob.client.manifest_sources import SUFFIXES, check_made, read_job
+        from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
 
         if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
             raise Mistake(f"{manifest}: no manifest, which ends in {', '.join(SUFFIXES)}; train() takes a script")
@@ -292,7 +292,7 @@ class Client:
         has ended, also with pods that replace others, in whole. Raises Mistake when nothing can be read, as of a
         `rank` or an `index` that no pod has; warns of each pod that could not be read.
         """
-        from ddpjob.client.log_follower import Chosen, LogFollower
+        from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
         chosen = Chosen(indices=() if index is None else (index,), ranks=() if rank is None else (rank,))
         stop = threading.Event()
@@ -306,7 +306,7 @@ class Client:
 
     def why(self, job: str | Job) -> str:
         """What the job waits for or why it failed, and what to do about it: the text of `ddpjob why`."""
-        from ddpjob.client.job_text import why
+        from ddpjob.client.texts.job_text import why
         from ddpjob.engine.reconcile import utc_now
 
         body = self._backend.job(_name(job))
@@ -358,12 +358,12 @@ def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Itera
 
 def _backend(kind: str, namespace: str | None, context: str | None, kubeconfig: str | None) -> Backend:
     if kind == "local":
-        from ddpjob.client.process_backend import ProcessBackend
+        from ddpjob.client.backends.process_backend import ProcessBackend
 
         return ProcessBackend()
     if kind != "kubernetes":
         raise ValueError(f"backend {kind!r}: write 'kubernetes' or 'local'")
-    from ddpjob.client.api_server import ApiServer
-    from ddpjob.client.cluster_backend import ClusterBackend
+    from ddpjob.client.backends.api_server import ApiServer
+    from ddpjob.client.backends.cluster_backend import ClusterBackend
 
     return ClusterBackend(ApiServer.open(kubeconfig, context), namespace)

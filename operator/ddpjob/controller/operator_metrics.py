@@ -16,8 +16,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from ddpjob.controller.kube.metrics import API_REQUESTS as API_REQUESTS
-from ddpjob.controller.kube.metrics import WATCH_ERRORS as WATCH_ERRORS
+from ddpjob.controller.kube.request_metrics import API_REQUESTS as API_REQUESTS
+from ddpjob.controller.kube.request_metrics import WATCH_ERRORS as WATCH_ERRORS
 
 RECONCILE_SECONDS = Histogram(
     "ddpjob_operator_reconcile_duration_seconds",

@@ -16,8 +16,8 @@ from ddpjob_runtime import protocol
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState, known_time
-from ddpjob.client.backend import Backend, Mistake
-from ddpjob.client.job_text import main_condition, phase
+from ddpjob.client.backends.backend import Backend, Mistake
+from ddpjob.client.texts.job_text import main_condition, phase
 from ddpjob.core.status.describe import STEP_OVERDUE
 from ddpjob.core.view import is_number
 

@@ -17,7 +17,7 @@ from urllib.parse import urlencode, urlsplit
 
 from aiohttp import web
 
-from ddpjob.client.backend import Backend
+from ddpjob.client.backends.backend import Backend
 from ddpjob.dashboard.fleet import Fleet
 
 _KEPT = 64

@@ -14,9 +14,9 @@ from ddpjob_runtime.protocol import CHECKPOINT_TIME, COPY_TIME, is_number
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus
-from ddpjob.client.backend import PodLine
-from ddpjob.client.log_follower import ranks_of_pods
-from ddpjob.client.metric_series import MetricSeries
+from ddpjob.client.backends.backend import PodLine
+from ddpjob.client.logs.log_follower import ranks_of_pods
+from ddpjob.client.texts.metric_series import MetricSeries
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.dashboard.fleet import ENDED, STATES, CurveSamples, FleetRow
 

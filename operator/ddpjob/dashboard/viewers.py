@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ddpjob.api.job import API_VERSION, PLURAL
-from ddpjob.client.api_server import ApiRefusal, BearerServer
-from ddpjob.client.backend import Mistake, NotKnown, Unreachable
-from ddpjob.client.cluster_backend import NO_CRD, ClusterBackend
+from ddpjob.client.backends.api_server import ApiRefusal, BearerServer
+from ddpjob.client.backends.backend import Mistake, NotKnown, Unreachable
+from ddpjob.client.backends.cluster_backend import NO_CRD, ClusterBackend
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import AccessRefused, FleetView, host_name, own_port
 

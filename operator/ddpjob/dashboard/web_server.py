@@ -22,10 +22,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import write_document
-from ddpjob.client.backend import METRICS, Backend, Happened, LogOptions, Mistake, NoSuchJob, PodLine, Unreachable
-from ddpjob.client.job_text import phase, restart_counts, took, why
-from ddpjob.client.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
-from ddpjob.client.metric_series import read_metrics
+from ddpjob.client.backends.backend import (
+    METRICS,
+    Backend,
+    Happened,
+    LogOptions,
+    Mistake,
+    NoSuchJob,
+    PodLine,
+    Unreachable,
+)
+from ddpjob.client.logs.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
+from ddpjob.client.texts.job_text import phase, restart_counts, took, why
+from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.core.status.messages import cause_first, count
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.dashboard.fleet import ENDED, STATES, WITHOUT_ETA, Key, read_job

@@ -13,8 +13,8 @@ from ddpjob.cli import changing, looking
 from ddpjob.cli.main import main
 from ddpjob.cli.output import document, printable
 from ddpjob.cli.places import Place
-from ddpjob.client.api_server import ApiRefusal
-from ddpjob.client.backend import Happened, Mistake, NoAnswer, NoSuchJob, PodLine
+from ddpjob.client.backends.api_server import ApiRefusal
+from ddpjob.client.backends.backend import Happened, Mistake, NoAnswer, NoSuchJob, PodLine
 from ddpjob.client.job_client import Client
 
 AWAY, GONE = NoAnswer("the API server does not answer"), NoSuchJob("no job j")

@@ -14,10 +14,10 @@ from ddpjob.cli import top
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
 from ddpjob.cli.terminal_curves import chart, curves, draw, points, sparkline
-from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake, PodLine
-from ddpjob.client.cluster_backend import _METRICS_MARK, _METRICS_PROBE, ClusterBackend
-from ddpjob.client.metric_series import read_metrics
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.backend import METRICS, METRICS_BYTES, Mistake, PodLine
+from ddpjob.client.backends.cluster_backend import _METRICS_MARK, _METRICS_PROBE, ClusterBackend
+from ddpjob.client.backends.process_backend import ProcessBackend
+from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import FleetView
 from ddpjob.dashboard.web_server import _curves_now
@@ -162,7 +162,7 @@ def test_plot_reads_the_metrics_in_the_pod_that_has_them(tmp_path: Path, monkeyp
 
 def test_the_screen_of_a_job(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     written()
-    monkeypatch.setattr("ddpjob.client.process_backend.runner", lambda folder: 1)
+    monkeypatch.setattr("ddpjob.client.backends.process_backend.runner", lambda folder: 1)
     assert main(["--local", "top", "j"]) == 0, "once, where there is no terminal"
     out = capsys.readouterr().out
     for part in ("j   Running   nodes", "ranks 8", "epoch 1/2 50 %", "0.5", "10/s", "75.00%",
@@ -187,7 +187,7 @@ def test_the_screen_is_redrawn_until_the_job_has_ended(runs: Path, monkeypatch: 
                  "lastTransitionTime": "2026-01-01T00:00:20Z"}  # fmt: skip
         written(**losses, **({"phase": "Failed", "conditions": [ended]} if looks == 3 else {}))
 
-    monkeypatch.setattr("ddpjob.client.process_backend.runner", lambda folder: 1)
+    monkeypatch.setattr("ddpjob.client.backends.process_backend.runner", lambda folder: 1)
     monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))  # Other threads have the real one.
     console = Console(force_terminal=True, width=100, record=True)
     monkeypatch.setattr(top, "Console", lambda **options: console)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from ddpjob.api.schema import object_schema
 from ddpjob.cli.main import main
-from ddpjob.client.backend import Mistake
-from ddpjob.client.explain_fields import editor_schema, explain, paths
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests.explain_fields import editor_schema, explain, paths
 from jsonschema import Draft7Validator, Draft202012Validator
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ddpjob.cli.main import main
-from ddpjob.client.manifest_sources import read_job
+from ddpjob.client.manifests.manifest_sources import read_job
 
 
 @pytest.fixture(autouse=True)

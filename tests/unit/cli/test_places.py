@@ -13,7 +13,7 @@ import pytest
 from ddpjob.cli.display import shortest
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
-from ddpjob.client.backend import Mistake
+from ddpjob.client.backends.backend import Mistake
 
 HERE = Place(None, None, None, None)
 

@@ -14,7 +14,7 @@ import yaml
 from ddpjob.api.yamltext import read_documents
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.process_backend import ProcessBackend
 
 JOB = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: t}\nspec:\n  image: a\n  script: b.py\n"
 OTHER_KIND = "---\napiVersion: v1\nkind: ConfigMap\nmetadata: {name: settings}\n"

@@ -18,8 +18,8 @@ import certifi
 import pytest
 import urllib3
 from ddpjob.cli.main import main
-from ddpjob.client.api_server import AnswerTooLarge, ApiRefusal, ApiServer, BearerServer
-from ddpjob.client.backend import NoAnswer, Unreachable
+from ddpjob.client.backends.api_server import AnswerTooLarge, ApiRefusal, ApiServer, BearerServer
+from ddpjob.client.backends.backend import NoAnswer, Unreachable
 
 
 def served(answer: bytes) -> int:
@@ -145,8 +145,8 @@ def test_a_connection_that_leads_nowhere_is_noticed(
 @pytest.fixture
 def large_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[int]]]:
     """(address, limits asked for) of a server with 40 objects of 1,000 bytes, of which a dashboard reads 4,000."""
-    monkeypatch.setattr("ddpjob.client.api_server.LARGEST_ANSWER", 4000)
-    monkeypatch.setattr("ddpjob.client.api_server.LARGEST_PAGE_BYTES", 4000)
+    monkeypatch.setattr("ddpjob.client.backends.api_server.LARGEST_ANSWER", 4000)
+    monkeypatch.setattr("ddpjob.client.backends.api_server.LARGEST_PAGE_BYTES", 4000)
     monkeypatch.setattr(BearerServer, "largest_answer", 4000)
     asked: list[int] = []
 

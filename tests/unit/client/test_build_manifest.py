@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from ddpjob.client.backend import Mistake
-from ddpjob.client.build_manifest import JobRequest, build
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests.build_manifest import JobRequest, build
 
 
 def arrived(folder: Path) -> dict[str, bytes]:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
-from ddpjob.client import backend as backends
-from ddpjob.client import cluster_backend
-from ddpjob.client.api_server import ApiRefusal
-from ddpjob.client.backend import LogOptions, Mistake, NoAnswer, NoSuchJob, PodLine
-from ddpjob.client.cluster_backend import ClusterBackend
-from ddpjob.client.log_follower import LogFollower
+from ddpjob.client.backends import backend as backends
+from ddpjob.client.backends import cluster_backend
+from ddpjob.client.backends.api_server import ApiRefusal
+from ddpjob.client.backends.backend import LogOptions, Mistake, NoAnswer, NoSuchJob, PodLine
+from ddpjob.client.backends.cluster_backend import ClusterBackend
+from ddpjob.client.logs.log_follower import LogFollower
 
 Json = dict[str, Any]
 
@@ -145,7 +145,7 @@ def test_an_api_server_that_restarts_does_not_end_a_wait() -> None:
 
 
 def test_an_api_server_that_restarts_does_not_end_the_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpjob.client.log_follower._POLL", 0.01)
+    monkeypatch.setattr("ddpjob.client.logs.log_follower._POLL", 0.01)
     backend, body = ClusterBackend(Restarting()), {"metadata": {"name": "j"}}  # type: ignore[arg-type]
     follower = LogFollower(backend, body, LogOptions(follow=True))
     assert [line.text for line in follower.lines()] == [b"a"] and not follower.notes

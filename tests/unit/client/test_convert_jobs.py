@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from ddpjob.api.reader import validate
-from ddpjob.client.backend import Mistake
-from ddpjob.client.convert_jobs import convert, convert_command
-from ddpjob.objects.later_refusals import later_refusals
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests.convert_jobs import convert, convert_command
+from ddpjob.client.manifests.later_refusals import later_refusals
 
 PYTORCH_JOB = """
 apiVersion: kubeflow.org/v1

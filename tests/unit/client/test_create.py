@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from ddpjob.client import cluster_backend
-from ddpjob.client.api_server import ApiRefusal, ApiServer
-from ddpjob.client.backend import Mistake
-from ddpjob.client.build_manifest import JobRequest, build
-from ddpjob.client.cluster_backend import ClusterBackend
-from ddpjob.client.diagnose import RIGHTS
+from ddpjob.client.backends import cluster_backend
+from ddpjob.client.backends.api_server import ApiRefusal, ApiServer
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.backends.cluster_backend import ClusterBackend
+from ddpjob.client.manifests.build_manifest import JobRequest, build
+from ddpjob.client.texts.diagnose import RIGHTS
 
 Json = dict[str, Any]
 

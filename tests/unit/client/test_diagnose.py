@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 from ddpjob.cli.main import main
-from ddpjob.client.api_server import ApiServer
-from ddpjob.client.diagnose import _operators, _rights, client_version
+from ddpjob.client.backends.api_server import ApiServer
+from ddpjob.client.texts.diagnose import _operators, _rights, client_version
 
 
 class Refusing:

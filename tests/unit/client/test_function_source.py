@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob.client.backend import Mistake
-from ddpjob.client.function_source import script_of
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests.function_source import script_of
 
 OUTSIDE = 3
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from ddpjob import Client, Job, JobFailed, Mistake, Progress
-from ddpjob.client.backend import LogOptions, PodLine
-from ddpjob.client.build_manifest import CODE_FOLDER, MOST_BYTES
+from ddpjob.client.backends.backend import LogOptions, PodLine
+from ddpjob.client.manifests.build_manifest import CODE_FOLDER, MOST_BYTES
 
 Json = dict[str, Any]
 
@@ -167,7 +167,7 @@ def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypat
     for words in ("--epochs 3", {"epochs": 3}):
         with pytest.raises(TypeError, match="a list of its words"):
             train("pkg.train", args=words, image="a")
-    monkeypatch.setattr("ddpjob.client.function_source.inspect.getsource",
+    monkeypatch.setattr("ddpjob.client.manifests.function_source.inspect.getsource",
                         lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip
     with pytest.raises(Mistake, match="too_large: holds more than 1008 KiB"):
         train(too_large, image="a")

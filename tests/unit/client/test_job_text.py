@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from ddpjob.cli.top import JobScreen
-from ddpjob.client.backend import Happened, Mistake, PodLine
+from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.client.job_client import Job
-from ddpjob.client.job_text import describe, read_remedies, remedies, row, table, why
+from ddpjob.client.texts.job_text import describe, read_remedies, remedies, row, table, why
 
 ROOT = Path(__file__).parents[3]
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

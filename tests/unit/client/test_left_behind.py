@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from ddpjob.cli.main import main
-from ddpjob.client.backend import Mistake
-from ddpjob.client.left_behind import in_words, read_left_behind
-from ddpjob.client.past_jobs import PastJobs
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.backends.left_behind import in_words, read_left_behind
+from ddpjob.client.backends.past_jobs import PastJobs
 
 BREAK = {
     "id": 1, "time": "2026-01-02T03:05:00.000Z", "kind": "WorkerFailed", "pod": "first-1-0", "rank": 3, "exitCode": 1,

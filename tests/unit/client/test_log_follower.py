@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
-from ddpjob.client import log_follower
-from ddpjob.client.backend import LogOptions, PodLine
-from ddpjob.client.log_follower import rank_of_line, ranks_of_pods, ranks_per_node
+from ddpjob.client.backends.backend import LogOptions, PodLine
+from ddpjob.client.logs import log_follower
+from ddpjob.client.logs.log_follower import rank_of_line, ranks_of_pods, ranks_per_node
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ class TwoNodes:
 def printed(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **spec: Any) -> set[str]:
     backend = TwoNodes(**spec)
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
-    monkeypatch.setattr("ddpjob.client.log_follower._POLL", 0.05)
+    monkeypatch.setattr("ddpjob.client.logs.log_follower._POLL", 0.05)
     assert main(words.split()) == 0
     return set(capsys.readouterr().out.splitlines())
 
@@ -189,7 +189,7 @@ def follow(
     words: str, backend: TwoNodes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> set[str]:
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
-    monkeypatch.setattr("ddpjob.client.log_follower._POLL", 0.05)
+    monkeypatch.setattr("ddpjob.client.logs.log_follower._POLL", 0.05)
     assert main(words.split()) == 0
     return set(capsys.readouterr().out.splitlines())
 
@@ -302,6 +302,6 @@ def test_a_pod_that_is_followed_ends_before_its_job(
     monkeypatch.setattr(backend, "local", local, raising=False)
     options, chosen = LogOptions(follow=True), log_follower.Chosen("j-1-0")
     follower = log_follower.LogFollower(backend, backend.body, options, chosen)  # type: ignore[arg-type]
-    monkeypatch.setattr("ddpjob.client.log_follower._POLL", 0.05)
+    monkeypatch.setattr("ddpjob.client.logs.log_follower._POLL", 0.05)
     assert [line.text for line in follower.lines()] == [b"j-1-0"]
     assert 4 <= len(asked) < 20

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from ddpjob.client.backend import Mistake
-from ddpjob.client.left_behind import LeftBehind, read_left_behind
-from ddpjob.client.past_jobs import PastJobs
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.backends.left_behind import LeftBehind, read_left_behind
+from ddpjob.client.backends.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import FleetView, OneSession
 from ddpjob.dashboard.web_server import serve
@@ -87,7 +87,7 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_written_later_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpjob.client.past_jobs._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("ddpjob.client.backends.past_jobs._LOOK_SECONDS", 0.01)
     left(tmp_path, LINES[:2])
     changes = PastJobs(tmp_path).changes(None)
     assert next(changes)[0]["status"]["phase"] == "Interrupted"
@@ -113,7 +113,7 @@ def test_of_many_folders_those_are_read_again_that_have_changed(
         read.append(folder.name)
         return read_left_behind(folder)
 
-    monkeypatch.setattr("ddpjob.client.past_jobs.read_left_behind", reading)
+    monkeypatch.setattr("ddpjob.client.backends.past_jobs.read_left_behind", reading)
     (tmp_path / "two" / ".ddpjob-rounds.jsonl").write_text(line("end", 2, 1, ok=True, why="over", job="two"))
     phases = {body["metadata"]["name"]: body["status"]["phase"] for body in archive.jobs()}
     assert (phases, read) == ({"one": "Interrupted", "two": "Complete"}, ["two"])
@@ -130,7 +130,7 @@ def test_a_job_that_was_known_and_is_gone_is_the_first_change(tmp_path: Path) ->
 
 
 def test_a_folder_that_is_removed_leaves_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpjob.client.past_jobs._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("ddpjob.client.backends.past_jobs._LOOK_SECONDS", 0.01)
     for name in ("one", "two"):
         left(tmp_path / name, [line("round", 1, 1, world=2, job=name)])
     changes = PastJobs(tmp_path).changes(None, seconds=9)

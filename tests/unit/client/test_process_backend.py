@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob.client import process_backend
-from ddpjob.client.backend import LogOptions, Mistake
-from ddpjob.client.job_text import why
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends import process_backend
+from ddpjob.client.backends.backend import LogOptions, Mistake
+from ddpjob.client.backends.process_backend import ProcessBackend
+from ddpjob.client.texts.job_text import why
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import held, write_record
 from ddpjob.local.runner import prepare

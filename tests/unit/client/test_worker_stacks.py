@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ddpjob.client.worker_stacks import PROBE
+from ddpjob.client.logs.worker_stacks import PROBE
 from ddpjob_runtime.launcher.stacks import PREFIX
 
 WORKER = """

@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 from chromium import Page, browser_page
-from ddpjob.client.backend import Mistake
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob.dashboard import web_server
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder

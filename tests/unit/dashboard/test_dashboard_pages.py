@@ -20,11 +20,11 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import format_time
 from ddpjob.cli import dashboard_command
-from ddpjob.client.backend import LogOptions, Mistake, PodLine
-from ddpjob.client.job_text import restart_counts
-from ddpjob.client.log_follower import LogFollower
-from ddpjob.client.metric_series import read_metrics
-from ddpjob.client.process_backend import ProcessBackend
+from ddpjob.client.backends.backend import LogOptions, Mistake, PodLine
+from ddpjob.client.backends.process_backend import ProcessBackend
+from ddpjob.client.logs.log_follower import LogFollower
+from ddpjob.client.texts.job_text import restart_counts
+from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.dashboard import web_server
 from ddpjob.dashboard.fleet import CurveSamples, Fleet, fleet_row
 from ddpjob.dashboard.gate import own_host

@@ -12,8 +12,8 @@ from string import Template
 
 import yaml
 
-from ddpjob.client.backend import Mistake
-from ddpjob.client.manifest_sources import check_made
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests.manifest_sources import check_made
 
 _MANIFEST = Path("job.yaml")
 _PLAIN = re.compile(r"[A-Za-z][-\w./:@]*\w")

@@ -42,7 +42,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
-from ddpjob.controller.kube.metrics import WATCH_ERRORS
+from ddpjob.controller.kube.request_metrics import WATCH_ERRORS
 from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, ApiError, Json, Rest, TooLarge
 from ddpjob.unavailable import Unavailable
 

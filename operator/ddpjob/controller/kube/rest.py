@@ -17,7 +17,7 @@ import aiohttp
 from kubernetes.aio import client, config
 from pydantic_core import from_json
 
-from ddpjob.controller.kube.metrics import API_REQUESTS
+from ddpjob.controller.kube.request_metrics import API_REQUESTS
 from ddpjob.unavailable import Unavailable
 
 Json = dict[str, Any]

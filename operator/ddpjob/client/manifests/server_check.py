@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ddpjob.api.job import PLURAL, DDPJob
 from ddpjob.api.job_spec import Json, Placement
 from ddpjob.api.job_status import JobStatus, Slot
-from ddpjob.client.api_server import ApiRefusal
-from ddpjob.client.cluster_backend import ClusterBackend
+from ddpjob.client.backends.api_server import ApiRefusal
+from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.controller.pod_views import read_claim
 from ddpjob.core.volumes import FIELD, unusable_claim
 from ddpjob.core.world import ClaimView, World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from ddpjob.client.backend import Backend, Mistake, PodLine
+from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 
 AT_ONCE = 16
 

@@ -12,7 +12,7 @@ from typing import Any
 from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import load_crd
-from ddpjob.client.api_server import ApiRefusal, ApiServer
+from ddpjob.client.backends.api_server import ApiRefusal, ApiServer
 from ddpjob.missing_package import INSTALL
 
 SUPPORTED_MINOR = 29

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import yaml
 
 from ddpjob.api.job_spec import Json
-from ddpjob.client.backend import Mistake, NoAnswer, NotKnown, Unreachable
+from ddpjob.client.backends.backend import Mistake, NoAnswer, NotKnown, Unreachable
 
 SECONDS = 30
 LARGEST_PAGE = 500

@@ -12,7 +12,7 @@ from typing import Any
 from ddpjob.api.job import API_VERSION, KIND, QUEUE_LABEL
 from ddpjob.api.job_spec import Json
 from ddpjob.api.merging import mounted_at
-from ddpjob.client.backend import Mistake
+from ddpjob.client.backends.backend import Mistake
 from ddpjob.core.world import LABEL_JOB, TRAINER_CONTAINER
 from ddpjob.objects.pod_group import QUEUE_ANNOTATION
 

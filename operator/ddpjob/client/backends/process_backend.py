@@ -21,7 +21,7 @@ from typing import BinaryIO, ParamSpec, TypeVar
 from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.job_status import JobStatus, SlotState, parse_time
 from ddpjob.api.reader import validate, with_defaults
-from ddpjob.client.backend import (
+from ddpjob.client.backends.backend import (
     METRICS,
     METRICS_BYTES,
     METRICS_WRITERS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.reader import Manifest, ManifestError, listed, read_manifests, validate, with_defaults
-from ddpjob.client.backend import Mistake
+from ddpjob.client.backends.backend import Mistake
 from ddpjob.local.paths import runs_folder
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -87,7 +87,7 @@ def _files(folder: Path) -> list[Path]:
 
 def checked(manifest: Manifest) -> Json:
     """The manifest with its defaults, if a job of it can run. Raises BadInput."""
-    from ddpjob.objects.later_refusals import later_refusals
+    from ddpjob.client.manifests.later_refusals import later_refusals
 
     try:
         body = manifest.checked()
@@ -101,7 +101,7 @@ def checked(manifest: Manifest) -> Json:
 
 def check_made(body: Json, what: str = "the job that the options describe") -> None:
     """Checks a job that has no text, such as that of a command line's options. Raises BadInput."""
-    from ddpjob.objects.later_refusals import later_refusals
+    from ddpjob.client.manifests.later_refusals import later_refusals
 
     faults = validate(body) or later_refusals(with_defaults(body))
     if faults:

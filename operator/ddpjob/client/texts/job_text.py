@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import MANAGER, Json
 from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, known_time, parse_time
-from ddpjob.client.backend import Happened, Mistake, PodLine
+from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import cause_first, count
 from ddpjob.core.status.shown_progress import began_again, duration

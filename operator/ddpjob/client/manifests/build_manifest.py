@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import YamlError, read_documents, shown
-from ddpjob.client.backend import Mistake
+from ddpjob.client.backends.backend import Mistake
 from ddpjob.local.paths import job_folder
 
 CODE_FOLDER = "/ddpjob-code"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
-from ddpjob.client.backend import Backend, LogOptions, Mistake, NoSuchJob, OutagePatience, PodLine
+from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob, OutagePatience, PodLine
 
 MOST_PODS = 200
 """Logs that are read at the same time."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpjob.api.schema import load_crd, object_schema, to_json_schema
-from ddpjob.client.backend import Mistake
+from ddpjob.client.backends.backend import Mistake
 
 Schema = Mapping[str, Any]
 WIDTH = 100

@@ -14,8 +14,8 @@ from ddpjob_runtime.protocol import ROUNDS_FILE, Incident
 from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import format_time
-from ddpjob.client.backend import METRICS, METRICS_WRITERS, Happened, LogOptions, Mistake, NoSuchJob, PodLine
-from ddpjob.client.left_behind import LeftBehind, Line, read_left_behind
+from ddpjob.client.backends.backend import METRICS, METRICS_WRITERS, Happened, LogOptions, Mistake, NoSuchJob, PodLine
+from ddpjob.client.backends.left_behind import LeftBehind, Line, read_left_behind
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import shown_progress
 

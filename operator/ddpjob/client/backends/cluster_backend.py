@@ -14,8 +14,8 @@ from urllib.parse import quote
 from ddpjob.api.job import API_VERSION, KIND, PLURAL
 from ddpjob.api.job_spec import Json, oversized, without_large_fields
 from ddpjob.api.job_status import parse_time
-from ddpjob.client.api_server import MERGE_PATCH, ApiRefusal, ApiServer
-from ddpjob.client.backend import (
+from ddpjob.client.backends.api_server import MERGE_PATCH, ApiRefusal, ApiServer
+from ddpjob.client.backends.backend import (
     LINE_BYTES,
     METRICS,
     METRICS_BYTES,

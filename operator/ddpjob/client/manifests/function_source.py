@@ -11,8 +11,8 @@ import symtable
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpjob.client.backend import Mistake
-from ddpjob.client.build_manifest import SOURCE
+from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "A function travels alone"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}

@@ -13,7 +13,7 @@ from ddpjob_runtime.protocol import MAX_RECORDED, MAX_TEXT, ROUNDS_FILE, Inciden
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import format_time, known_time
-from ddpjob.client.backend import METRICS, METRICS_BYTES, Mistake
+from ddpjob.client.backends.backend import METRICS, METRICS_BYTES, Mistake
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration, shown_progress
 

@@ -1,0 +1,1 @@
+"""What a job's pods print, and what their ranks do."""
