@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from ddpjob.core import decide, group
+from ddpjob.core import decide, follow
 from ddpjob.core.failures import merge_causes, node_health
 from ddpjob.core.failures.classify import Cause, End
 from ddpjob.core.plan import slots
@@ -54,7 +54,7 @@ def _no_new_generation(view: View) -> Any:
 _right_suspend = decide._suspend
 
 DEFECTS: dict[str, Defect] = {
-    "an incident is counted at each reconcile": Defect("core", (), group, "with_seen", lambda status, *_: status, 9),
+    "an incident is counted at each reconcile": Defect("core", (), follow, "with_seen", lambda status, *_: status, 9),
     "every end of a pod is a cause": Defect(
         "core", ("exit-pair", "watch-gap", "kill-operator"), merge_causes, "_belongs", lambda *_: False, 34
     ),

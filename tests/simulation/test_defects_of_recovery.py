@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ddpjob.core import decide, group
+from ddpjob.core import decide, follow
 from ddpjob.core.failures import liveness, merge_causes
 from ddpjob.core.plan import actions, slots
 from ddpjob.core.status import describe
@@ -51,14 +51,14 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         recovery.test_out_of_service_is_believed_at_once,
     ),
     "a lost coordinator takes the group with it": (
-        group,
+        follow,
         "next_coordinator",
         lambda status: replace(status, round=status.round + 1, slots=()),
         recovery.test_a_lost_coordinator_costs_no_step_in_mode_fast,
     ),
     "the report is believed although its pods are gone": (
         describe,
-        "_training",
+        "training_nodes",
         lambda view: view.world.report.world if view.world.report else None,
         recovery.test_a_report_from_before_a_loss_is_not_believed,
     ),
@@ -69,7 +69,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         recovery.test_the_size_is_sent_until_the_report_shows_it,
     ),
     "nothing waits": (
-        group,
+        follow,
         "repeated",
         lambda *_: slots.Repeated(),
         recovery.test_a_pod_that_fails_at_its_start_again_and_again_waits,
@@ -87,7 +87,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         recovery.test_a_spare_takes_over_and_the_replacement_is_the_new_spare,
     ),
     "bad nodes are not avoided": (
-        group,
+        follow,
         "avoided",
         lambda *_, **__: (),
         recovery.test_a_node_that_fails_the_job_again_and_again_is_avoided,

@@ -26,7 +26,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, Restart, SlotState, known_time
 from ddpjob.core.failures.classify import PLANNED, Cause
 from ddpjob.core.status.conditions import QUEUE_NOT_SERVED
-from ddpjob.core.status.describe import STEP_OVERDUE
+from ddpjob.core.status.running import STEP_OVERDUE
 from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
 

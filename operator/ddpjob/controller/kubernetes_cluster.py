@@ -29,8 +29,8 @@ from ddpjob.controller.notifier import Notifier
 from ddpjob.controller.pod_views import added, read_claim
 from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL, Event
-from ddpjob.core.status.describe import DELETION_REFUSED
 from ddpjob.core.status.messages import event_text
+from ddpjob.core.status.scheduled import DELETION_REFUSED
 from ddpjob.core.volumes import claims_to_read
 from ddpjob.core.world import (
     LABEL_MANAGED,

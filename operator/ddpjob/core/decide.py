@@ -14,7 +14,7 @@ from ddpjob.core.decision import BLOCKED_POLL, POLL, Action, Creation, Decision,
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.liveness import given_up, is_overdue, lost_since
 from ddpjob.core.failures.node_health import next_judgement
-from ddpjob.core.group import finished_while_ending, follow, record
+from ddpjob.core.follow import finished_while_ending, follow, record
 from ddpjob.core.plan.actions import notifications, plan_actions
 from ddpjob.core.plan.gang import is_outdated, with_placed, yields
 from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED, class_fault, takes_class, with_class_applied
@@ -22,10 +22,12 @@ from ddpjob.core.plan.queue import drop_workloads, is_queued, queue_actions, wai
 from ddpjob.core.plan.slots import can_replace, fits, new_generation, resized, with_rounds
 from ddpjob.core.plan.wind_down import complete, fail, has_leftovers, wind_down
 from ddpjob.core.status.conditions import GROUP_RESTARTS, QUEUED, with_condition, with_phase, without_condition
-from ddpjob.core.status.describe import deletion_refused, describe, preflight_passed
+from ddpjob.core.status.describe import describe
 from ddpjob.core.status.events import change_events, restart_events
 from ddpjob.core.status.messages import count, event_text
 from ddpjob.core.status.notifications import with_notifications
+from ddpjob.core.status.restarting import preflight_passed
+from ddpjob.core.status.scheduled import deletion_refused
 from ddpjob.core.status.shown_progress import shown_progress, without_speed
 from ddpjob.core.view import View
 from ddpjob.core.volumes import FIELD

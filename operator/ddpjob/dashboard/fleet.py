@@ -18,7 +18,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState, known_time
 from ddpjob.client.backends.backend import Backend, Mistake
 from ddpjob.client.texts.job_text import main_condition, phase
-from ddpjob.core.status.describe import STEP_OVERDUE
+from ddpjob.core.status.running import STEP_OVERDUE
 from ddpjob.core.view import is_number
 
 Key = tuple[str, str]

@@ -30,8 +30,8 @@ from ddpjob.core.failures.classify import without_wait
 from ddpjob.core.failures.liveness import may_run
 from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
-from ddpjob.core.status.describe import NO_GROUP
 from ddpjob.core.status.messages import event_text
+from ddpjob.core.status.running import NO_GROUP
 from ddpjob.core.status.shown_progress import began_again, shown_progress
 from ddpjob.core.view import View
 from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port

@@ -9,8 +9,8 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
 from ddpjob.core.failures.classify import PLANNED, PULLING, Cause, names_pod, without_wait
 from ddpjob.core.status.conditions import GROUP_RESTARTS
-from ddpjob.core.status.describe import FINISHED_EARLY, NO_GROUP, NODES_RUN, STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.status.messages import count, event_text, why_held
+from ddpjob.core.status.running import FINISHED_EARLY, NO_GROUP, NODES_RUN, STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.view import View
 from ddpjob.core.world import node_pod_name
 

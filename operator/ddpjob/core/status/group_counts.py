@@ -1,0 +1,42 @@
+"""How many nodes of a job train as one group, and how many stand by."""
+
+from __future__ import annotations
+
+from ddpjob_runtime.protocol import (
+    CoordinatorState,
+    MemberState,
+)
+
+from ddpjob.core.view import View
+
+FORMED = (CoordinatorState.RUNNING, CoordinatorState.SUCCEEDED)
+IN_GROUP = (MemberState.RUNNING, MemberState.FINISHED)
+
+
+def training_nodes(view: View) -> int | None:
+    """How many nodes train as one group; None: not known, or none do.
+
+    The coordinator's report counts only while the pods of all its members are alive: it may be
+    older than a loss.
+    """
+    report = view.report
+    if not view.job.spec.under_torchrun or report is None or report.state not in FORMED:
+        return None
+    alive = {p.name for p in view.pods if p is not None and (p.succeeded or (p.main.running and not p.ended))}
+    members = [m.pod for m in report.members if m.state in IN_GROUP]
+    if report.world is None or len(members) < report.world or not set(members) <= alive:
+        return None
+    return report.world
+
+
+def ready_spares(view: View, training: int | None) -> int:
+    """How many members are ready to take over at once: a pod that runs has a Python to start before it is one.
+
+    Without a report as many as were known.
+    """
+    report = view.report
+    if report is None:
+        return view.status.spare
+    running = {p.name for p in view.pods if p is not None and p.main.running and not p.ended}
+    ready = sum(m.state is MemberState.READY and m.pod in running for m in report.members)
+    return ready if training is not None else max(0, ready - view.job.spec.nodes)

@@ -1,0 +1,131 @@
+"""The conditions of recovery: Restarting, FastRecovery and PreflightPassed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ddpjob_runtime.protocol import (
+    DATA,
+    PREFLIGHT,
+)
+
+from ddpjob.api.job_spec import PreflightScope
+from ddpjob.api.job_status import ConditionType, JobStatus, Restart
+from ddpjob.core.failures.classify import Cause
+from ddpjob.core.status.conditions import with_condition, without_condition
+from ddpjob.core.status.group_counts import FORMED
+from ddpjob.core.status.messages import cause_first
+from ddpjob.core.status.running import reported_figures
+from ddpjob.core.view import View, is_number
+
+_BEFORE_THE_REPORT = frozenset(
+    {Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED, Cause.COORDINATOR_LOST}
+)
+"""Decided by the operator itself: a report that was read before cannot know of them."""
+
+
+def restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
+    """True from a break until the group runs again; never for one that is over already when it is seen."""
+    status, now = view.status, view.now
+    if not broke and status.round > view.job.status.round and status.restarts.recent:
+        broke = [status.restarts.recent[-1]]
+    if broke and not (running and all(r.reason not in _BEFORE_THE_REPORT for r in broke)):
+        last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
+        message = next(iter(cause_first(last.message).splitlines()), "")  # Of a user's coordinator: it may be empty.
+        return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
+    running = running and _has_resumed(view)
+    if running and any(r.seconds is None for r in status.restarts.recent):
+        status = replace(status, restarts=replace(status.restarts, recent=_timed(view)))
+    if running and (broke or status.holds(ConditionType.RESTARTING)):
+        known = view.job.spec.under_torchrun or _steps(reported_figures(view))
+        reason, message = ("Recovered", "the group runs again") if known else (PODS_RUN, _PODS_RUN)
+        return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
+    return status
+
+
+PODS_RUN = "PodsRunAgain"
+_PODS_RUN = "the pods run again; no step is reported, so whether training has resumed is not known"
+
+
+def _has_resumed(view: View) -> bool:
+    """Whether the group that runs trains again, as far as can be known.
+
+    With `command` nothing says when the group forms. A program that has reported steps before reports the next one to
+    the new generation's coordinator, which has heard of none yet.
+    """
+    return view.job.spec.under_torchrun or not _steps(view.status.progress) or _steps(reported_figures(view))
+
+
+def _steps(progress: Mapping[str, Any]) -> bool:
+    return any(is_number(progress.get(name)) for name in ("step", "epoch"))
+
+
+def _timed(view: View) -> tuple[Restart, ...]:
+    """Recent restarts, those that have ended with their duration in seconds.
+
+    They end with the next step, if the coordinator hears of steps. Its measurement of the last one
+    is finer than the time between two reconciles. Those that a suspension cut short have none: it took no recovery.
+    """
+    report = view.report
+    if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
+        return view.status.restarts.recent
+    measured = report.recovery.last_seconds if report is not None and report.recovery.down_since is None else None
+
+    def seconds(restart: Restart, *, last: bool) -> float:
+        seen = max(0.0, (view.now - restart.time).total_seconds())
+        return round(min(seen, measured) if last and measured is not None else seen, 2 if measured is not None else 1)
+
+    recent = view.status.restarts.recent
+    return tuple(
+        r
+        if r.seconds is not None or view.status.ended_without_recovery(r)
+        else replace(r, seconds=seconds(r, last=r.round == view.status.round))
+        for r in recent
+    )
+
+
+def fast_recovery(view: View) -> JobStatus:
+    """In mode Fast: whether every pod of the group can do what the mode promises, once it runs or one cannot.
+
+    A coordinator that takes over hears the pods one after the other.
+    """
+    status, report = view.status, view.report
+    if not view.job.spec.fast:
+        return without_condition(status, ConditionType.FAST_RECOVERY)
+    if report is None or not report.members:
+        return status
+    notes = [note for note in report.notes if note.kind not in (PREFLIGHT, DATA)]
+    if notes:
+        first = notes[0]
+        others = len({n.pod for n in notes}) - 1
+        message = f"pod {first.pod}: {first.why}" + (f" (and {others} more)" if others else "")
+        return with_condition(status, ConditionType.FAST_RECOVERY, False, first.kind, message, view.now)
+    if report.state not in FORMED:
+        return status
+    message = "workers start from a process that has imported torch"
+    return with_condition(status, ConditionType.FAST_RECOVERY, True, "WarmWorkers", message, view.now)
+
+
+def preflight_passed(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
+    """With spec.preflight: which pod has not passed, until the group is `formed`; then what the links are like.
+
+    `restarts` are new. A coordinator that took over has no notes until the pods are back: its predecessor's hold.
+    """
+    status, report, preflight = view.status, view.report, view.job.spec.preflight
+    if preflight is None:
+        return without_condition(status, ConditionType.PREFLIGHT_PASSED)
+    condition = partial(with_condition, status, ConditionType.PREFLIGHT_PASSED, now=view.now)
+    failed = [r for r in restarts if r.reason == Cause.PREFLIGHT_FAILED]
+    if failed:
+        return condition(False, Cause.PREFLIGHT_FAILED, failed[-1].message)
+    if not formed or report is None:
+        return status
+    note = next((n for n in reversed(report.notes) if n.kind == PREFLIGHT), None)
+    if note is not None:
+        return condition(True, "LinksChecked", note.why)
+    if preflight.scope is PreflightScope.NODE:
+        return condition(True, "NodesChecked", "every node of the group has passed the check of its devices and folder")
+    return status

@@ -1,0 +1,269 @@
+"""The condition Running: whether the group trains, and what is missing or wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from ddpjob_runtime.protocol import (
+    DATA,
+    DATA_WAITS,
+    EXCHANGING,
+    UNCOUNTABLE,
+    UNGROUPED,
+    CoordinatorState,
+    MemberState,
+    Overdue,
+    Report,
+)
+
+from ddpjob.api.job_status import Condition, ConditionType, SlotState, format_time, known_time
+from ddpjob.core.failures.classify import Stuck, ranks_of, stuck
+from ddpjob.core.status.conditions import GROUP_RESTARTS
+from ddpjob.core.status.messages import count
+from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
+from ddpjob.core.view import View
+
+STEP_OVERDUE = "StepOverdue"
+NO_GROUP = "NoGroup"
+NODES_RUN = "NodesRun"
+FINISHED_EARLY = "NodeFinishedEarly"
+LEFT_ALONE = timedelta(minutes=3)
+"""How long a pod may run without progress, after another has ended with 0, before that is reported."""
+
+
+def judge_running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
+    """Status, reason and message of the condition Running."""
+    status, spec, report = view.status, view.job.spec, view.report
+    wanted = spec.nodes
+    if training is not None:
+        return _group_runs(view, training)
+    for pod in [view.coordinator, *view.pods]:
+        held = stuck(pod, has_run=True) if pod and pod.deleted_at is None else None
+        if held is not None and not (report is None and spec.fast and status.holds(ConditionType.RUNNING)):
+            return False, held.reason, held.message + _secret_hint(view, held)
+    finished = sum(s.state is SlotState.SUCCEEDED for s in status.slots)
+    there = min(running_pods, wanted)
+    present = f"{there} of {count(wanted, 'node')} {'runs' if 1 in (there, wanted) else 'run'}"
+    if there + finished < spec.min_nodes and not (spec.under_torchrun and finished):
+        needed = f"{spec.min_nodes} {'is' if spec.min_nodes == 1 else 'are'} needed"
+        least = f", {needed}" if spec.min_nodes < wanted else ""
+        reason, why = not_started([p for p in view.pods if p is not None], view.now) or (NODES_MISSING, "")
+        return False, reason, present + least + (f"; {why}" if why else "")
+    if not spec.under_torchrun:
+        ended = f", {finished} {'has' if finished == 1 else 'have'} finished" if finished else ""
+        return True, *(_waits_for_finished(view) or (NODES_RUN, present + ended))
+    coordinator = view.coordinator
+    waits = not_started([coordinator], view.now) if coordinator is not None and not status.rendezvous.endpoint else None
+    if report is None and waits is not None and not status.holds(ConditionType.RUNNING):
+        return False, waits[0], f"{present}; {waits[1]}"
+    placed = coordinator is not None and coordinator.host
+    if report is None and not placed and not status.holds(ConditionType.RUNNING):
+        return False, NODES_MISSING, f"{present}; the coordinator's pod has no Kubernetes node yet"
+    if report is None:
+        return status.holds(ConditionType.RUNNING), "CoordinatorUnreachable", f"{present}; {_unreachable(view)}"
+    if report.attempt and report.state == CoordinatorState.FORMING and status.holds(ConditionType.RUNNING):
+        trains = "continues to train, while it connects" if there == 1 else "continue to train, while they connect"
+        return True, "CoordinatorReplaced", f"{present} and {trains} to a new coordinator"
+    if report.backoff_until is not None and report.backoff_until > view.now:
+        until = f"{report.backoff_until:%H:%M:%S} UTC"
+        return (
+            False,
+            "BackingOff",
+            f"{present}; the next round starts at {until}: the same failure repeats without progress",
+        )
+    if spec.under_torchrun and (finished or report.state == CoordinatorState.SUCCEEDED):
+        return (
+            status.holds(ConditionType.RUNNING),
+            "GroupFinished",
+            "training has finished; the remaining pods are ending",
+        )
+    if report.state == CoordinatorState.RESTARTING and _has_just_broken(view):
+        return False, GROUP_RESTARTS, f"{present}, and the group restarts"
+    joining = f"{present} and {'is' if there == 1 else 'are'} joining the rendezvous"
+    return False, "GroupForming", joining + _fetching(report)
+
+
+def _waits_for_finished(view: View) -> tuple[str, str] | None:
+    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows no progress."""
+    over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
+    at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
+    reported = known_time(reported_figures(view).get("updatedAt"))
+    since = max(filter(None, (at, reported)), default=None)
+    running = next((p.name for p in view.pods if p is not None and p.main.running), None)
+    if at is None or running is None or since is None or view.now < since + LEFT_ALONE:
+        return None
+    return FINISHED_EARLY, (
+        f"pod {name} has ended with exit code 0 at {format_time(at)}, and pod {running} still runs and reports no "
+        "step. If its ranks wait for those of the other pod, they wait for ever: look at its log, and run "
+        "`ddpjob restart` if it hangs"
+    )
+
+
+def _has_just_broken(view: View) -> bool:
+    """Whether the group trained until a moment ago, and no restart says yet why it does not any more."""
+    status, before = view.status, view.status.condition(ConditionType.RUNNING)
+    if before is None or status.holds(ConditionType.RESTARTING) or status.round > view.job.status.round:
+        return False
+    return before.status or before.reason == GROUP_RESTARTS
+
+
+def _fetching(report: Report) -> str:
+    """How far the first of the pods has come that fetch storage.data.url."""
+    notes = [note for note in report.notes if note.kind == DATA and note.why]
+    notes.sort(key=lambda note: note.why == DATA_WAITS)
+    others = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
+    return f"; pod {notes[0].pod}{others}: {notes[0].why}" if notes else ""
+
+
+def _secret_hint(view: View, held: Stuck) -> str:
+    """What the Secret of the bucket must hold, where a container waits for it."""
+    storage = view.job.spec.storage
+    for name, volume in (("checkpoints", storage.checkpoints), ("data", storage.data)):
+        secret = volume.secret_name if volume is not None else None
+        if secret and held.reason == "CreateContainerConfigError" and secret in held.message:
+            return (
+                f"; spec.storage.{name}.secretName needs a Secret {secret} in namespace {view.job.namespace} with the "
+                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: when it is there, the pod starts by itself"
+            )
+    return ""
+
+
+UNREACHABLE = timedelta(minutes=1)
+"""After so long it is worth an event: restarts of workers are neither counted nor shown meanwhile."""
+UNREACHABLE_LONG = "meanwhile failures of workers are neither counted nor shown"
+
+
+def _unreachable(view: View) -> str:
+    """Since when the coordinator does not answer, which the message itself remembers."""
+    status = view.status
+    where = f" at {status.rendezvous.endpoint}" if status.rendezvous.endpoint else ", whose pod has no address yet,"
+    known = status.condition(ConditionType.RUNNING)
+    said = _SINCE.search(known.message) if known is not None and known.reason == "CoordinatorUnreachable" else None
+    since = (known_time(said[1]) if said else None) or view.now
+    text = f"the coordinator{where} has not answered the operator since {format_time(since)}"
+    if view.world.report_refused:
+        return f"{text}: its report cannot be used ({view.world.report_refused}), and {UNREACHABLE_LONG}"
+    if view.now - since >= UNREACHABLE:
+        port = view.job.spec.rendezvous.endpoint_port
+        text += f": training may continue, but {UNREACHABLE_LONG}; let the operator's pod reach port {port} of pods"
+    before = last_step(known)
+    return text if before is None else f"{text}; when it last did, the group had {_NO_STEP} {format_time(before)}"
+
+
+_SINCE = re.compile(r"has not answered the operator since (\S+Z)")
+
+
+def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
+    wanted = view.job.spec.nodes
+    if view.report is not None and view.report.overdue is not None:
+        return True, STEP_OVERDUE, _without_steps(view, view.report.overdue, training)
+    if view.report is not None and view.report.progress.get(UNGROUPED):
+        run = f"{count(training, 'node')} {'runs' if training == 1 else 'run'}"
+        return (
+            True,
+            NO_GROUP,
+            f"{run}, but the ranks form no group: the script makes steps without torch.distributed being initialized, "
+            "so each rank trains a model of its own",
+        )
+    if training == wanted:
+        return True, "GroupRuns", f"{_train(view, wanted)}{_finished_early(view)}{_without_count(view)}"
+    if training > wanted:
+        return True, "GroupShrinking", f"{_train(view, training)}, which is about to become {wanted}"
+    some = f"{training} of {count(wanted, 'node')}"
+    return True, "GroupRunsSmaller", f"{some} {_verb(view, training)}; {_missing(view)}"
+
+
+def _without_steps(view: View, overdue: Overdue, training: int) -> str:
+    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays the same."""
+    known = last_step(view.status.condition(ConditionType.RUNNING))
+    since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
+    said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
+    remedy = "to have groups without a step restarted, set recovery.hangAfterSeconds"
+    text = (
+        f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far beyond the job's own "
+        f"pace{said}: {overdue.where}. It is left alone; {remedy}"
+    )
+    return f"{text}\n{overdue.traceback}" if overdue.traceback else text
+
+
+_SAME_STEP = timedelta(minutes=1)
+"""What a step's time may differ by from one report to the next: each is read by a new comparison of the clocks."""
+_NO_STEP = "made no step since"
+_LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
+
+
+def last_step(running: Condition | None) -> datetime | None:
+    """When the group made its last step, if the next one is overdue: the condition's message remembers it."""
+    said = _LAST_STEP.search(running.message) if running is not None else None
+    return known_time(said[1]) if said else None
+
+
+def _train(view: View, nodes: int) -> str:
+    return f"{count(nodes, 'node')} {_verb(view, nodes)}"
+
+
+def _verb(view: View, nodes: int) -> str:
+    """What nodes do. That the ranks train one model is known once their steps have exchanged something."""
+    if nodes == 1:
+        return "trains"
+    exchange = view.report is not None and view.report.progress.get(EXCHANGING)
+    return "train as one group" if exchange else "run together"
+
+
+def _finished_early(view: View) -> str:
+    """Names a node whose program has ended with 0 while others still train: they wait for it in vain."""
+    report = view.report
+    members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members
+    finished = [m for m in members if m.state is MemberState.FINISHED]
+    if not finished or len(finished) == len(members):
+        return ""
+    first = finished[0]
+    ranks = "" if first.rank is None else f" ({ranks_of(first.rank, view.job.spec.procs_per_node)})"
+    others, have = (f" and {len(finished) - 1} more", "have") if len(finished) > 1 else ("", "has")
+    return f"; pod {first.pod}{ranks}{others} {have} already ended with exit code 0"
+
+
+def _without_count(view: View) -> str:
+    """What recovery.hangAfterSeconds is worth for a script whose steps nobody can count."""
+    uncountable = view.report is not None and view.report.progress.get(UNCOUNTABLE)
+    if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
+        return ""
+    return (
+        "; no step of this script can be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
+        "still: have it call ddpjob_report.report() after each step"
+    )
+
+
+def _missing(view: View) -> str:
+    """Why a group that may be smaller is smaller."""
+    report = view.report
+    reported = report.members if report is not None else ()
+    present = {m.pod for m in reported if m.state is not MemberState.STARTING}
+    silent = {m.pod for m in report.lost} if report is not None else set()
+    for pod in view.pods:
+        if pod is None or pod.ended or pod.name in present:
+            continue
+        if pod.main.running and pod.name in silent:
+            return f"pod {pod.name} runs, but the coordinator does not hear from it"
+        held = stuck(pod, has_run=True)
+        if held is not None:
+            return held.message
+        if pod.unschedulable:
+            return f"pod {pod.name} is not scheduled: {pod.unschedulable}"
+        waits = not_considered([pod], view.job.spec.scheduling, view.now) or not_started([pod], view.now)
+        return waits[1] if waits is not None else f"pod {pod.name} is starting"
+    spare = view.status.spare
+    if spare:
+        return f"{spare} more {'joins' if spare == 1 else 'join'} at the next restart"
+    scheduled = view.status.condition(ConditionType.SCHEDULED)
+    if scheduled is not None and not scheduled.status and scheduled.reason != "Placing":
+        return f"the missing pods are not created: {scheduled.reason}: {scheduled.message}"
+    return "the missing pods are being created"
+
+
+def reported_figures(view: View) -> Mapping[str, Any]:
+    """The progress of the present generation alone."""
+    return view.report.progress if view.report is not None else {}

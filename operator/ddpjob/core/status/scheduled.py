@@ -1,0 +1,187 @@
+"""The condition Scheduled: whether all pods have a place, and what they wait for."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from functools import partial
+
+from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
+from ddpjob.core.decision import BLOCKED_POLL
+from ddpjob.core.status.conditions import with_condition
+from ddpjob.core.status.group_counts import training_nodes
+from ddpjob.core.status.messages import count, why_held
+from ddpjob.core.status.waiting_pods import not_considered
+from ddpjob.core.view import View
+from ddpjob.core.volumes import FIELD
+from ddpjob.core.world import PodView, Rejection, Role, World, gang_name
+
+CREATION_REFUSED = "CreationRefused"
+NAME_IS_TAKEN = "NameTaken"
+DELETION_REFUSED = "DeletionRefused"
+
+
+def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
+    """The status with its condition Scheduled. `alive`: pods of slots that run or will."""
+    status, spec, world = view.status, view.job.spec, view.world
+    condition = partial(with_condition, status, ConditionType.SCHEDULED, now=view.now)
+
+    if world.problems:
+        remedy = "the pods stay as they are, and none is created until spec.podTemplate is corrected"
+        return condition(False, "InvalidPodTemplate", f"{'; '.join(world.problems)} ({remedy})")
+    if status.gang_waits and not world.serves_gangs:
+        return condition(False, GANG_NOT_SERVED, _gang_not_served(volcano=spec.scheduling.by_volcano))
+    if view.claim_problem is not None:
+        return condition(False, view.claim_problem.reason, view.claim_problem.message)
+    blocking = [rejection for rejection in world.rejections if not rejection.of_budget]
+    if blocking:
+        return condition(False, *_refused(view, alive, blocking[0]))
+    before = status.condition(ConditionType.SCHEDULED)
+    if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
+        # The outcome of the next try is not known yet. Another reason in the meantime would be a write, which wakes
+        # the job, which tries again: without end and without a pause.
+        return status
+    coordinator = view.coordinator
+    dedicated = [coordinator] if coordinator is not None and coordinator.role is Role.COORDINATOR else []
+    waiting = next((p for p in [*alive, *dedicated] if p.unschedulable and not p.host), None)
+    if waiting is not None:
+        message = f"pod {waiting.name}: {waiting.unschedulable}{_spread_hint(view, waiting)}"
+        if status.gang_waits:
+            message = _gang_waits(view, alive)
+        return condition(False, "Unschedulable", message)
+    by_volcano = status.gang_waits and spec.scheduling.by_volcano
+    ignored = not_considered([*alive, *dedicated], spec.scheduling, view.now) if not by_volcano else None
+    if ignored is not None:
+        return condition(False, *ignored)
+    placed = sum(bool(p.host) for p in alive) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
+    if world.deletion_refused and placed < spec.pods:
+        return condition(False, DELETION_REFUSED, deletion_refused(world))
+    if placed >= spec.pods:
+        budget = next((rejection for rejection in world.rejections if rejection.of_budget), None)
+        if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
+            return status  # As above.
+        refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
+        return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}")
+    message = f"{_are_scheduled(placed, spec.pods)}{_backing_off(status, view.now)}"
+    if by_volcano and alive:
+        group = gang_name(view.job, status.rendezvous.generation)
+        message += (
+            "; Volcano has said nothing of them yet: if that lasts, see whether their queue exists and is open, and "
+            f"look at the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
+        )
+    return condition(False, "Placing", message)
+
+
+def _are_scheduled(placed: int, pods: int) -> str:
+    return f"{placed} of {count(pods, 'pod')} {'is' if 1 in (placed, pods) else 'are'} scheduled"
+
+
+def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str, str]:
+    """Reason and message for an object that the API server refuses, with the field where it names none."""
+    what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
+    if rejected.name_taken:
+        return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
+    if _NO_CLASS.search(rejected.message):
+        what += "; what is judged is spec.scheduling.priorityClassName"
+    elif rejected.of_gang:
+        what += "; to have the pods scheduled one by one, without a gang, set scheduling.gang to false"
+    if _OF_A_CONTAINER.search(rejected.message):
+        of_coordinator = rejected.object.startswith(f"Pod {view.job.name}-coordinator-")
+        what += f"; what is judged is {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
+    if "violates PodSecurity" in rejected.message:
+        where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
+        instead = "instead of hostPath and nfs use claims, and do without hostNetwork and hostPort"
+        what += f"; set what is missing in {where}; {instead}"
+    return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
+
+
+_OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
+"""What a LimitRange refuses. It names no container."""
+_NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
+"""Without it no pod is created either, one by one or as a gang."""
+_NO_BUDGET = (
+    "is refused, so that a drain may end several pods at once (scheduling.disruptionBudget: false does without)"
+)
+
+
+def deletion_refused(world: World) -> str:
+    """That a pod stays, and that it is not the job's doing."""
+    return f"the API server refuses the deletion of {world.deletion_refused}; retried within a minute"
+
+
+def _gang_waits(view: View, alive: list[PodView]) -> str:
+    """What a gang waits for, and how much of it the scheduler has found room for in its last try."""
+    spec, gang = view.job.spec, view.status.gang
+    nodes = gang.nodes if gang is not None else spec.nodes
+    gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
+    text = f"waits for {nodes} nodes{gpus} at once, and holds none meanwhile"
+    judged = [pod for pod in alive if pod.unschedulable and not pod.host]
+    fitting = [pod for pod in judged if _FITS in pod.unschedulable]
+    short = next((pod for pod in judged if pod not in fitting), None)
+    if len(judged) == nodes and not spec.scheduling.by_volcano:  # Which says no such thing.
+        text += f"; {len(fitting)} of them would fit now"
+    if short is None:
+        return text + _backing_off(view.status, view.now)
+    return f"{text}; pod {short.name}: {short.unschedulable}{_spread_hint(view, short)}"
+
+
+_FITS = "waiting for minCount pods from a gang"
+"""What kube-scheduler (1.36) says of a pod for which there is room, while there is none for others of its group."""
+GANG_NOT_SERVED = "GangNotServed"
+
+
+def _gang_not_served(*, volcano: bool) -> str:
+    """Whose PodGroups are missing."""
+    kubernetes = (
+        "PodGroups in this cluster (scheduling.k8s.io/v1alpha2, of Kubernetes 1.36 with the feature gates "
+        "GenericWorkload and GangScheduling)"
+    )
+    missing = "PodGroups of Volcano in this cluster (scheduling.volcano.sh/v1beta1)" if volcano else kubernetes
+    return (
+        f"scheduling.gang is true, and the operator finds no {missing}; leave scheduling.gang out, or set it to false, "
+        "to have the pods scheduled one by one"
+    )
+
+
+def _idle(view: View, alive: list[PodView]) -> str:
+    """What the pods that there are hold while they wait for those that are refused, and how to let them go."""
+    spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
+    if not alive or unknown or training_nodes(view) is not None:
+        return ""
+    wait = "waits" if len(alive) == 1 else "wait"
+    gpus = len(alive) * spec.gpus_per_node
+    held = f" with {count(gpus, 'GPU')}" if gpus else ""
+    text = f"; meanwhile {len(alive)} of {count(spec.pods, 'pod')} {wait}{held}"
+    return f"{text}: to let go of them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
+
+
+def _backing_off(status: JobStatus, now: datetime) -> str:
+    held = [
+        (s.not_before, i, s)
+        for i, s in enumerate(status.slots)
+        if s.state is SlotState.PLANNED and s.not_before and s.not_before > now
+    ]
+    if not held:
+        return ""
+    until, index, slot = min(held, key=lambda h: h[0])
+    return f"; the next pod of index {index} is created at {until:%H:%M:%S} UTC ({why_held(slot)})"
+
+
+def _spread_hint(view: View, pod: PodView) -> str:
+    scheduling = view.job.spec.scheduling
+    leaving = next((p for p in view.world.nodes() if p.deleted_at is not None and not p.ended), None)
+    if leaving is not None and leaving.deleted_at is not None:
+        until = f"{leaving.deleted_at:%H:%M:%S} UTC"
+        return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
+    if scheduling.same_topology and "pod affinity" in pod.unschedulable:
+        return (
+            f" (all pods share one {scheduling.same_topology}: where that of the placed ones has no room, "
+            "runPolicy.suspend set to true and back to false lets the job choose again)"
+        )
+    if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
+        wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"
+        return (
+            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than {wanted} asks for; "
+            "scheduling.onePodPerNode=false lets pods share one)"
+        )
+    return ""
