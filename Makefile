@@ -91,7 +91,7 @@ matrix: | $(VENV)/bin/python
 lint: $(DEV_READY)
 	$(IN_VENV) ruff check .
 	$(IN_VENV) ruff format --check .
-	$(IN_VENV) mypy operator/ddpjob runtime/ddpjob_runtime runtime/ddpjob_report runtime/ddpjob_bucket trainer/ddpjob_trainer
+	$(IN_VENV) mypy operator/ddpjob runtime/ddpjob_runtime runtime/ddpjob_pod runtime/ddpjob_report runtime/ddpjob_bucket trainer/ddpjob_trainer
 	$(VENV)/bin/lint-imports
 
 # uv is in the environment when anything has been installed there.

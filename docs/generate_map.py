@@ -9,7 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = (
-    *("operator/ddpjob", "runtime/ddpjob_runtime", "runtime/ddpjob_report", "runtime/ddpjob_bucket"),
+    *(
+        "operator/ddpjob",
+        "runtime/ddpjob_runtime",
+        "runtime/ddpjob_pod",
+        "runtime/ddpjob_report",
+        "runtime/ddpjob_bucket",
+    ),
     "trainer/ddpjob_trainer",
 )
 BEGIN, END = "<!-- modules: begin -->", "<!-- modules: end -->"

@@ -25,6 +25,7 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_runtime import protocol
 
 from ddpjob_report import curve_file, link, stop
@@ -91,7 +92,7 @@ def report(
 
 def checkpoint_dir(default: str | Path = "checkpoints") -> Path:
     """The folder in which the job keeps its checkpoints. Outside of a job it is `default`, which is created."""
-    folder = os.environ.get("DDPJOB_CHECKPOINT_DIR")
+    folder = JobEnvironment.read().checkpoint_dir
     if folder:
         return Path(folder)  # Not created: under a volume that is not mounted would be the node's own disk.
     made = Path(default)
@@ -118,7 +119,8 @@ def restore_checkpoint() -> Path | None:
         return found
     from ddpjob_report.copies import recorded
 
-    if os.environ.get("DDPJOB_CHECKPOINT_SHARED") == "0" and os.environ.get("DDPJOB_NODES", "1") != "1":
+    job = JobEnvironment.read()
+    if job.shares_checkpoints is False and job.has_several_nodes:
         return None  # Each node has its own: ranks would continue from different steps.
     return recorded(folder)
 
@@ -154,7 +156,7 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
         )
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"ddpjob_report.copy_checkpoint: keep must be a whole number of at least 1, not {keep!r:.80}")
-    if os.environ.get("RANK", os.environ.get("DDPJOB_INDEX", "0")) != "0":
+    if not JobEnvironment.read().is_first:
         return
     saved, copies = Path(path), _copies()
     if not saved.exists():
@@ -176,7 +178,7 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
 
 def _copies() -> Any:
     """The part that copies to a bucket; None: the job has none."""
-    if not os.environ.get("DDPJOB_CHECKPOINT_URL"):
+    if not JobEnvironment.read().checkpoint_url:
         return None
     from ddpjob_report import copies
 

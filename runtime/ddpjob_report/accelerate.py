@@ -16,13 +16,13 @@ for step in range(first, steps):
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import GeneralTracker
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report
 from ddpjob_report.resume import check_group, figures, newest
@@ -74,7 +74,7 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
         if made.exists():
             shutil.rmtree(made)
         unfinished.rename(made)
-        if os.environ.get("DDPJOB_CHECKPOINT_URL"):
+        if JobEnvironment.read().checkpoint_url:
             copy_checkpoint(made, step, keep=keep)
         # And what a save has left in whose middle the pods were killed, now that there is a newer one.
         for old in [*sorted(_all(home), key=_step, reverse=True)[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:

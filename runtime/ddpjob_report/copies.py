@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from ddpjob_bucket import Bucket, BucketError, Damaged, Stored, Uploads, Waiting
 from ddpjob_bucket.stored import discard, files_of
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_report import link
 
@@ -43,7 +44,7 @@ class _CopyState:
 
 def url() -> str:
     """The job's folder in the bucket; empty: checkpoints are not copied."""
-    return os.environ.get("DDPJOB_CHECKPOINT_URL", "")
+    return JobEnvironment.read().checkpoint_url
 
 
 # ---- a start
@@ -57,7 +58,7 @@ def restore(folder: Path) -> Path | None:
     bucket = _joined()
     entry = _CopyState.restored
     if entry is None:  # A folder that lasts, as on one machine, may have one from before the job got its bucket.
-        return recorded(folder) if os.environ.get("DDPJOB_CHECKPOINT_SHARED") == "1" else None
+        return recorded(folder) if JobEnvironment.read().shares_checkpoints else None
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         found = _fetched(folder, entry)
@@ -87,7 +88,7 @@ def _joined() -> Bucket:
     """The bucket, where this process is one of the ranks that have agreed on what they continue from."""
     if _CopyState.bucket is None or _CopyState.process != os.getpid():
         opened = Bucket.open(url())
-        _CopyState.restored = _patiently(lambda: opened.join(os.environ.get("DDPJOB_UID", ""), _order()))
+        _CopyState.restored = _patiently(lambda: opened.join(JobEnvironment.read().uid, _order()))
         _CopyState.bucket, _CopyState.uploads, _CopyState.process = opened, None, os.getpid()
     return _CopyState.bucket
 
@@ -97,7 +98,8 @@ def _order() -> tuple[int, ...]:
 
     A program of `command` starts its ranks itself: torchrun there counts its restarts.
     """
-    fence = os.environ.get("DDPJOB_FENCE", "") or "{}.{}".format(os.environ.get("DDPJOB_GENERATION", "0"), 0)
+    job = JobEnvironment.read()
+    fence = job.fence or f"{job.generation or 0}.0"
     numbers = [*fence.split("."), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
     try:
         return tuple(int(number) for number in numbers)

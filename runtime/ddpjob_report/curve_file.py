@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_report import link
 
 NAME = "run/metrics.jsonl"
@@ -87,7 +89,7 @@ def add(figures: dict[str, Any]) -> None:
     """Keep the figures, if this is rank 0 of a job that has a checkpoint folder."""
     global _file
     if _file is None:
-        folder = os.environ.get("DDPJOB_CHECKPOINT_DIR", "")
+        folder = JobEnvironment.read().checkpoint_dir
         # Not created: under a volume that is not mounted would be the node's own disk.
         if not folder or not Path(folder).is_dir() or not link.is_reporting():
             return

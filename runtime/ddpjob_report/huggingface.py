@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from ddpjob_pod.job_environment import JobEnvironment
 from transformers import TrainerCallback
 
 from ddpjob_report import copy_checkpoint, report, saved_and_leave, should_stop
@@ -68,7 +68,7 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After a checkpoint, on all ranks. In a job with a bucket it is copied."""
         made = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and os.environ.get("DDPJOB_CHECKPOINT_URL") and made.is_dir():
+        if state.is_world_process_zero and JobEnvironment.read().checkpoint_url and made.is_dir():
             copy_checkpoint(made, state.global_step)
         if self._leaving:
             saved_and_leave()

@@ -9,11 +9,12 @@ trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report, saved_and_leave, should_stop
 from ddpjob_report.resume import check_group, figures, newest
@@ -71,7 +72,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 for old in folder.glob(f"{_STOPPED}*.ckpt"):
                     if old != made:
                         old.unlink()
-                if os.environ.get("DDPJOB_CHECKPOINT_URL"):  # How many stay there, the script's own copies say.
+                if JobEnvironment.read().checkpoint_url:  # How many stay there, the script's own copies say.
                     copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 

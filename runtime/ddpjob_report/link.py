@@ -6,18 +6,17 @@ import atexit
 import contextlib
 import encodings.idna  # noqa: F401  (the codec of host names: the thread must not be the first to import it)
 import http.client
-import json
 import os
-import secrets
-import socket
 import sys
 import threading
 import time
 from typing import Any
 
+from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.posting import TIMEOUT_SECONDS, Poster
 from ddpjob_runtime import protocol
 
-INTERVAL_SECONDS, TIMEOUT_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 2.0, 15.0
+INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
 
 
 class Outbox:
@@ -57,16 +56,10 @@ class Link(Outbox):
     """Posts with a proof that it knows the job's token. What could not be posted is posted with the next figures."""
 
     def __init__(self, address: str, token: str) -> None:
-        self._address, self._token, self._instance = address, token, ""
-        # Of this process: a rank 0 that is fenced must not show its step as the next round's.
-        self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
+        self._poster = Poster(address, token)
         self._refused = False
         self._counted: tuple[float, float] | None = None  # (step, time) as last posted
         self._seen: tuple[float, float] | None = None  # as last seen: of a post that failed, when it was tried first
-        with contextlib.suppress(OSError):
-            # A process' first look-up makes glibc read the environment, and crashes in a thread if the script sets a
-            # variable meanwhile.
-            socket.getaddrinfo("localhost", None)
         super().__init__("ddpjob-report")
 
     def _work(self) -> None:
@@ -88,9 +81,8 @@ class Link(Outbox):
 
     def _send(self, figures: dict[str, Any]) -> bool:
         """Whether the coordinator has taken them, or never will."""
-        report = {**self._with_speed(figures), **self._round}
         try:
-            status, answer = self._post(report)
+            status, answer = self._poster.post(self._with_speed(figures))
         except (OSError, ValueError, http.client.HTTPException):
             return False  # One that restarts or is gone must not disturb training; the operator notices it.
         self._counted = self._seen
@@ -99,15 +91,6 @@ class Link(Outbox):
             with contextlib.suppress(OSError):  # A full disk: the next report may be taken.
                 sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
         return status in (200, 400)
-
-    def _post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """The answer's status and the answer."""
-        body = json.dumps(report).encode()
-        status, instance, answer = self._ask(body)
-        if status == 401 and instance not in ("", self._instance):
-            self._instance = instance  # A coordinator takes no proof that was made for another.
-            status, _, answer = self._ask(body)
-        return status, answer
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
         """With the speed and the time left that follow from the steps, where the script does not report them."""
@@ -126,20 +109,6 @@ class Link(Outbox):
         if (figures.get("steps") or 0) > 0 and "eta" not in figures:
             more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))
         return more
-
-    def _ask(self, body: bytes) -> tuple[int, str, str]:
-        """The answer's status, the coordinator's number, the answer. The token stays here."""
-        path, nonce = protocol.Command.PROGRESS.path, secrets.token_hex(16)
-        proof = protocol.seal(self._token, "request", self._instance, nonce, "POST", path, body)
-        headers = {protocol.NONCE_HEADER: nonce, protocol.PROOF_HEADER: proof, "Content-Type": "application/json"}
-        connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_SECONDS)
-        try:
-            connection.request("POST", path, body, headers)
-            answer = connection.getresponse()
-            text = answer.read(protocol.MAX_TEXT).decode(errors="replace")
-            return answer.status, answer.getheader(protocol.INSTANCE_HEADER, ""), text
-        finally:
-            connection.close()
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
@@ -165,11 +134,10 @@ def prepare() -> bool:
     """Have what is posted sent until this process ends; whether this is rank 0 of a job."""
     global _link
     if _link is None:
-        address, token = os.environ.get("DDPJOB_COORDINATOR"), os.environ.get("DDPJOB_TOKEN")
-        rank = os.environ.get("RANK", os.environ.get("DDPJOB_INDEX", "0"))  # a command's own program may have no rank
-        if not address or not token or rank != "0":
+        job = JobEnvironment.read()
+        if not job.coordinator or not job.token or not job.is_first:
             return False
-        _link = Link(address, token)
+        _link = Link(job.coordinator, job.token)
     return True
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_runtime import protocol
 
 from ddpjob_report import as_number, restore_checkpoint
@@ -22,11 +23,12 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     In a job with a bucket it is the bucket's newest, the same on all ranks. Else, also while the bucket has none, None
     where each node has a folder of its own: the ranks would resume from different steps.
     """
-    if os.environ.get("DDPJOB_CHECKPOINT_URL"):
+    if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()
-        if found is not None or os.environ.get("DDPJOB_CHECKPOINT_SHARED") != "1":
+        if found is not None or not JobEnvironment.read().shares_checkpoints:
             return found
-    if os.environ.get("DDPJOB_CHECKPOINT_SHARED") == "0" and os.environ.get("DDPJOB_NODES", "1") != "1":
+    job = JobEnvironment.read()
+    if job.shares_checkpoints is False and job.has_several_nodes:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(
                 "ddpjob_report: begins at the first step: nodes do not share their checkpoint folders; "
@@ -50,7 +52,7 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
     Raises Refusal, which is a RuntimeError.
     """
     world = os.environ.get("WORLD_SIZE", "1")
-    if processes == 1 and world != "1" and os.environ.get("DDPJOB_COORDINATOR"):
+    if processes == 1 and world != "1" and JobEnvironment.read().coordinator:
         what = f"{framework} has formed no group, and each of the job's {world} ranks would train a model of its own"
         raise Refusal(f"ddpjob_report: {what}: {remedy}")
 

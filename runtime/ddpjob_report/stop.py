@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 _MARGIN = 5.0
 """Seconds of the grace period for all that comes after saving."""
 _GLOO_DEFAULT = datetime.timedelta(minutes=30)
@@ -47,12 +49,8 @@ def agreed() -> bool:
 
 def seconds_left() -> float:
     """What is left of the pod's grace period, without a margin; all of it where nobody was asked to end."""
-    try:
-        grace = float(os.environ.get("DDPJOB_GRACE_SECONDS") or 30)
-    except ValueError:
-        grace = 30.0
     spent = 0.0 if _State.since is None else time.monotonic() - _State.since
-    return max(0.0, grace - _MARGIN - spent)
+    return max(0.0, JobEnvironment.read().grace - _MARGIN - spent)
 
 
 def wait_for_others() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
+
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_runtime import protocol
 
@@ -15,7 +16,7 @@ MAX_BYTES = 4096
 
 def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
     """Write the reason as a JSON object of at most 4096 bytes; long texts lose their middle."""
-    named = os.environ.get("DDPJOB_TERMINATION_LOG")
+    named = JobEnvironment.read().termination_log
     path = Path(named or "/dev/termination-log")
     if not named and not path.exists():
         return  # not in a container

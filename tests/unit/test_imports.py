@@ -19,7 +19,9 @@ def order(package: str, *more: tuple[str, str]) -> None:
     TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
 
 
-@pytest.mark.parametrize("package", ["ddpjob", "ddpjob_runtime", "ddpjob_report", "ddpjob_bucket", "ddpjob_trainer"])
+@pytest.mark.parametrize(
+    "package", ["ddpjob", "ddpjob_runtime", "ddpjob_pod", "ddpjob_report", "ddpjob_bucket", "ddpjob_trainer"]
+)
 def test_no_import_circle(package: str) -> None:
     order(package)
 

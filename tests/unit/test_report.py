@@ -409,7 +409,7 @@ def measured(*reports: dict[str, Any]) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-        patch.setattr(sender, "_post", post)
+        patch.setattr(sender._poster, "post", post)
         assert all(sender._send(figures) for figures in reports)
     return sent[-1]
 

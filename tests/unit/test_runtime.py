@@ -193,9 +193,19 @@ def test_exit_codes_are_the_protocol_s(path: str, name: str) -> None:
     assert constants(path)[name] == getattr(protocol, name)
 
 
-@pytest.mark.parametrize(
-    "path", ["trainer/ddpjob_trainer/reporting/progress_client.py", "runtime/ddpjob_runtime/worker.py"]
-)
-def test_progress_is_posted_where_the_coordinator_takes_it(path: str) -> None:
-    posted = set(re.findall(r"/v1/\w+", (ROOT / path).read_text()))
+def test_progress_is_posted_where_the_coordinator_takes_it() -> None:
+    posted = set(re.findall(r"/v1/\w+", (ROOT / "runtime/ddpjob_runtime/worker.py").read_text()))
     assert posted == {protocol.Command.PROGRESS.path}
+
+
+def test_the_variables_of_a_job_are_read_in_one_place() -> None:
+    """worker.py imports nothing before the user's program; fetch_data.py takes keys out of the environment."""
+    reads = re.compile(r"""environ(?:\.get\(|\.pop\(|\[)\s*f?["']DDPJOB_\w*["'{](?!.*\] = )""")
+    places = {
+        str(path.relative_to(ROOT))
+        for top in ("runtime", "trainer")
+        for path in (ROOT / top).rglob("*.py")
+        if reads.search(path.read_text())
+    }
+    allowed = {"runtime/ddpjob_runtime/worker.py", "runtime/ddpjob_runtime/launcher/fetch_data.py"}
+    assert places == allowed, "read them by ddpjob_pod.job_environment"

@@ -13,7 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    *("operator/ddpjob", "runtime/ddpjob_runtime", "runtime/ddpjob_report", "runtime/ddpjob_bucket"),
+    *(
+        "operator/ddpjob",
+        "runtime/ddpjob_runtime",
+        "runtime/ddpjob_pod",
+        "runtime/ddpjob_report",
+        "runtime/ddpjob_bucket",
+    ),
     "trainer/ddpjob_trainer",
 )
 MAP = runpy.run_path(str(ROOT / "docs" / "generate_map.py"))

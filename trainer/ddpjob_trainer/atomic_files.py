@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from ddpjob_pod.job_environment import JobEnvironment
 
 Check = Callable[[], None]
 
@@ -21,7 +22,7 @@ def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[byt
     content is on disk; when it or the body raises, the old file stays. Raises OSError.
     """
     # Process ids alone are not enough: in containers that share the folder they are equal as a rule.
-    writer = f"{os.environ.get('DDPJOB_POD') or socket.gethostname()}.{os.getpid()}"
+    writer = f"{JobEnvironment.read().host}.{os.getpid()}"
     temporary = path.parent / f".{path.name}.{writer}.tmp"
     try:
         with temporary.open("wb", buffering=0) as file:

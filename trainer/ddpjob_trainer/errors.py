@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from types import TracebackType
+
+from ddpjob_pod.job_environment import JobEnvironment
 
 
 class TrainerError(Exception):
@@ -76,7 +77,7 @@ def exit_code(error: BaseException) -> int:
         return EXIT_CONFIGURATION
     if not isinstance(error, ConfigError):
         return 1
-    return EXIT_CONFIGURATION if "DDPJOB_POD" in os.environ else EXIT_USAGE
+    return EXIT_CONFIGURATION if JobEnvironment.read().pod else EXIT_USAGE
 
 
 class StartRefused(SystemExit):

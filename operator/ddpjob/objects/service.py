@@ -23,7 +23,7 @@ from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
 """The package `ddpjob_runtime`; job pods run it by its path."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""Beside it, with `ddpjob_bucket`, which it needs: what training scripts import."""
+"""What training scripts import. It is beside the runtime, with `ddpjob_bucket` and `ddpjob_pod`, which it needs."""
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
@@ -69,7 +69,7 @@ def _runtime_files() -> dict[str, bytes]:
     """
     files = {
         str(path.relative_to(RUNTIME_FOLDER.parent)): path.read_bytes()
-        for package in ("ddpjob_bucket", SCRIPTS_PACKAGE, RUNTIME_FOLDER.name)
+        for package in ("ddpjob_bucket", "ddpjob_pod", SCRIPTS_PACKAGE, RUNTIME_FOLDER.name)
         for path in sorted(RUNTIME_FOLDER.with_name(package).rglob("*.py"))
     }
     packed = io.BytesIO()

@@ -19,6 +19,8 @@ import signal
 import sys
 from typing import NoReturn
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_runtime import PROGRAM, protocol
 from ddpjob_runtime.coordinator.server import Server, log
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings
@@ -138,7 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.store_host = arguments.host or os.environ.get("POD_IP", "")
     settings = read_settings(parser, arguments)
-    token = os.environ.get("DDPJOB_TOKEN", "")
+    token = JobEnvironment.read().token
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
@@ -162,10 +164,11 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     mode: Mode = arguments.mode
     if mode == Mode.FAST and arguments.store_port is not None:
         parser.error("--store-port: mode Fast has no store of its own; leave it out")
-    generation = os.environ.get("DDPJOB_GENERATION", "0")
+    job = JobEnvironment.read()
+    generation = job.generation or "0"
     if not generation.isdigit():
         parser.error(f"DDPJOB_GENERATION must be a whole number, not {generation!r}")
     initial, maximum = arguments.backoff
-    said = (os.environ.get(name) == "1" for name in ("DDPJOB_RANK_ORDER", "DDPJOB_NO_RESTARTS"))
+    said = (text == "1" for text in (job.rank_order, job.no_restarts))
     times = arguments.hang_after, initial, maximum
     return CoordinatorSettings(arguments.nodes, min_nodes, int(generation), mode, arguments.attempt, *times, *said)

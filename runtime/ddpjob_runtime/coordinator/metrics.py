@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
+
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_runtime.protocol import (
     CHECKPOINT_TIME,
@@ -117,7 +118,8 @@ def _head(lines: list[str], name: str) -> None:
 
 
 def _labels(more: Mapping[str, Any]) -> str:
-    job = {"job_name": os.environ.get("DDPJOB_NAME", ""), "namespace": os.environ.get("DDPJOB_NAMESPACE", "")}
+    environment = JobEnvironment.read()
+    job = {"job_name": environment.name, "namespace": environment.namespace}
     return ",".join(f'{k}="{_escape(v)}"' for k, v in dict(job, **more).items())
 
 

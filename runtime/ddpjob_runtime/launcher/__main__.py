@@ -21,6 +21,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 import ddpjob_runtime
 from ddpjob_runtime import lean_torch, protocol
 from ddpjob_runtime.launcher import pid1, stacks, torch_parts
@@ -39,7 +41,7 @@ LOST_GRACE = 3.0
 REPORT_SECONDS = 15.0
 """How long a node that cannot start tries to report that."""
 WORKER = str(ddpjob_runtime.WORKER)
-REQUIRED = ("DDPJOB_COORDINATOR", "DDPJOB_TOKEN", "DDPJOB_POD", "DDPJOB_INDEX", "DDPJOB_ATTEMPT")
+REQUIRED = ("coordinator", "token", "pod", "index", "attempt")
 
 
 def main() -> NoReturn:
@@ -98,7 +100,7 @@ def main() -> NoReturn:
 
 def grace_seconds() -> float:
     """Time for workers between SIGTERM and SIGKILL: the pod's grace less what the launcher needs itself."""
-    text = os.environ.get("DDPJOB_GRACE_SECONDS", "30")
+    text = JobEnvironment.read().grace_seconds or "30"
     try:
         return max(0.5, float(text) - 2.0)
     except ValueError:
@@ -108,7 +110,7 @@ def grace_seconds() -> float:
 
 def recovery_mode() -> Mode:
     """How this job recovers."""
-    text = os.environ.get("DDPJOB_RECOVERY", Mode.STANDARD)
+    text = JobEnvironment.read().recovery or Mode.STANDARD
     try:
         return Mode(text)
     except ValueError:
@@ -117,22 +119,25 @@ def recovery_mode() -> Mode:
 
 def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
     """The client to the coordinator, not started yet."""
-    missing = [name for name in REQUIRED if not os.environ.get(name)]
+    job = JobEnvironment.read()
+    missing = [name for name in REQUIRED if not getattr(job, name)]
     if missing:
         raise InitFailure(
-            "environment variables missing: {}; the launcher is started by the operator".format(", ".join(missing))
+            "environment variables missing: {}; the launcher is started by the operator".format(
+                ", ".join(f"DDPJOB_{name.upper()}" for name in missing)
+            )
         )
     os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # of this job's coordinator, for the workers
     identity: dict[str, Any] = {
-        "pod": os.environ["DDPJOB_POD"],
+        "pod": job.pod,
         "pid": os.getpid(),
     }
     identity["grace"] = shutdown.grace_seconds
-    for name in ("INDEX", "ATTEMPT", "GENERATION"):
-        text = os.environ.get("DDPJOB_" + name, "0")
+    for name in ("index", "attempt", "generation"):
+        text = getattr(job, name) or "0"
         if not text.isdigit():
-            raise InitFailure(f"DDPJOB_{name} must be a whole number, not {text!r}")
-        identity[name.lower()] = int(text)
+            raise InitFailure(f"DDPJOB_{name.upper()} must be a whole number, not {text!r}")
+        identity[name] = int(text)
 
     def on_end(code: int, kind: str, message: str) -> None:
         grace = shutdown.grace_seconds if code == protocol.EXIT_STOPPED else LOST_GRACE
@@ -141,8 +146,8 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
     timeout = re.search(r"\bjoin_timeout=(\d+)", torchrun_options())
     try:
         return MemberClient(
-            os.environ["DDPJOB_COORDINATOR"],
-            os.environ["DDPJOB_TOKEN"],
+            job.coordinator,
+            job.token,
             identity,
             mode,
             float(timeout.group(1)) if timeout else 600.0,
@@ -220,7 +225,7 @@ def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown
 
 def data_to_fetch() -> Any:
     """Settings of storage.data.url; None: there is none. Before anything inherits its keys. Raises InitFailure."""
-    if not os.environ.get("DDPJOB_DATA_URL"):
+    if not JobEnvironment.read().data_url:
         return None
     from ddpjob_runtime.launcher import fetch_data as fetching
 
@@ -259,7 +264,7 @@ def warm_up() -> tuple[Any, str]:
         forkserver.preload()
     except Exception as error:
         return None, str(error)
-    return forkserver.ForkServer(os.environ.get("DDPJOB_PRELOAD", "")), ""
+    return forkserver.ForkServer(JobEnvironment.read().preload), ""
 
 
 def processes_per_node() -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.elastic.multiprocessing.errors as errors
+from ddpjob_pod.job_environment import JobEnvironment
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -95,7 +96,7 @@ def agent_class(
             assert self._round is not None
             # The same on all nodes, whatever their history: scripts and stores use TORCHELASTIC_RESTART_COUNT.
             self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
-            os.environ["DDPJOB_FENCE"] = "{}.{}".format(os.environ.get("DDPJOB_GENERATION", "0"), self._round)
+            os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
             self._oom_kills = oom.oom_kills()
             pids: Any = {}
             with shutdown.starting:  # not blocked in here: the shutdown waits for this lock

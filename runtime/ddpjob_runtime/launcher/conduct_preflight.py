@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure
 from ddpjob_runtime.launcher.shutdown import log
@@ -56,7 +58,7 @@ class PreflightSettings:
     @classmethod
     def read(cls) -> PreflightSettings | None:
         """None: the job has no preflight. Raises InitFailure."""
-        text = os.environ.get("DDPJOB_PREFLIGHT", "")
+        text = JobEnvironment.read().preflight
         if not text:
             return None
         try:
@@ -130,7 +132,7 @@ class NodePreflight:
     def begin(self) -> None:
         """Start the check of this node; returns at once."""
         known = self.settings
-        what = {"what": "node", "folder": known.folder, "pod": os.environ.get("DDPJOB_POD", "")}
+        what = {"what": "node", "folder": known.folder, "pod": JobEnvironment.read().pod}
         self._checks = [HardwareCheck({**what, "gpus": known.gpus, "resource": known.resource})]
         self._until = time.monotonic() + known.seconds
 
@@ -174,7 +176,7 @@ class NodePreflight:
     def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> NodeResult:
         """This node's part of one all-reduce among the nodes of `group`."""
         known, place, key = self.settings, group.index(rank), f"{stage}/{group[0]}/store"
-        pod = os.environ.get("DDPJOB_POD", "")
+        pod = JobEnvironment.read().pod
         on = os.environ.get("NODE_NAME", "")
         server = None
         if place == 0:

@@ -27,6 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.s3_reader import (
     MOST_OBJECTS,
@@ -83,14 +85,13 @@ class FetchSettings:
 
         Raises Refused.
         """
-        known = os.environ.get
+        job, known = JobEnvironment.read(), os.environ.get
         keys = {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_DATA_{name}", ""))}
-        url = known("DDPJOB_DATA_URL", "")
-        if not url:
+        if not job.data_url:
             return None
-        region = known("DDPJOB_DATA_REGION", "") or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
-        place = BucketPlace.read(url, known("DDPJOB_DATA_ENDPOINT", ""), region)
-        return cls(place, Credentials(keys or dict(os.environ), place.region), Path(os.environ["DDPJOB_DATA_DIR"]))
+        region = job.data_region or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
+        place = BucketPlace.read(job.data_url, job.data_endpoint, region)
+        return cls(place, Credentials(keys or dict(os.environ), place.region), Path(job.data_dir))
 
 
 class Fetch:

@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
@@ -23,10 +25,11 @@ class RoundLog:
     """Appends lines in a thread of its own; a volume that hangs, or is full, costs lines and nothing else."""
 
     def __init__(self) -> None:
-        folder = os.environ.get("DDPJOB_CHECKPOINT_DIR", "")
+        job = JobEnvironment.read()
+        folder = job.checkpoint_dir
         self._path = Path(folder) / protocol.ROUNDS_FILE if folder else None
-        names = {"job": "NAME", "namespace": "NAMESPACE", "uid": "UID", "generation": "GENERATION", "pod": "POD"}
-        self._identity = {key: os.environ.get("DDPJOB_" + name, "") for key, name in names.items()}
+        names = {"job": job.name, "namespace": job.namespace, "uid": job.uid}
+        self._identity = {**names, "generation": job.generation, "pod": job.pod}
         self._lines: queue.Queue[bytes | None] = queue.Queue(_WAITING)
         self._thread: threading.Thread | None = None
 

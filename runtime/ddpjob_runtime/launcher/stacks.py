@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
@@ -152,10 +154,11 @@ def _size(path: Path) -> int:
 
 
 def _keep(found: Mapping[int, str]) -> None:
-    root = os.environ.get("DDPJOB_CHECKPOINT_DIR")
+    job = JobEnvironment.read()
+    root = job.checkpoint_dir
     if not root or not Path(root).is_dir():
         return
-    mark = os.environ.get("DDPJOB_FENCE", "0.0")
+    mark = job.fence or "0.0"
     folder = Path(root) / "stacks"
     try:
         folder.mkdir(exist_ok=True)

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddpjob_runtime.protocol import seal
 from ddpjob_trainer.commands import plot_runs
 from ddpjob_trainer.errors import TrainerError, TrainingError
 from ddpjob_trainer.reporting import history, progress_client
 from ddpjob_trainer.reporting.live_view import LiveView, sparkline
-from ddpjob_trainer.reporting.progress_client import ProgressClient, seal
+from ddpjob_trainer.reporting.progress_client import ProgressClient
 from ddpjob_trainer.reporting.reporter import Reporter
 from ddpjob_trainer.reporting.terminal import TrainingStatus
 from machine import slowness

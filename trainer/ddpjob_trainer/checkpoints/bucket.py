@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +29,7 @@ from ddpjob_bucket import (
     Waiting,
 )
 from ddpjob_bucket.stored import sha256_of
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.checkpoints import dcp, torch_file
 from ddpjob_trainer.checkpoints.retention import Entry, expendable
@@ -327,7 +327,7 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
     with _disk(path), _alone(path.parent.parent / f"{start}.lock.tmp"):
         if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
             return
-        writer = f"{os.environ.get('DDPJOB_POD') or socket.gethostname()}.{os.getpid()}"
+        writer = f"{JobEnvironment.read().host}.{os.getpid()}"
         temporary = path.parent.parent / f"{start}.{writer}.tmp"
         try:
             _patiently(lambda: bucket.fetch_file(manifest, file, temporary))

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_trainer.config.command_line import take_option
 from ddpjob_trainer.distributed.init_method import INIT_METHOD, free_port, read_method
 from ddpjob_trainer.errors import ConfigError, RendezvousError, TrainerError, exit_code
@@ -144,7 +146,7 @@ class Ranks:
             self._signal(signal.SIGKILL)
             return
         self._stopped_by = signal.Signals(number)
-        self._deadline = time.monotonic() + float(os.environ.get("DDPJOB_GRACE_SECONDS") or 30)
+        self._deadline = time.monotonic() + JobEnvironment.read().grace
         print(f"{self._stopped_by.name}: ranks save and leave; a second signal kills them", file=sys.stderr, flush=True)
         self._signal(signal.SIGTERM)
 

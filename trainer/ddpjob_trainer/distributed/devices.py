@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import StrategyName
@@ -97,7 +98,7 @@ def _gpus_of_job() -> str:
     A driver that fails leaves none, at a restart in the same pod too: the other nodes, which have theirs, would wait
     for this one in NCCL.
     """
-    number, _, resource = os.environ.get("DDPJOB_GPUS", "").partition(" ")
+    number, _, resource = JobEnvironment.read().gpus.partition(" ")
     hidden = os.environ.get(_VISIBLE["cuda"]) == ""  # By `ddpjob run`, on a machine that has too few.
     built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     usable = built and resource.startswith(("nvidia.com/", "amd.com/"))

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.distributed.devices import RankPlacement
 from ddpjob_trainer.distributed.interfaces import is_loopback
@@ -79,7 +80,7 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
     the time or rank 0 cannot listen.
     """
     where = meeting()
-    incarnation = os.environ.get("DDPJOB_FENCE") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    incarnation = JobEnvironment.read().fence or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if (where, group, incarnation) not in _stores:
         _stores[where, group, incarnation] = _open(where, group, incarnation, timeout_seconds)
     _stores[where, group, incarnation].set_timeout(
@@ -125,7 +126,7 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
     # An agent that restarts its workers in place gives them the same store again (torch 2.15), in which the addresses
     # of dead processes make gloo wait forever. Each agent counts its own restarts, and one that has just joined counts
     # none: where there is a fence, that is what all ranks of an incarnation have in common.
-    prefix = incarnation if os.environ.get("DDPJOB_FENCE") else f"attempt_{incarnation}"
+    prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
 

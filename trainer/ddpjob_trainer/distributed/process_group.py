@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from ddpjob_pod.job_environment import JobEnvironment
 
 _T = TypeVar("_T")
 _LAST_TENSORS_SECONDS = 0.05
@@ -176,7 +177,8 @@ def done_in_thread(
 
 def wanted_world() -> int:
     """Ranks that the job asks for, by its environment; there may be fewer at first. 0: unknown."""
-    return int(os.environ.get("DDPJOB_NODES", 0)) * int(os.environ.get("DDPJOB_PROCS_PER_NODE", 0))
+    job = JobEnvironment.read()
+    return int(job.nodes or 0) * int(job.procs_per_node or 0)
 
 
 def destroy() -> None:

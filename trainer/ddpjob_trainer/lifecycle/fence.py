@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_trainer.atomic_files import write_atomically
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, FolderTakenError
@@ -27,7 +29,6 @@ BEAT_SECONDS, WATCH_SECONDS = 5.0, 30.0
 that file for so long. No clocks are compared: they differ."""
 _OWNER = "owner.json"
 _NAME = "fence.json"
-_VARIABLE = "DDPJOB_FENCE"
 
 
 def round_from_env() -> tuple[int, int]:
@@ -36,12 +37,13 @@ def round_from_env() -> tuple[int, int]:
     The launcher gives each worker DDPJOB_FENCE; without a launcher the pod's own DDPJOB_GENERATION and DDPJOB_ROUND
     count.
     """
-    text = os.environ.get(_VARIABLE, "")
+    job = JobEnvironment.read()
+    text = job.fence
     if not text:
-        return int(os.environ.get("DDPJOB_GENERATION") or 0), int(os.environ.get("DDPJOB_ROUND") or 0)
+        return int(job.generation or 0), int(job.round or 0)
     if not (match := re.fullmatch(r"(\d+)\.(\d+)", text)):
         raise ConfigError(
-            f"{_VARIABLE}={text!r}: must be GENERATION.ROUND, two whole numbers; leave it to the launcher, or unset it"
+            f"DDPJOB_FENCE={text!r}: must be GENERATION.ROUND, two whole numbers; leave it to the launcher, or unset it"
         )
     return int(match[1]), int(match[2])
 
@@ -55,7 +57,7 @@ class Claim:
     generation: int
     round: int
     incarnation: int
-    job: str = os.environ.get("DDPJOB_UID", "")
+    job: str = JobEnvironment.read().uid
     """A job that is created or run again counts from zero: only incarnations of one job are compared."""
     host: str = socket.gethostname()
     time: float = 0.0
@@ -126,9 +128,8 @@ class Owner:
     @classmethod
     def from_env(cls) -> Owner:
         """This process'."""
-        job, namespace, name = (os.environ.get(f"DDPJOB_{part}", "") for part in ("UID", "NAMESPACE", "NAME"))
-        pod = os.environ.get("DDPJOB_POD") or socket.gethostname()
-        return cls(job, namespace, name, pod, cluster=os.environ.get("DDPJOB_CLUSTER", ""))
+        job = JobEnvironment.read()
+        return cls(job.uid, job.namespace, job.name, job.host, cluster=job.cluster)
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:

@@ -21,6 +21,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.distributed.process_group import Group, Reduction
 from ddpjob_trainer.errors import CheckpointError, ConfigError
@@ -28,7 +29,7 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError
 EXIT_STEPPED_ASIDE = 75
 EXIT_TERMINATED = 128 + signal.SIGTERM
 _PATIENCE_SECONDS, _TORCHRUNS_SECONDS = 4.0, 30.0  # The latter between its SIGTERM and its SIGKILL.
-_GRACE_VARIABLE, _LAUNCHERS_SECONDS, _OWN_SECONDS = "DDPJOB_GRACE_SECONDS", 2.0, 1.0
+_LAUNCHERS_SECONDS, _OWN_SECONDS = 2.0, 1.0
 
 
 class Due(enum.IntEnum):
@@ -181,12 +182,12 @@ class Agreement:
 
 def grace_from_env() -> float | None:
     """Seconds between SIGTERM and the pod's end; None outside of a job. Raises ConfigError."""
-    text = os.environ.get(_GRACE_VARIABLE, "")
+    text = JobEnvironment.read().grace_seconds
     try:
         return float(text) if text else None
     except ValueError:
         raise ConfigError(
-            f"{_GRACE_VARIABLE}={text!r}: must be a number of seconds; leave it to the operator, or unset it"
+            f"DDPJOB_GRACE_SECONDS={text!r}: must be a number of seconds; leave it to the operator, or unset it"
         ) from None
 
 

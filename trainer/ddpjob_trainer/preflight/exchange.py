@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.distributed.init_method import meeting, open_store
 from ddpjob_trainer.distributed.process_group import Group, in_thread
@@ -49,7 +49,7 @@ def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | 
 
 def node_name() -> str:
     """The pod's name in a job, else the host's."""
-    return os.environ.get("DDPJOB_POD") or socket.gethostname()
+    return JobEnvironment.read().host
 
 
 class Exchange:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.errors import LedgerError
 
@@ -36,7 +37,7 @@ class Ledger:
         self._common = {"round": claim.round, "generation": claim.generation, "incarnation": claim.incarnation}
         self._file = None
         if wanted:
-            node = os.environ.get("DDPJOB_POD", socket.gethostname())
+            node = JobEnvironment.read().host
             path = run_dir / FOLDER / f"rank-{group.rank}-{node}-{os.getpid()}-{time.time_ns()}.jsonl"
             with _writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,35 +1,26 @@
 """Posts progress to the job's coordinator in the background, the newest only. Never delays
 training; errors are ignored.
-
-The job's token proves who posts and is not sent: nobody knows who has the coordinator's address by now.
 """
 
 from __future__ import annotations
 
-import contextlib
 import encodings.idna  # noqa: F401  (the codec of host names: the thread must not be the first to import it)
-import hashlib
-import hmac
 import http.client
-import json
-import os
-import secrets
-import socket
 import threading
 import time
 from typing import Any
 
-_PATH = "/v1/progress"
-_INTERVAL_SECONDS, _BRIEF_SECONDS, _TIMEOUT_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 1.0, 2.0, 15.0
+from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.posting import TIMEOUT_SECONDS, Poster
+
+_INTERVAL_SECONDS, _BRIEF_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 1.0, 15.0
 
 
 class ProgressClient:
     """Posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port) with DDPJOB_TOKEN, at most every half second."""
 
     def __init__(self, address: str, token: str) -> None:
-        self._address, self._token, self._instance = address, token, ""
-        # Of this process: a rank 0 that is fenced must not show its step, or name ranks, as the next round's.
-        self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
+        self._poster = Poster(address, token)
         self._newest: dict[str, Any] | None = None
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
@@ -38,18 +29,14 @@ class ProgressClient:
         self._said_stragglers: Any = None  # and to which coordinator
         self._changed = threading.Condition()
         self._closing = False
-        with contextlib.suppress(OSError):
-            # A process' first look-up makes glibc read the environment, and in a thread crashes when a variable is set
-            # meanwhile.
-            socket.getaddrinfo("localhost", None)
         self._thread = threading.Thread(target=self._work, name="coordinator-link", daemon=True)
         self._thread.start()
 
     @classmethod
     def from_env(cls) -> ProgressClient | None:
         """The client that the environment describes, or None outside of a job."""
-        address = os.environ.get("DDPJOB_COORDINATOR")
-        return cls(address, os.environ.get("DDPJOB_TOKEN", "")) if address else None
+        job = JobEnvironment.read()
+        return cls(job.coordinator, job.token) if job.coordinator else None
 
     def post(self, progress: dict[str, Any]) -> None:
         """Send `progress` with the next post; it replaces what was not posted yet."""
@@ -84,7 +71,7 @@ class ProgressClient:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(_TIMEOUT_SECONDS)
+        self._thread.join(TIMEOUT_SECONDS)
 
     def _work(self) -> None:
         pause = _INTERVAL_SECONDS
@@ -111,11 +98,11 @@ class ProgressClient:
     def _send_stragglers(self) -> None:
         """Send who lags, by itself and again until a coordinator has answered."""
         stragglers = self._stragglers
-        if stragglers is None or (self._instance, stragglers) == self._said_stragglers:
+        if stragglers is None or (self._poster.instance, stragglers) == self._said_stragglers:
             return
         status = self._post({"stragglers": stragglers})
         if 0 < status < 300 or status == 400:
-            self._said_stragglers = self._instance, stragglers
+            self._said_stragglers = self._poster.instance, stragglers
 
     def _is_due(self) -> bool:
         return self._newest is not None or self._copies is not None or self._closing
@@ -125,37 +112,10 @@ class ProgressClient:
 
     def _post(self, report: dict[str, Any]) -> int:
         """Return the status of the answer to a post, or 0 if there was none."""
-        body = json.dumps({**report, **self._round}).encode()
         try:
-            status, instance = self._ask(body)
-            if status == 401 and instance not in ("", self._instance):
-                self._instance = instance  # A coordinator takes no proof that was made for another.
-                status, _ = self._ask(body)
-            return status
-        except (OSError, http.client.HTTPException):
+            return self._poster.post(report)[0]
+        except (OSError, ValueError, http.client.HTTPException):
             return 0  # A coordinator that restarts or is gone must not disturb training; the operator notices it.
-
-    def _ask(self, body: bytes) -> tuple[int, str]:
-        """The answer's status, and the coordinator's number."""
-        nonce = secrets.token_hex(16)
-        proof = seal(self._token, "request", self._instance, nonce, "POST", _PATH, body)
-        headers = {"Content-Type": "application/json", "DDPJob-Nonce": nonce, "DDPJob-Proof": proof}
-        connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_SECONDS)
-        try:
-            connection.request("POST", _PATH, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.getheader("DDPJob-Instance", "")
-        finally:
-            connection.close()
-
-
-def seal(token: str, *parts: str | bytes) -> str:
-    """Proves that its sender knows the token: HMAC-SHA256 of the parts, in hexadecimal (docs/protocol.md)."""
-    mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        mac.update(b"%d:" % len(data) + data)
-    return mac.hexdigest()
 
 
 def wall_clock() -> float:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ddpjob_pod.job_environment import JobEnvironment
+
 from ddpjob_trainer.config.sections import ReportConfig
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.reporting.sinks.sink import Run, Sink
@@ -108,7 +110,7 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._newest: dict[str, float] = {"train/step": run.step, "train/restarts": run.restarts}
-        self._labels = [os.environ.get("DDPJOB_NAMESPACE", ""), os.environ.get("DDPJOB_NAME", ""), run.name]
+        self._labels = [(job := JobEnvironment.read()).namespace, job.name, run.name]
         registry = CollectorRegistry()
         registry.register(self)
         try:

@@ -1,0 +1,85 @@
+"""The variables DDPJOB_* by which a process in a pod knows its job. docs/protocol.md has the table.
+
+Nothing else reads them, except `worker.py`, which runs before the user's program and imports nothing.
+They are read when they are asked for: a launcher changes DDPJOB_FENCE from round to round.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+GRACE_SECONDS = 30.0
+"""The grace period of a pod that sets none, as Kubernetes has it."""
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """The variables as they are; a text is empty if its variable is not set."""
+
+    cluster: str
+    namespace: str
+    name: str
+    uid: str
+    pod: str
+    index: str
+    attempt: str
+    generation: str
+    round: str
+    nodes: str
+    procs_per_node: str
+    gpus: str
+    coordinator: str
+    """host:port. Set in every pod of a job, and outside of jobs never."""
+    token: str
+    fence: str
+    """GENERATION.ROUND of the group that this process belongs to."""
+    grace_seconds: str
+    checkpoint_dir: str
+    checkpoint_url: str
+    checkpoint_shared: str
+    preflight: str
+    preload: str
+    recovery: str
+    rank_order: str
+    no_restarts: str
+    data_url: str
+    data_endpoint: str
+    data_region: str
+    data_dir: str
+    termination_log: str
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> JobEnvironment:
+        """Read the variables as of now."""
+        return cls(**{field.name: environ.get("DDPJOB_" + field.name.upper(), "") for field in fields(cls)})
+
+    @property
+    def shares_checkpoints(self) -> bool | None:
+        """Whether all pods see the same checkpoint folder. None: nobody has said."""
+        return {"1": True, "0": False}.get(self.checkpoint_shared)
+
+    @property
+    def has_several_nodes(self) -> bool:
+        """Whether the job has more than one node."""
+        return self.nodes not in ("", "1")
+
+    @property
+    def grace(self) -> float:
+        """The pod's grace period in seconds, also if the variable holds no number."""
+        try:
+            return float(self.grace_seconds or GRACE_SECONDS)
+        except ValueError:
+            return GRACE_SECONDS
+
+    @property
+    def host(self) -> str:
+        """Name of the pod, or of the machine outside of a job."""
+        return self.pod or socket.gethostname()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has rank 0. A program of a `command` that has no rank: whether its pod has index 0."""
+        return os.environ.get("RANK", self.index or "0") == "0"

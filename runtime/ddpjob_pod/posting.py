@@ -1,0 +1,57 @@
+"""Posts to the job's coordinator with a proof that the sender knows the job's token.
+
+The token itself stays here: a stranger may have the coordinator's address by now (docs/protocol.md, "Coordinator").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401  (encodes host names; a thread must not be the first to import it)
+import http.client
+import json
+import secrets
+import socket
+from typing import Any
+
+from ddpjob_runtime import protocol
+
+from ddpjob_pod.job_environment import JobEnvironment
+
+TIMEOUT_SECONDS = 2.0
+
+
+class Poster:
+    """Posts reports of progress to one address, from any thread."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address, self._token, self.instance = address, token, ""
+        """`instance`: the number of the coordinator that has answered last. It takes no proof made for another one."""
+        # Of this process: a rank 0 that is fenced must not show its step, or name ranks, as the next round's.
+        fence = JobEnvironment.read().fence
+        self._round = {"round": fence} if fence else {}
+        with contextlib.suppress(OSError):
+            # A process' first look-up makes glibc read the environment, and crashes in a thread if the program sets a
+            # variable meanwhile.
+            socket.getaddrinfo("localhost", None)
+
+    def post(self, report: dict[str, Any]) -> tuple[int, str]:
+        """Return the answer's status and text. Raises OSError, ValueError or HTTPException if there is none."""
+        body = json.dumps({**report, **self._round}).encode()
+        status, instance, answer = self._ask(body)
+        if status == 401 and instance not in ("", self.instance):
+            self.instance = instance
+            status, _, answer = self._ask(body)
+        return status, answer
+
+    def _ask(self, body: bytes) -> tuple[int, str, str]:
+        path, nonce = protocol.Command.PROGRESS.path, secrets.token_hex(16)
+        proof = protocol.seal(self._token, "request", self.instance, nonce, "POST", path, body)
+        headers = {protocol.NONCE_HEADER: nonce, protocol.PROOF_HEADER: proof, "Content-Type": "application/json"}
+        connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_SECONDS)
+        try:
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            text = answer.read(protocol.MAX_TEXT).decode(errors="replace")
+            return answer.status, answer.getheader(protocol.INSTANCE_HEADER, ""), text
+        finally:
+            connection.close()
