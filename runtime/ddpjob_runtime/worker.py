@@ -209,7 +209,7 @@ class CompilerImport:
         from importlib.machinery import PathFinder
         from types import ModuleType
 
-        spec: Any = PathFinder.find_spec("late_dynamo", [os.path.join(packages(), "ddpjob_runtime", "launcher")])  # noqa: PTH118
+        spec: Any = PathFinder.find_spec("late_dynamo", [os.path.join(packages(), "ddpjob_pod")])  # noqa: PTH118
         late_dynamo = ModuleType("__ddpjob_late_dynamo__")
         exec(spec.loader.get_code("late_dynamo"), vars(late_dynamo))
         return late_dynamo.find()

@@ -135,8 +135,9 @@ def started_cold(folder: Path, text: str) -> str:
     """What it prints in a process of its own, run by worker.py as in job pods, where the runtime is an archive."""
     (folder / "script.py").write_text(text)
     with zipfile.ZipFile(folder / "ddpjob_runtime", "w") as archive:
-        for path in RUNTIME.rglob("*.py"):
-            archive.write(path, path.relative_to(RUNTIME.parent))
+        for package in (RUNTIME, RUNTIME.with_name("ddpjob_pod")):
+            for path in package.rglob("*.py"):
+                archive.write(path, path.relative_to(RUNTIME.parent))
     shutil.copy(RUNTIME / "worker.py", folder)
     command = [sys.executable, "-u", "worker.py", "--script", "script.py"]
     environment = {**os.environ, "DDPJOB_COORDINATOR": "127.0.0.1:1"}
@@ -180,7 +181,7 @@ ASKED = (
 def test_anything_else_that_is_asked_of_it_is_answered_by_itself() -> None:
     code = f"""
 import os, sys; sys.path.insert(0, {str(RUNTIME.parent)!r})
-from ddpjob_runtime.launcher import late_dynamo
+from ddpjob_pod import late_dynamo
 import torch, inspect
 late_dynamo.put_off()
 inspect.getmodule(late_dynamo), hasattr(torch._dynamo, "__warningregistry__")
@@ -200,7 +201,8 @@ for ask in {ASKED!r}:
 def test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that(tmp_path: Path) -> None:
     code = (
         f"import sys, threading, time; sys.path.insert(0, {str(RUNTIME.parent)!r})\n"
-        "from ddpjob_runtime.launcher import forkserver, late_dynamo\n"
+        "from ddpjob_pod import late_dynamo\n"
+        "from ddpjob_runtime.launcher import forkserver\n"
         "forkserver.IDLE_SECONDS, load = 0.1, late_dynamo.load\n"
         "def load_with_a_thread():\n"
         "    load(); threading.Thread(target=time.sleep, args=(99,), name='poller', daemon=True).start()\n"
@@ -222,7 +224,8 @@ def test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that(tmp
 NO_MORE_FORKS = """
 import errno, os, sys, time
 sys.path.insert(0, {runtime!r})
-from ddpjob_runtime.launcher import forkserver, late_dynamo
+from ddpjob_pod import late_dynamo
+from ddpjob_runtime.launcher import forkserver
 fork, flag = os.fork, {flag!r}
 def refuse():
     asks = sys._getframe(1).f_code.co_name

@@ -44,8 +44,6 @@ SHARED_CLASSES = {
     "DDPJobCallback": "a script imports that of its framework, Hugging Face's or Lightning's",
     "Member": "a member as the coordinator knows it, and as its report has it",
     "Recovery": "spec.recovery, and the report's part about the last recovery",
-    "_AsItIs": "hooks for the import of torch._dynamo, in the launcher and in the trainer, which share no package",
-    "_Submodules": "the same",
 }
 """Class names with several meanings, and why."""
 

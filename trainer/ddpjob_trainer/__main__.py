@@ -9,10 +9,11 @@ import faulthandler
 import os
 import sys
 
+from ddpjob_pod.late_dynamo import uncollected
+
 from ddpjob_trainer.commands.dispatch import run
 from ddpjob_trainer.errors import ConfigError, FolderTakenError, StartRefused, exit_code, install_hook
 from ddpjob_trainer.lifecycle import fast_exit
-from ddpjob_trainer.lifecycle.fast_start import uncollected
 
 _EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklearn", "matplotlib", "rich", "psutil",
           "prometheus_client")  # fmt: skip
@@ -30,7 +31,7 @@ def main() -> int:
         # What `record` does where there is no file to write: importing it, and torch, would take seconds before --help.
         faulthandler.enable(all_threads=True)
         return _main()
-    with uncollected():
+    with uncollected(keep=True):
         from torch.distributed.elastic.multiprocessing.errors import record
 
     return record(_main)() or 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import tee
 
 import torch
+from ddpjob_pod import late_dynamo
 
 from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
@@ -30,7 +31,6 @@ from ddpjob_trainer.distributed.step_clock import OWN, StepPhase, peak_memory
 from ddpjob_trainer.errors import CheckpointError, ConfigError, DataError, TrainingError
 from ddpjob_trainer.evaluation.accumulate import Adding, open_accumulator
 from ddpjob_trainer.evaluation.evaluate import evaluate
-from ddpjob_trainer.lifecycle import fast_start
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
@@ -63,7 +63,7 @@ def run(config: Config) -> int:
     TrainerError, whose message is for the user, for bad input, and RuntimeError when a peer is gone.
     """
     if not config.model.compile:
-        fast_start.install()
+        late_dynamo.put_off()
     enter(config)
     group = Group.from_env()
     if config.preflight.run:

@@ -55,8 +55,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from ddpjob_pod import late_dynamo
+
 from ddpjob_runtime import worker
-from ddpjob_runtime.launcher import late_dynamo, oom
+from ddpjob_runtime.launcher import oom
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.late_environment import hide_torch
 from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, log

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from ddpjob_runtime.launcher.late_dynamo import uncollected
+from ddpjob_pod.late_dynamo import uncollected
 
 BACKPORT = "importlib_metadata"
 

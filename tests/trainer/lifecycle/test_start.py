@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddpjob_pod.late_dynamo import uncollected
 from ddpjob_trainer import config, train
 from ddpjob_trainer.config.sections import ModelConfig
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.errors import ConfigError, DeviceError
-from ddpjob_trainer.lifecycle.fast_start import uncollected
 from ddpjob_trainer.model.models import build_model
 from machine import free_port, slowness
 from ranks import TINY, good
@@ -34,8 +34,8 @@ print(torch._dynamo.config.__spec__.name)
 """
 SETS = """
 import torch
-from ddpjob_trainer.lifecycle import fast_start
-fast_start.install()
+from ddpjob_pod import late_dynamo
+late_dynamo.put_off()
 import torch._dynamo.config as settings, sys
 print(settings is sys.modules["torch._dynamo.convert_frame"].config)
 """

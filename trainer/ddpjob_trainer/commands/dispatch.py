@@ -10,9 +10,10 @@ import signal
 import sys
 from collections.abc import Callable
 
+from ddpjob_pod.late_dynamo import uncollected
+
 from ddpjob_trainer.errors import ConfigError, FencedError
 from ddpjob_trainer.lifecycle import fast_exit
-from ddpjob_trainer.lifecycle.fast_start import uncollected
 
 COMMANDS = {
     # name: (module whose `main(arguments)` returns the exit code, usage, purpose)
@@ -123,7 +124,7 @@ def train(arguments: list[str]) -> int:
     from ddpjob_trainer.config.command_line import read_settings
 
     settings = read_settings(arguments)  # What is wrong in them is reported before torch is imported: seconds.
-    with uncollected():
+    with uncollected(keep=True):
         from ddpjob_trainer import train
         from ddpjob_trainer.lifecycle.fence import EXIT_FENCED
 

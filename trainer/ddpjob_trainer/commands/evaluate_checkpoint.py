@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ddpjob_pod import late_dynamo
 from torch import nn
 
 from ddpjob_trainer import config
@@ -27,7 +28,6 @@ from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.evaluation.accumulate import Evaluation, open_accumulator
 from ddpjob_trainer.evaluation.evaluate import evaluate
 from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
-from ddpjob_trainer.lifecycle import fast_start
 from ddpjob_trainer.lifecycle.signals import StopRequest
 from ddpjob_trainer.model.models import build_model, explaining_image_size
 from ddpjob_trainer.optim.loss import Loss
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
         "-o", "--output", type=Path, help=f"folder of the results; default: {FOLDER} beside the checkpoint"
     )
     options = parser.parse_intermixed_args(arguments)
-    fast_start.install()
+    late_dynamo.put_off()
     group = Group.from_env()
     first = config.load(options.config, options.values)
     placement = devices.choose(first.train.backend, group.local_rank)

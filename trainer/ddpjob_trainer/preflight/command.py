@@ -6,10 +6,12 @@ import os
 import time
 from pathlib import Path
 
+from ddpjob_pod import late_dynamo
+
 from ddpjob_trainer.config.command_line import read_settings, take_option, wants_help
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, PreflightError
-from ddpjob_trainer.lifecycle import fast_exit, fast_start
+from ddpjob_trainer.lifecycle import fast_exit
 from ddpjob_trainer.preflight.results import PreflightReport
 
 _LINGER_SECONDS = 10.0
@@ -34,7 +36,7 @@ def main(arguments: list[str]) -> int:
         if name is not None:
             report.write(Path(name))
 
-    fast_start.install()
+    late_dynamo.put_off()
     fast_exit.leave_fast()  # A thread that waits for a dead mount must not keep the process.
     from ddpjob_trainer.preflight.conduct import conduct
 

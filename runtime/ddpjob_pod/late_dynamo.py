@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.util
 import re
 import sys
@@ -29,8 +30,11 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Around imports of torch: without the collector, which takes up to a fifth of the time. Modules stay."""
+def uncollected(*, keep: bool = False) -> Iterator[None]:
+    """Import without the collector, which takes up to a fifth of the time of importing torch.
+
+    `keep`: it never looks through what exists by then, as at the start of a program. Modules stay anyway.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -38,12 +42,15 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+        if keep:
+            gc.freeze()
 
 
 def put_off() -> None:
-    """Have torch._dynamo imported later, unless it is imported already. torch is."""
+    """Import torch, and have torch._dynamo imported later, unless it is imported already."""
+    torch = importlib.import_module("torch")
     if NAME not in sys.modules and (module := _not_run()) is not None:
-        sys.modules[NAME] = vars(sys.modules["torch"])["_dynamo"] = module
+        sys.modules[NAME] = vars(torch)["_dynamo"] = module
 
 
 def find() -> ModuleSpec | None:
