@@ -18,7 +18,7 @@ from ddpjob.controller.kube.informer import PAGE_BYTES, Informer
 from ddpjob.core.world import LABEL_JOB
 from ddpjob.engine.reconcile import reconcile
 
-from .test_cluster import KEY, case, seen
+from .cluster_case import KEY, case, seen
 from .virtual_loop import run
 from .world import api_server, connected, loop_moment
 

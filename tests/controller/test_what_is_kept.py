@@ -13,7 +13,7 @@ from ddpjob.controller.pod_views import read_pod
 from ddpjob.core.world import LABEL_INDEX, LABEL_ROLE, TRAINER_CONTAINER, Role
 from ddpjob.objects.service import build_runtime
 
-from .test_cluster import case
+from .cluster_case import case
 from .virtual_loop import run
 
 LONG = "x" * 100_000 + "\N{GRINNING FACE}"

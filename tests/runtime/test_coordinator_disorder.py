@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 import pytest
-from coordinator_world import FAST, RESET, STANDARD, Failure, Settings, World
+from coordinator_world import FAST, RESET, STANDARD, CoordinatorSettings, WorkerFailure, World
 from ddpjob_runtime.coordinator import states
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.coordinator.states import State
@@ -67,7 +67,9 @@ class Disorder:
         chance, coordinator, number = self.chance, self.world.coordinator, self.number()
         if what == "fail":
             code, message = chance.choice([1, 75, -6, -9]), chance.choice(["ValueError: bug", RESET])
-            failure = Failure(member.source, member.rank, 0, code, None, message, "", self.world.now - chance.random())
+            failure = WorkerFailure(
+                member.source, member.rank, 0, code, None, message, "", self.world.now - chance.random()
+            )
             coordinator.failure(member, chance.choice([member.round, number, None]), failure)
         elif what == "lost":
             coordinator.lost(member, "its connection ended")
@@ -114,7 +116,9 @@ class Disorder:
             coordinator.stop(False, "the job was suspended")
         elif chance.random() < 0.3:  # a new coordinator
             self.attempt += 1
-            self.world.restart_coordinator(Settings(3, 2, mode=self.mode, attempt=self.attempt, hang_after=5.0))
+            self.world.restart_coordinator(
+                CoordinatorSettings(3, 2, mode=self.mode, attempt=self.attempt, hang_after=5.0)
+            )
             self.members = []
 
     def come(self, index: int, resume: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from coordinator_world import FAST, RESET, STANDARD, Failure, Settings, World
+from coordinator_world import FAST, RESET, STANDARD, CoordinatorSettings, WorkerFailure, World
 
 pytest.importorskip("hypothesis", reason="only this file of tests/runtime needs it")
 from hypothesis import given, settings
@@ -124,7 +124,7 @@ class Node:
         """A worker ends; the others are ended by the launcher."""
         if self.working and self.member is not None and self.place["state"] == "Running" and not self.leaving:
             member, number, world = self.member, self.place["round"], self.life.world
-            failure = Failure(member.source, 0, 0, code, None, message, "", world.now)
+            failure = WorkerFailure(member.source, 0, 0, code, None, message, "", world.now)
             self.words.append(lambda: world.coordinator.failure(member, number, failure))
             self.notified = True
 
@@ -132,7 +132,7 @@ class Node:
         """One of its workers has left; that is reported beside the errors of others, and is none itself."""
         if self.working and self.member is not None:
             member, number, world = self.member, self.place["round"], self.life.world
-            failure = Failure(member.source, 0, 0, 0, None, "ended with exit code 0", "", world.now)
+            failure = WorkerFailure(member.source, 0, 0, 0, None, "ended with exit code 0", "", world.now)
             self.words.append(lambda: world.coordinator.failure(member, number, failure))
 
     def leave(self) -> None:
@@ -240,7 +240,7 @@ class Life:
         self.restarted_at = self.world.now
         size = self.world.coordinator.rounds.size
         more = {"mode": self.mode, "attempt": self.attempt, "hang_after": 50.0, "ordered": self.ordered}
-        self.world.restart_coordinator(Settings(size.nodes, size.min_nodes, **more))
+        self.world.restart_coordinator(CoordinatorSettings(size.nodes, size.min_nodes, **more))
         self.rounds = []
         self.listen()
         for node in self.nodes:

@@ -15,6 +15,8 @@ from ddpjob.core.failures import liveness, merge_causes
 from ddpjob.core.plan import actions, slots
 from ddpjob.core.status import describe
 
+from . import test_counting_in_simulation as counting
+from . import test_places_in_simulation as places
 from . import test_recovery_in_simulation as recovery
 
 Test = Callable[[], Awaitable[None]]
@@ -30,25 +32,25 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         merge_causes,
         "_belongs",
         lambda *_: False,
-        recovery.test_two_pods_out_of_memory_count_once,
+        counting.test_two_pods_out_of_memory_count_once,
     ),
     "a pod made after a break is its consequence": (
         merge_causes,
         "_belongs",
         lambda *_: True,
-        recovery.test_a_pod_that_fails_at_its_start_again_and_again_waits,
+        counting.test_a_pod_that_fails_at_its_start_again_and_again_waits,
     ),
     "a lost pod gets its grace": (
         actions,
         "given_up",
         lambda *_: False,
-        recovery.test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force,
+        places.test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force,
     ),
     "a silent node is believed to be well": (
         liveness,
         "_host_lost",
         lambda *_: None,
-        recovery.test_out_of_service_is_believed_at_once,
+        places.test_out_of_service_is_believed_at_once,
     ),
     "a lost coordinator takes the group with it": (
         follow,
@@ -72,13 +74,13 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         follow,
         "repeated",
         lambda *_: slots.Repeated(),
-        recovery.test_a_pod_that_fails_at_its_start_again_and_again_waits,
+        counting.test_a_pod_that_fails_at_its_start_again_and_again_waits,
     ),
     "the budget stays spent": (
         decide,
         "_with_budget_restored",
         lambda view: (view.status, []),
-        recovery.test_the_budget_is_whole_again_after_healthy_training,
+        counting.test_the_budget_is_whole_again_after_healthy_training,
     ),
     "labels stay": (
         actions,
@@ -90,7 +92,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         follow,
         "avoided",
         lambda *_, **__: (),
-        recovery.test_a_node_that_fails_the_job_again_and_again_is_avoided,
+        places.test_a_node_that_fails_the_job_again_and_again_is_avoided,
     ),
 }
 

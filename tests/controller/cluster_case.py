@@ -1,0 +1,204 @@
+"""A job on the fake API server, and the cluster under test."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from base64 import b64decode
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from ddpjob.api.job import QUEUE_LABEL, DDPJob
+from ddpjob.api.job_spec import Json
+from ddpjob.controller.caches import Caches
+from ddpjob.controller.kubernetes_cluster import KubernetesCluster
+from ddpjob.engine.coordinator_client import CoordinatorClient
+from ddpjob.engine.ports import JobKey
+from ddpjob.engine.reconcile import reconcile
+from ddpjob.objects.platform import Platform
+from ddpjob.objects.service import (
+    runtime_jobs_name,
+    runtime_name,
+)
+
+from .api_server import ApiServer, Fault
+from .world import api_server, connected, followed, loop_moment
+
+KEY = JobKey("space", "job")
+JOBS = runtime_jobs_name(runtime_name())
+
+
+class Case:
+    """One job on a server, and the cluster under test."""
+
+    def __init__(self, server: ApiServer, cluster: KubernetesCluster) -> None:
+        self.server, self.cluster = server, cluster
+        self.woken: list[tuple[JobKey, bool]] = []
+        self.add("job")
+
+    def add(self, name: str, nodes: int = 2, status: dict[str, Any] | None = None, **spec: Any) -> None:
+        """One more job."""
+        self.server.store.create(
+            "DDPJob",
+            {
+                "metadata": {"name": name, "uid": f"{name}-uid"},
+                "status": status or {},
+                "spec": {"image": "image", "script": "train.py", "nodes": nodes, "gpusPerNode": 0, **spec},
+            },
+        )
+
+    async def change(self, **spec: Any) -> None:
+        """The job's user changes its spec, and the operator follows."""
+        body = self.server.store.get("DDPJob", "job")
+        body["spec"] = {**body["spec"], **spec}
+        body["metadata"]["generation"] += 1
+        self.server.store.changed("DDPJob", body)
+        for _ in range(4):
+            await seen()
+            await self.reconcile()
+
+    def finish(self, name: str) -> None:
+        """The job is Complete, and its nodes have ended."""
+        body = self.server.store.get("DDPJob", name)
+        moment = self.server.store.clock.stamp()
+        complete = {
+            "type": "Complete",
+            "status": "True",
+            "reason": "Finished",
+            "message": "",
+            "lastTransitionTime": moment,
+        }
+        rendezvous = {**body["status"]["rendezvous"], "endpoint": "127.0.0.1:9"}
+        body["status"] = {
+            **body["status"],
+            "rendezvous": rendezvous,
+            "completionTime": moment,
+            "conditions": [complete],
+        }
+        self.server.store.changed("DDPJob", body)
+        for pod in self.server.store.all("Pod"):
+            pod["status"] = {"phase": "Succeeded"}
+            self.server.store.changed("Pod", pod)
+
+    def uid(self, pod: str) -> str:
+        return str(self.server.store.get("Pod", pod)["metadata"]["uid"])
+
+    async def job(self, key: JobKey = KEY) -> DDPJob:
+        observed = await self.cluster.observe(key)
+        assert observed is not None
+        return observed.job
+
+    def cached(self) -> DDPJob:
+        job = self.cluster.caches.job(KEY)
+        assert job is not None
+        return job
+
+    async def reconcile(self) -> float | None:
+        return await reconcile(self.cluster, KEY, loop_moment)
+
+    def pods(self) -> list[str]:
+        return sorted(str(p["metadata"]["name"]) for p in self.server.store.all("Pod"))
+
+    def keepers(self) -> set[str]:
+        """The jobs that keep the namespace's runtime."""
+        return {o["name"] for o in self.server.store.get("ConfigMap", JOBS)["metadata"]["ownerReferences"]}
+
+    def asked(self, part: str) -> int:
+        """How many GETs had this in their path."""
+        return sum(method == "GET" and part in path for method, path, _ in self.server.requests)
+
+    def fault_once(self, method: str, part: str, fault: Fault) -> None:
+        """The next request of this kind, and no other."""
+        left = [fault]
+        self.server.faults = lambda m, path: left.pop() if left and m == method and part in path else None
+
+
+@asynccontextmanager
+async def case(*, serves_gangs: bool = False, serves_queues: bool = False) -> AsyncIterator[Case]:
+    async with api_server() as server, connected(server) as rest:
+        server.serves_gangs, server.serves_queues = serves_gangs, serves_queues
+        coordinators, woken = CoordinatorClient(), list[tuple[JobKey, bool]]()
+        caches = Caches(rest, lambda key, urgent: woken.append((key, urgent)), lambda hosts, changed: None)
+        cluster = KubernetesCluster(rest, caches, coordinators, Platform(operator_key=b"key"), "operator-0")
+        case = Case(server, cluster)
+        case.woken = woken
+        async with followed(server, caches):
+            yield case
+        await coordinators.close()
+
+
+async def seen() -> None:
+    """Time for the watches to show what has happened."""
+    await asyncio.sleep(0.1)
+
+
+def digest(data: dict[str, str]) -> str:
+    """As the name of a ConfigMap of the runtime ends."""
+    files = ((name.encode(), b64decode(text)) for name, text in sorted(data.items()))
+    return hashlib.sha256(b"".join(b"%s\0%d\0%s" % (n, len(c), c) for n, c in files)).hexdigest()[:16]
+
+
+MANIFEST = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-0-0"}, "spec": {}}
+
+
+def owned_by(job: DDPJob, uid: str | None = None, **more: Any) -> dict[str, Any]:
+    owner = {**job.owner_reference, "uid": uid or job.uid}
+    return {**MANIFEST, "metadata": {"name": "job-0-0", "ownerReferences": [owner], **more}}
+
+
+def use_up_the_quota_of_secrets(c: Case) -> None:
+    quota = Fault(403, reason="Forbidden", message="exceeded quota: q, requested: secrets=1")
+    c.server.faults = lambda m, path: quota if m == "POST" and path.endswith("/secrets") else None
+
+
+async def delete_token(c: Case) -> None:
+    """The job's Secret, and a pod waits for it."""
+    [secret] = c.server.store.all("Secret")
+    c.server.store.remove("Secret", secret)
+    pod = c.server.store.get("Pod", "job-0-0")
+    message = f'secret "{secret["metadata"]["name"]}" not found'
+    waiting = {"reason": "CreateContainerConfigError", "message": message}
+    main = pod["spec"]["containers"][0]["name"]
+    pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": main, "state": {"waiting": waiting}}]}
+    c.server.store.changed("Pod", pod)
+    await seen()
+
+
+def refused_by(policy: Fault, what: str = "policy") -> pytest.MarkDecorator:
+    """A test's `policy`: this one, and a webhook that cannot be called."""
+    said = (
+        'Internal error occurred: failed calling webhook "nodel": Post "https://nodel.svc": context deadline exceeded'
+    )
+    return pytest.mark.parametrize("policy", [policy, Fault(500, message=said)], ids=[what, "webhook"])
+
+
+# --- queues
+
+
+def put_into_queue(c: Case, **labels: str) -> None:
+    body = c.server.store.get("DDPJob", "job")
+    body["metadata"]["labels"] = {QUEUE_LABEL: "team", **labels}
+    c.server.store.changed("DDPJob", body)
+
+
+def judged(c: Case, *, admitted: bool = False, **states: str) -> Json:
+    """The job's Workload after Kueue has set conditions, and with `admitted` the flavor `spot`."""
+    (workload,) = c.server.store.all("Workload")
+    status = workload.setdefault("status", {})
+    known = {one["type"]: one for one in status.get("conditions", ())}
+    for kind, state in states.items():
+        moment = {"lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1}
+        known[kind] = {"type": kind, "status": state, "reason": "Preempted", "message": "said", **moment}
+    status["conditions"] = list(known.values())
+    if admitted:
+        sets = [
+            {"name": s["name"], "count": s["count"], "flavors": {"cpu": "spot"}} for s in workload["spec"]["podSets"]
+        ]
+        status["admission"] = {"clusterQueue": "all", "podSetAssignments": sets}
+    c.server.store.changed("Workload", workload)
+    return workload
+
+
+SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}

@@ -1,0 +1,287 @@
+"""What the coordinator takes for the first cause of a break."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_world import RESET, World
+
+
+def test_the_first_exception_is_the_cause_even_when_its_consequence_is_heard_first() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, RESET)
+    assert "restart" not in world.verbs(second)  # it may be writing its own traceback: not disturbed yet
+    world.pass_time(0.2)
+    world.fail(second, "ValueError: bug", ago=0.6)
+    world.pass_time(2)
+    assert world.incidents() == [("WorkerFailed", "job-1-0", 1)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down. This was caused by an exception on"
+        " one of the ranks or an attempt to allreduce, allgather or broadcast a tensor after one of the ranks finished"
+        " execution.",
+        "RuntimeError: eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)",
+    ],
+)
+def test_what_other_libraries_say_of_a_lost_peer_is_a_consequence(message: str) -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, message)
+    world.pass_time(0.3)
+    assert world.incidents() == []
+    world.lose(second)
+    world.pass_time(1.01)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:1016",
+        "ValueError: no successful episode to learn from",
+        "AcceleratorError: CUDA error: an illegal memory access was encountered",
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
+        "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Cuda failure 214 'uncorrectable ECC error encountered'",
+    ],
+)
+def test_an_error_of_a_device_is_the_cause_of_what_peers_say_before(message: str) -> None:
+    """It takes longer to write its traceback than the connections take to close that end with it."""
+    world = World()
+    first, second = world.form()
+    world.fail(first, RESET, ago=0.1)
+    world.fail(second, message)
+    world.ready(first, second)
+    world.pass_time(2)
+    assert world.incidents() == [("WorkerFailed", "job-1-0", 1)]
+
+
+def test_an_error_of_a_device_that_a_lost_peer_brought_is_its_consequence() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5")
+    world.pass_time(0.3)
+    assert world.incidents() == []
+    world.lose(second)
+    world.pass_time(1.01)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
+def test_a_worker_that_hangs_is_reported_although_only_connection_errors_are_known() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, RESET)
+    world.ready(first)
+    world.pass_time(0.51)
+    assert world.verbs(second)[-1] == "restart" and world.incidents() == []  # it may yet turn out to be the cause
+    world.ready(second)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]  # nothing better is known
+
+
+def test_a_connection_error_long_before_the_silent_peer_is_given_up_is_its_consequence() -> None:
+    world = World()
+    first, second = world.form()
+    world.silent.add(second.pod)
+    world.pass_time(1)
+    world.fail(first, RESET)
+    world.ready(first)
+    world.pass_time(5)
+    world.lose(second, "silent for 6 s")
+    world.pass_time(1)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
+def test_an_error_of_its_own_that_a_silent_peer_brought_is_its_consequence() -> None:
+    world = World()
+    first, second = world.form()
+    world.silent.add(second.pod)
+    world.pass_time(3)
+    world.fail(first, "RuntimeError: training step failed")  # the script wrapped the connection error
+    world.ready(first)
+    world.pass_time(3)
+    assert world.incidents() == []
+    world.lose(second, "silent for 6 s")
+    world.pass_time(1)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
+def test_a_failing_worker_restarts_the_others_at_once() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first)
+    assert world.last(second) == (
+        "restart",
+        {"round": 1, "why": "a worker of job-0-0 failed: ValueError: bug", "planned": False},
+    )
+    assert world.report()["state"] == "Restarting"
+    world.pass_time(0.6)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
+
+
+def test_what_fails_after_it_was_asked_to_end_is_no_cause() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, RESET)
+    world.pass_time(0.51)
+    world.pass_time(0.3)
+    world.fail(second, "killed by signal SIGKILL", code=-9)
+    world.ready(first, second)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
+
+
+def test_a_lost_peers_consequences_are_not_causes() -> None:
+    world = World(3)
+    _, second, third = world.form(3)
+    world.lose(second)
+    world.fail(third, "RuntimeError: training step failed", ago=-0.02)  # the script wrapped the connection error
+    world.pass_time(1.01)
+    assert world.incidents() == [("PeerLost", "job-1-0", 1)]
+
+
+def test_a_worker_killed_together_with_its_pod_is_the_pods_loss() -> None:
+    world = World()
+    first, _ = world.form()
+    world.fail(first, "killed by signal SIGKILL", code=-9)
+    world.lose(first)
+    world.pass_time(1.01)
+    assert world.incidents() == [("PeerLost", "job-0-0", 1)]
+
+
+def test_a_worker_killed_alone_is_a_failure() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first, "killed by signal SIGKILL", code=-9)
+    world.fail(second, RESET)
+    world.pass_time(1.01)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
+    assert world.report()["incidents"][0]["signal"] == "SIGKILL"
+
+
+def test_a_worker_that_the_memory_limit_killed_is_the_cause_even_when_its_pod_goes_with_it() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(second, RESET)
+    world.fail(first, "killed by the kernel", code=-9, oom=True, ago=0.1)
+    world.lose(first)
+    world.pass_time(1.01)
+    assert world.incidents() == [("OOMKilled", "job-0-0", 2)]
+
+
+def test_an_import_error_is_an_init_failure_with_its_traceback() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(second, "ModuleNotFoundError: No module named 'nccl'", init=True)
+    world.fail(first, RESET, ago=0.1)
+    world.pass_time(1.01)
+    assert world.incidents() == [("InitFailure", "job-1-0", 1)]
+    assert world.report()["incidents"][0]["traceback"] == "Traceback ..."
+
+
+def test_a_member_that_finished_before_the_others_is_the_cause_of_their_connection_errors() -> None:
+    world = World()
+    first, second = world.form()
+    world.coordinator.finished(second, 1)
+    world.pass_time(1)
+    world.fail(first, RESET)
+    world.ready(first)
+    world.pass_time(0.6)
+    assert world.last(second)[0] == "restart"
+    world.ready(second)
+    incident = world.report()["incidents"][0]
+    assert (incident["kind"], incident["pod"], incident["exitCode"]) == ("WorkerFailed", "job-1-0", 0)
+    assert incident["message"] == "the workers of pod job-1-0 (group rank 1) ended with exit code 0 before the others"
+
+
+def test_a_rank_that_ended_with_0_is_the_cause_of_connection_errors_on_its_own_node_as_well() -> None:
+    """One of eight calls sys.exit() where a loss is not finite."""
+    world = World(1)
+    [only] = world.form(1)
+    world.fail(only, RESET)
+    world.fail(only, "ended with exit code 0", code=0)
+    world.pass_time(5)
+    assert world.incidents() == [], "no error of anybody's own is known yet"
+    world.ready(only)
+    incident = world.report()["incidents"][0]
+    assert incident["kind"] == "WorkerFailed"
+    assert (incident["rank"], incident["localRank"], incident["exitCode"]) == (0, 0, 0)
+    assert (incident["message"], incident["consequences"]) == ("ended with exit code 0 before the others", 1)
+
+
+def test_a_rank_that_ended_with_0_breaks_nothing_and_hides_no_error() -> None:
+    world = World(2)
+    first, second = world.form()
+    world.fail(first, "ended with exit code 0", code=0)
+    world.pass_time(5)
+    assert world.report()["state"] == "Running" and "restart" not in world.verbs(second)
+    world.fail(first, "ValueError: bug")
+    world.pass_time(1)
+    assert world.report()["incidents"][0]["message"] == "ValueError: bug"
+
+
+def test_an_own_error_counts_although_another_member_has_finished() -> None:
+    world = World()
+    first, second = world.form()
+    world.coordinator.finished(second, 1)
+    world.fail(first, "ValueError: bug")
+    world.pass_time(1)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
+
+
+def test_an_exception_before_the_pods_loss_is_the_cause() -> None:
+    world = World()
+    first, _ = world.form()
+    world.fail(first, "ValueError: bug")
+    world.pass_time(0.3)
+    world.lose(first)
+    world.pass_time(1)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
+
+
+def test_a_round_breaks_once_however_much_follows() -> None:
+    world = World(3)
+    first, second, third = world.form(3)
+    world.pass_time(59)
+    world.fail(first)
+    world.pass_time(0.3)
+    world.fail(second, RESET)
+    world.lose(third)
+    assert world.round.broken_at == 1059.0 and world.report()["recovery"]["downSince"] == "1970-01-01T00:17:39.000Z"
+    world.ready(first, second, world.hello(2, attempt=1))
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 2)]
+
+
+def test_each_round_has_its_own_incident_and_old_ones_are_dropped() -> None:
+    world = World()
+    members = world.form()
+    for number in range(60):
+        world.coordinator.report_progress({"step": number})
+        world.fail(members[0], f"ValueError: {number}")
+        world.ready(*members)
+        world.join(*members)
+    incidents = world.report()["incidents"]
+    assert len(incidents) == 50 and incidents[-1]["id"] == 60
+    assert world.coordinator.rounds.incidents.counts == {"WorkerFailed": 60}
+
+
+def test_a_late_report_of_an_old_round_changes_nothing() -> None:
+    world = World()
+    first, second = world.form()
+    world.fail(first)
+    world.ready(first, second)
+    world.join(first, second)
+    second.round = 1
+    world.fail(second, RESET)
+    second.round = 2
+    world.pass_time(5)
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)] and world.report()["state"] == "Running"
+
+
+def test_the_same_init_failure_of_every_node_is_reported_once() -> None:
+    world = World()
+    for index in range(2):
+        world.coordinator.init_failure(world.hello(index), "no such file: train.py")
+    assert world.incidents() == [("InitFailure", "job-0-0", 1)]

@@ -1,0 +1,287 @@
+"""How the coordinator finds hangs, and what it says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_world import World
+from ddpjob_runtime.protocol import RANK_ENDED, RANK_FAILED, iso, time_of
+
+DUMP = """Thread 0x00007f4a12345640 (most recent call first):
+  File "/usr/lib/python3.12/threading.py", line 355 in wait
+
+Current thread 0x00007f4a99999740 (most recent call first):
+  File "/venv/torch/distributed/distributed_c10d.py", line 2810 in all_reduce
+  File "train.py", line 30 in <module>
+"""
+
+
+def test_patience_changes_while_the_group_runs() -> None:
+    world = World(2)
+    members = world.form()
+    world.coordinator.report_progress({"step": 1})
+    world.pass_time(100)
+    world.coordinator.set_patience(120, 3, 9)
+    assert (world.report()["hangAfter"], world.report()["backoff"]) == (120, [3, 9])
+    world.pass_time(19)
+    assert "dump" not in world.verbs(members[0])
+    world.pass_time(1.1)
+    assert world.last(members[0]) == ("dump", {"round": 1})
+
+
+def test_a_hang_is_dumped_reported_and_restarted() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    for step in range(3):
+        world.pass_time(50)
+        world.coordinator.report_progress({"step": step})
+    world.pass_time(59)
+    assert world.report()["state"] == "Running"
+    world.pass_time(1.1)
+    assert [world.last(m) for m in members] == [("dump", {"round": 1})] * 2
+    world.coordinator.stacks(members[0], 1, 0, DUMP)
+    world.coordinator.stacks(members[0], 1, 1, DUMP.replace("2810 in all_reduce", "99 in barrier"))
+    world.pass_time(1)
+    assert "restart" not in world.verbs(members[0])
+    world.coordinator.stacks(members[1], 1, 2, DUMP)
+    world.pass_time(0.4)
+    assert world.last(members[1]) == ("restart", {"round": 1, "why": "the group hangs", "planned": False})
+    incident = world.report()["incidents"][0]
+    assert incident["kind"] == "Hang" and incident["pod"] is None
+    where = "all_reduce (/venv/torch/distributed/distributed_c10d.py:2810)"
+    assert incident["message"].startswith(f"no step for 60 s: rank 0 in {where}; rank 1 in barrier (")
+    assert "rank 2:\n" in incident["traceback"] and "train.py" in incident["traceback"]
+    world.fail(members[0], "killed by signal SIGKILL", code=-9)
+    world.ready(*members)
+    assert world.round.number == 2 and len(world.incidents()) == 1
+
+
+def test_ranks_that_have_ended_or_failed_are_named_first_in_a_hang() -> None:
+    """The others wait for them, and only eight are named."""
+    world = World(1, hang_after=60.0)
+    [only] = world.form(1)
+    world.pass_time(60.1)
+    texts = {10: f"{RANK_FAILED}ValueError: bug\n{DUMP}", 11: RANK_ENDED}
+    for rank in range(12):
+        world.coordinator.stacks(only, 1, rank, texts.get(rank, DUMP))
+    world.pass_time(4)
+    message = world.report()["incidents"][0]["message"]
+    first = "rank 10 has failed, and its process has not ended (ValueError: bug); rank 11 has ended"
+    assert message.startswith(f"no step for 60 s: {first}; rank 0 in all_reduce (") and "4 more" in message
+
+
+ELSEWHERE = DUMP.replace("2810 in all_reduce", "12 in read_sample")
+BARRIER = DUMP.replace("2810 in all_reduce", "99 in barrier")
+
+
+@pytest.mark.parametrize(
+    ("stacks", "named"),
+    [
+        ([DUMP, ELSEWHERE, DUMP], "job-1-0"),
+        ([DUMP], None),
+        ([DUMP, ELSEWHERE], None),
+        ([DUMP, DUMP, DUMP], None),
+        ([DUMP, ELSEWHERE, BARRIER], None),
+        ([DUMP, f"{RANK_FAILED}ValueError: bug\n{DUMP}"], "job-1-0"),
+        ([DUMP, f"{RANK_FAILED}ValueError: bug\n{DUMP}", f"{RANK_FAILED}ValueError: bug\n{DUMP}"], None),
+    ],
+)
+def test_a_hang_names_the_one_pod_that_the_others_wait_for(stacks: list[str], named: str | None) -> None:
+    world = World(len(stacks), hang_after=60.0)
+    members = world.form(len(stacks))
+    world.pass_time(60.1)
+    for rank, (member, text) in enumerate(zip(members, stacks)):
+        world.coordinator.stacks(member, 1, rank, text)
+    world.pass_time(4)
+    [incident] = world.report()["incidents"]
+    assert (incident["kind"], incident["pod"]) == ("Hang", named)
+
+
+def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:
+    """All processes of a machine stop together: a paused container or virtual machine."""
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.pass_time(50)
+    world.coordinator.stood_still(45.0)
+    world.pass_time(54)
+    assert "dump" not in world.verbs(members[0])
+    world.pass_time(1.1)
+    assert world.last(members[0]) == ("dump", {"round": 1})
+
+
+def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
+    """Return the state after the limit, when the ranks have been looked at: whether they did anything since."""
+    dumps = world.verbs(members[0]).count("dump")
+    world.pass_time(60.1)
+    assert world.verbs(members[0]).count("dump") == dumps + 1
+    for rank, (member, still) in enumerate(zip(members, idle)):
+        world.coordinator.stacks(member, 1, rank, DUMP, still)
+    world.pass_time(0.5)
+    return str(world.report()["state"])
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["none was ever counted", "the optimizer was compiled"])
+def test_steps_that_cannot_be_counted_are_no_hang_while_any_rank_works(counted: bool) -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    if counted:
+        world.coordinator.report_progress({"step": 9, "automatic": True})
+        world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
+    assert looked_at(world, members, None, None) == "Running", "the first look compares with nothing"
+    assert bool(world.report()["progress"].get("uncountable")) is counted, "nothing is known yet"
+    assert looked_at(world, members, True, False) == "Running"
+    assert world.report()["progress"]["uncountable"] is True
+    assert looked_at(world, members, True, None) == "Running"
+    assert looked_at(world, members, True, True) == "Restarting"
+    [incident] = world.report()["incidents"]
+    assert incident["kind"] == "Hang" and ": rank 0 in all_reduce (" in incident["message"]
+
+
+def test_a_script_that_reports_its_steps_is_countable_whatever_it_compiles() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
+    world.coordinator.report_progress({"step": 1})
+    world.coordinator.report_progress({"step": 10, "automatic": True, "uncountable": True})
+    assert "uncountable" not in world.report()["progress"]
+    world.pass_time(60.1)
+    assert world.report()["state"] == "Restarting" and world.last(members[0])[0] == "dump"
+
+
+def test_a_hang_whose_ranks_give_no_stack_is_reported_all_the_same() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.coordinator.report_progress({"step": 1})
+    world.pass_time(60.1)
+    world.pass_time(3.1)
+    assert world.last(members[0])[0] == "restart"
+    assert world.report()["incidents"][0]["message"] == "no step for 60 s: no rank gave its stack"
+
+
+def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
+    """A group without a limit whose next step is far beyond its pace of one in `seconds`; its ranks gave stacks."""
+    world = World(2)
+    members = world.form()
+    for step in range(20):
+        assert "dump" not in world.verbs(members[0])
+        world.pass_time(seconds)
+        world.coordinator.report_progress({"step": step})
+    world.pass_time(max(300, 20 * seconds) - 1)
+    assert "dump" not in world.verbs(members[0])
+    world.pass_time(2)
+    assert world.verbs(members[0])[-1] == "dump"
+    for rank, member in enumerate(members):
+        world.coordinator.stacks(member, 1, rank, DUMP)
+    world.pass_time(3)
+    return world, members
+
+
+@pytest.mark.parametrize("seconds", [0.5, 30])
+def test_without_a_limit_a_step_far_beyond_the_jobs_own_pace_is_reported_and_nothing_ends(seconds: float) -> None:
+    world, members = overdue(seconds)
+    said = world.report()["overdue"]
+    assert said["where"].startswith("rank 0 in all_reduce (") and "rank 1 in all_reduce (" in said["where"]
+    assert "rank 1:\n" in said["traceback"] and said["activity"] == ""
+    assert said["since"] == iso(time_of(1000 + 20 * seconds))
+    world.pass_time(100_000)
+    assert world.report()["state"] == "Running" and world.incidents() == []
+    assert [world.verbs(m).count("dump") for m in members] == [1, 1], "once"
+    news = world.report()["news"]
+    world.coordinator.report_progress({"step": 20})
+    assert world.report()["overdue"] is None and world.report()["news"] > news
+    world.pass_time(100_000)
+    assert world.report()["overdue"] is None, "so long a gap is its pace by now"
+
+
+def test_a_limit_that_is_set_while_a_step_is_overdue_ends_the_round() -> None:
+    world, members = overdue()
+    world.coordinator.set_patience(60, 1, 60)
+    world.pass_time(4)
+    assert world.last(members[0])[0] == "restart" and world.report()["overdue"] is None
+    assert world.report()["incidents"][0]["message"].startswith("no step for 604 s: no rank gave its stack")
+
+
+def test_a_limit_that_is_not_reached_yet_takes_the_overdue_step_from_the_report() -> None:
+    """It would be shown as that of a group without a limit. Once there is none, it is again."""
+    world, _ = overdue()
+    world.coordinator.set_patience(3600, 1, 60)
+    assert (world.report()["overdue"], world.report()["hangAfter"]) == (None, 3600)
+    world.coordinator.set_patience(None, 1, 60)
+    assert world.report()["overdue"] is not None
+
+
+def test_what_the_script_says_that_it_does_is_reported_with_the_overdue_step() -> None:
+    world = World(2)
+    world.form()
+    for step in range(20):
+        world.coordinator.report_progress({"step": step})
+        world.pass_time(1)
+    world.coordinator.report_progress({"activity": "evaluating"})
+    assert world.report()["progress"]["activity"] == "evaluating" and world.report()["progress"]["step"] == 19
+    world.pass_time(299)
+    assert world.report()["overdue"] is None
+    world.pass_time(5)
+    assert world.report()["overdue"]["activity"] == "evaluating"
+    world.coordinator.report_progress({"activity": "evaluating"})
+    assert world.report()["overdue"] is None, "it has made progress"
+    world.coordinator.report_progress({"step": 20})
+    assert "activity" not in world.report()["progress"]
+
+
+def test_an_activity_is_no_step_that_ends_a_downtime_and_no_report_that_replaces_the_step_counters() -> None:
+    world = World(2)
+    members = world.form()
+    world.coordinator.report_progress({"automatic": True, "step": 1})
+    world.fail(members[0])
+    world.ready(*members)
+    world.join(*members)
+    down = world.report()["recovery"]["downSince"]
+    world.coordinator.report_progress({"activity": "evaluating"})
+    assert down is not None and world.report()["recovery"]["downSince"] == down
+    world.coordinator.report_progress({"automatic": True, "step": 2})
+    assert world.report()["progress"]["step"] == 2 and world.report()["recovery"]["downSince"] is None
+
+
+def test_a_copy_that_has_come_into_the_bucket_is_shown_and_is_no_sign_of_life() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.coordinator.report_progress({"step": 1})
+    world.fail(members[0])
+    world.ready(*members)
+    world.join(*members)
+    world.coordinator.report_progress({"activity": "evaluating"})
+    before = world.report()
+    world.pass_time(55)
+    copied = {"copyStep": 1, "copyTime": 1000, "copyBehind": 0.0}
+    world.coordinator.report_progress({"metrics": copied})
+    after = world.report()
+    assert after["progress"] == {**before["progress"], "metrics": copied} and after["recovery"] == before["recovery"]
+    assert before["recovery"]["downSince"] is not None and after["progress"]["activity"] == "evaluating"
+    world.pass_time(6)
+    assert world.last(members[0])[0] == "dump", "no step for 60 s"
+
+
+def test_a_limit_that_the_user_has_set_holds_during_an_activity_which_the_incident_names() -> None:
+    world = World(2, hang_after=60.0)
+    world.form()
+    world.coordinator.report_progress({"activity": "saving a checkpoint"})
+    world.pass_time(64)
+    assert "no step for 60 s (the script reports: saving a checkpoint): " in world.report()["incidents"][0]["message"]
+
+
+def test_without_a_limit_and_with_few_reports_nothing_hangs() -> None:
+    world = World(2)
+    members = world.form()
+    for step in range(19):
+        world.coordinator.report_progress({"step": step})
+    world.pass_time(100_000)
+    assert "dump" not in world.verbs(members[0])
+
+
+def test_a_group_that_finishes_does_not_hang() -> None:
+    world = World(2, hang_after=60.0)
+    members = world.form()
+    world.coordinator.finished(members[0], 1)
+    world.pass_time(1000)
+    assert "dump" not in world.verbs(members[1])

@@ -1,0 +1,162 @@
+"""How the coordinator lets a group grow and shrink, and backs off from failures that repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_world import STANDARD, World
+
+
+@pytest.mark.parametrize(("joiners", "wait"), [(2, 10.0), (1, 60.0)])
+def test_joiners_are_paced(joiners: int, wait: float) -> None:
+    world = World(4, 2)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    new = [world.hello(2 + i) for i in range(joiners)]
+    world.ready(*new)
+    world.pass_time(wait - 0.5)
+    assert "restart" not in world.verbs(members[0])
+    world.pass_time(0.6)
+    assert world.last(members[0])[1]["planned"] is True
+    world.ready(*members)
+    assert world.round.world == 2 + joiners and world.ranks()[:2] == [0, 1]
+    world.pass_time(1)
+    assert world.incidents() == [("Joined", "job-2-0", 0)]
+
+
+def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
+    world = World(3, 2)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    world.coordinator.finished(members[0], 1)
+    world.ready(world.hello(2))
+    world.pass_time(300)
+    world.coordinator.finished(members[1], 1)
+    assert world.report()["state"] == "Succeeded" and world.verbs(world.coordinator.members.by_index[2])[-1] == "done"
+
+
+def test_a_joiner_that_dies_before_the_others_have_drained_costs_no_wait() -> None:
+    world = World(3, 2, STANDARD)
+    members = [world.hello(i) for i in range(2)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    joiner = world.hello(2)
+    world.ready(joiner)
+    world.pass_time(10.1)
+    world.lose(joiner)
+    world.ready(*members)
+    assert world.round.number == 2 and world.round.world == 2
+
+
+def test_more_than_wanted_are_spares() -> None:
+    world = World(2)
+    members = world.form(2, spares=2)
+    world.pass_time(1000)
+    assert [m.state for m in members] == ["Running", "Running", "Ready", "Ready"]
+
+
+def test_a_smaller_size_applies_at_once_and_the_highest_places_step_back() -> None:
+    world = World(4)
+    members = world.form(4)
+    world.coordinator.resize(2, 2)
+    assert all(
+        world.last(m)[1] == {"round": 1, "why": "the group continues with 2 instead of 4 nodes", "planned": True}
+        for m in members
+    )
+    world.ready(*members[::-1])
+    assert world.ranks() == [0, 1] and world.report()["nodes"] == 2
+    assert world.incidents() == [("Joined", None, 0)]
+    world.coordinator.resize(2, 2)  # said again each pass
+    world.join(*members[:2])
+    world.pass_time(100)
+    assert world.round.number == 2
+
+
+def test_a_larger_size_waits_for_its_nodes() -> None:
+    world = World(2)
+    members = world.form(2)
+    world.coordinator.resize(3, 3)
+    world.pass_time(100)
+    assert world.report()["state"] == "Running" and world.report()["world"] == 2  # better than none
+    world.ready(world.hello(2))
+    assert world.last(members[0])[0] == "restart"
+
+
+def test_a_size_that_cannot_be_is_refused() -> None:
+    world = World(2)
+    with pytest.raises(ValueError, match="minNodes: must be from 1 to nodes"):
+        world.coordinator.resize(2, 3)
+
+
+# ---- back-off
+
+
+def crash(world: World, members: list[Any]) -> float:
+    """Seconds from the break to the next round."""
+    began, number = world.now, world.round.number
+    world.fail(members[0])
+    world.ready(*members)
+    while world.round.number == number:
+        world.pass_time(0.1)
+        assert world.now - began < 100
+    world.join(*members)
+    return world.now - began
+
+
+def test_a_crash_loop_waits_longer_each_time_up_to_the_limit() -> None:
+    world = World(2, backoff_initial=2.0, backoff_maximum=10.0)
+    members = world.form()
+    waits = [crash(world, members) for _ in range(5)]
+    assert waits == pytest.approx([0, 2, 4, 8, 10], abs=0.2)
+    assert [i["backoffSeconds"] for i in world.report()["incidents"]] == [0, 2, 4, 8, 10]
+
+
+def test_the_wait_is_reported() -> None:
+    world = World(2)
+    members = world.form()
+    crash(world, members)
+    world.fail(members[0])
+    world.ready(*members)
+    assert world.report()["backoffUntil"] == "1970-01-01T00:16:41.000Z"
+    world.pass_time(2)
+    assert world.report()["backoffUntil"] is None and world.round.number == 3
+
+
+def test_a_new_furthest_step_ends_a_crash_loop_but_the_same_steps_again_do_not() -> None:
+    world = World(2)
+    members = world.form()
+    world.coordinator.report_progress({"step": 10})
+    assert crash(world, members) == 0
+    world.coordinator.report_progress({"step": 10})
+    assert crash(world, members) == pytest.approx(1, abs=0.2)
+    world.coordinator.report_progress({"step": 9})
+    assert crash(world, members) == pytest.approx(2, abs=0.2)
+    world.coordinator.report_progress({"step": 11})
+    assert crash(world, members) == 0
+    assert crash(world, members) == pytest.approx(1, abs=0.2)
+
+
+def test_a_minute_of_running_ends_a_crash_loop() -> None:
+    world = World(2)
+    members = world.form()
+    crash(world, members)
+    crash(world, members)
+    world.pass_time(61)
+    assert crash(world, members) == 0
+
+
+def test_lost_nodes_do_not_wait() -> None:
+    world = World(2)
+    first, second = world.form()
+    for attempt in range(1, 8):
+        world.lose(second)
+        second = world.hello(1, attempt=attempt)
+        world.ready(first, second)
+        world.join(first, second)
+    assert world.round.number == 8 and world.now == 1000.0

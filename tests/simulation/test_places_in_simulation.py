@@ -1,0 +1,388 @@
+"""Kubernetes nodes and places: lost, unhealthy, failing, avoided."""
+
+from __future__ import annotations
+
+import pytest
+
+from .simulated import Simulation, conditions
+from .test_recovery_in_simulation import FAST, passes, reasons, running
+
+
+@pytest.mark.parametrize("knows_hosts", [True, False])
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_silent_node_is_left_and_its_pod_replaced_elsewhere(mode: str, knows_hosts: bool) -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": mode, "nodeLostAfterSeconds": 20}}, steps=1000)
+    s.cluster.knows_hosts = knows_hosts
+    await s.until_phase("Running")
+    node, began = s.pods["job-1-0"].node, s.now
+    s.cut(node)
+    await s.until(lambda: "job-1-0" not in s.pods)
+    assert 20 <= s.now - began <= 24, "from when it was last heard"
+    await s.until_phase("Running")
+    assert s.pods["job-1-1"].node != node
+    assert reasons(s) == [("NodeLost", False)]
+    assert s.status["slots"][1].get("lostSince") is None
+    s.heal(node)
+    await passes(s, 5)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-1"]
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_pod_leaves_an_unhealthy_node_before_it_fails(mode: str) -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": mode}}, steps=10**6)
+    s.machines.saves = True
+    await s.until_phase("Running")
+    node = s.pods["job-1-0"].node
+    s.machines.diagnose(s.host_of("job-1-0"), True)
+    await passes(s, 55)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"], "it has to last"
+    await passes(s, 15)
+    await s.until_phase("Running")
+    assert [p.name for p in running(s)] == ["job-0-0", "job-1-1"] and s.pods["job-1-1"].node != node
+    assert reasons(s) == [("NodeUnhealthy", False)] and s.status["restarts"]["counted"] == 0
+    assert [entry["node"] for entry in s.status["avoidedNodes"]] == [node]
+    assert "NodesHealthy" not in conditions(s)
+
+
+async def test_what_an_agent_takes_back_moves_nothing() -> None:
+    s = Simulation({"nodes": 2}, steps=10**6)
+    await s.until_phase("Running")
+    for _ in range(6):
+        s.machines.diagnose(s.host_of("job-1-0"), True)
+        await passes(s, 40, step=2)
+        s.machines.diagnose(s.host_of("job-1-0"), False)
+        await passes(s, 5, step=2)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
+
+
+async def test_a_broken_agent_that_speaks_against_most_nodes_moves_nothing() -> None:
+    s = Simulation({"nodes": 2}, steps=10**6)
+    await s.until_phase("Running")
+    for host in list(s.machines.hosts.values())[:3]:
+        s.machines.diagnose(host, True)
+    await passes(s, 90, step=2)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
+    shown = conditions(s)["NodesHealthy"]
+    assert (shown["status"], shown["reason"]) == ("False", "TooManyUnhealthy")
+    assert "more than a quarter of the Kubernetes nodes of its kind are unhealthy" in shown["message"]
+    for host in s.machines.hosts.values():
+        s.machines.diagnose(host, False)
+    await passes(s, 5)
+    assert conditions(s)["NodesHealthy"]["status"] == "True"
+
+
+async def test_a_spare_takes_over_from_an_unhealthy_node_at_once() -> None:
+    s = Simulation({**FAST, "nodes": 2, "spares": 1}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    for host in s.machines.hosts.values():
+        s.machines.cordon(host)  # there is no other place
+    s.machines.diagnose(s.host_of("job-0-0"), True)
+    await passes(s, 63)
+    assert reasons(s) == [("NodeUnhealthy", False)]
+    assert conditions(s)["Running"]["status"] == "True" and s.status["nodes"]["display"].startswith("2/2")
+
+
+async def test_a_pod_stays_on_an_unhealthy_node_where_there_is_no_other() -> None:
+    s = Simulation({"nodes": 2}, steps=10**6)
+    await s.until_phase("Running")
+    for host in s.machines.hosts.values():
+        s.machines.cordon(host)  # there is no other place
+    s.machines.diagnose(s.host_of("job-0-0"), True)
+    await passes(s, 90, step=2)
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
+    assert conditions(s)["NodesHealthy"]["reason"] == "NoOtherNode"
+
+
+@pytest.mark.parametrize("end", ["Suspended", "Complete", "Failed"])
+async def test_a_job_without_pods_says_nothing_of_their_nodes(end: str) -> None:
+    s = Simulation({"nodes": 2}, steps=400)
+    await s.until_phase("Running")
+    for host in s.machines.hosts.values():
+        s.machines.cordon(host)
+    s.machines.diagnose(s.host_of("job-0-0"), True)
+    await passes(s, 65)
+    assert conditions(s)["NodesHealthy"]["status"] == "False"
+    if end == "Suspended":
+        s.change_spec({"runPolicy": {"suspend": True}})
+    elif end == "Failed":
+        s.change_spec({"runPolicy": {"activeDeadlineSeconds": 60}})
+    await s.until_phase(end, 1000)
+    assert "NodesHealthy" not in conditions(s)
+
+
+@pytest.mark.slow
+async def test_a_job_leaves_a_node_once_an_hour_and_moves_three_times_at_most() -> None:
+    s = Simulation({"nodes": 1}, steps=10**7)
+    await s.until_phase("Running")
+    for number in range(4):
+        s.machines.diagnose(s.host_of(f"job-0-{number}"), True)
+        await passes(s, 80, step=2)
+        if number < 3:
+            for host in s.machines.hosts.values():
+                s.machines.diagnose(host, False)
+    assert [p.name for p in running(s)] == ["job-0-3"]
+    assert conditions(s)["NodesHealthy"]["reason"] == "MovedTooOften"
+    await passes(s, 3600, step=10)
+    assert [p.name for p in running(s)] == ["job-0-4"], "an hour later it may move again"
+
+
+async def test_a_short_silence_is_no_loss() -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000)
+    await s.until_phase("Running")
+    s.cut(s.pods["job-1-0"].node, noticed_after=3)
+    await passes(s, 15)
+    assert "lostSince" in s.status["slots"][1]
+    s.heal(s.pods["job-1-0"].node)
+    await s.until_phase("Running")
+    assert "job-1-0" in s.pods
+    await passes(s, 100)
+    assert "lostSince" not in s.status["slots"][1]
+    assert reasons(s) == [("PeerLost", False)], "the group has restarted, once"
+    (restart,) = s.status["restarts"]["recent"]
+    assert restart["pod"] == "job-1-0" and restart["seconds"] > 0
+    assert restart["message"].startswith("pod job-1-0 was lost to the group, and came back: ")
+    assert next(e.message for e in s.cluster.events if e.reason == "PeerLost").endswith("it restarts in its pod)")
+    assert conditions(s)["Restarting"]["reason"] == "Recovered" and s.status["round"] == 1
+
+
+async def test_a_deleted_node_object_is_a_loss_after_the_same_time() -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000)
+    await s.until_phase("Running")
+    node, began = s.pods["job-1-0"].node, s.now
+    s.cut(node, noticed_after=None)
+    s.store.delete("Node", node, namespace="")
+    await s.until(lambda: "job-1-0" not in s.pods)
+    assert 20 <= s.now - began <= 23
+    assert reasons(s) == [("NodeLost", False)]
+    assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 is deleted"
+
+
+async def test_out_of_service_is_believed_at_once() -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 600}}, steps=1000)
+    await s.until_phase("Running")
+    node = s.pods["job-1-0"].node
+    s.cut(node, noticed_after=0)
+    await passes(s, 0.5)
+    body = s.store.get("Node", node, "")
+    body["spec"]["taints"] = [{"key": "node.kubernetes.io/out-of-service", "effect": "NoExecute"}]
+    s.store.changed("Node", body)
+    await passes(s, 2)
+    assert "job-1-0" not in s.pods
+    assert reasons(s) == [("NodeLost", False)]
+
+
+async def test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force() -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000)
+    await s.until_phase("Running")
+    s.cut(s.pods["job-1-0"].node)
+    await passes(s, 12)
+    s.delete("job-1-0")
+    await passes(s, 3)
+    assert reasons(s) == [("Deleted", False)]
+    await s.until(lambda: "job-1-0" not in s.pods, limit=40)
+
+
+async def test_a_lost_coordinator_s_node_is_left_in_both_modes() -> None:
+    for mode, name in (("Fast", "job-coordinator-0-1"), ("Standard", "job-coordinator-1")):
+        s = Simulation({"recovery": {"mode": mode, "nodeLostAfterSeconds": 20}}, steps=1000)
+        await s.until_phase("Running")
+        s.cut(s.pods["job-coordinator-0"].node)
+        await s.until(lambda s=s, name=name: name in s.pods)
+        await s.until(lambda s=s: "job-coordinator-0" not in s.pods)
+        await s.until_phase("Running")
+        assert {reason for reason, _ in reasons(s)} == {"CoordinatorLost"}
+        assert s.status["restarts"]["counted"] == 0
+
+
+async def test_a_node_that_is_lost_with_the_coordinator_and_a_member_costs_no_wait_for_that_member() -> None:
+    """The others are in a collective with it, and the coordinator that takes over has never heard of it."""
+    s = Simulation({"nodes": 3, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=10**6)
+    await s.until_phase("Running")
+    for pod in ("job-coordinator-0", "job-1-0"):
+        s.cut(s.pods[pod].node)
+    await s.until_phase("Restarting")
+    began = s.now
+    await s.until_phase("Running")
+    assert s.now - began < 15
+    assert reasons(s) == [("NodeLost", False), ("CoordinatorLost", False)]
+
+
+async def test_a_node_that_fails_the_job_again_and_again_is_avoided() -> None:
+    s = Simulation({"nodes": 2, "recovery": {"maxRestarts": 100}}, steps=10000)
+    await s.until_phase("Running")
+    bad = s.machines.favourite[1] = s.pods["job-1-0"].node
+    for _ in range(3):
+        pod = next(p for p in running(s) if p.index == 1)
+        s.end(pod.name, 1)
+        await s.until_phase("Restarting")
+        await s.until_phase("Running")
+        await passes(s, 65, 5)
+    assert [n["node"] for n in s.status["avoidedNodes"]] == [bad]
+    assert "NodeAvoided" in [e.reason for e in s.cluster.events]
+    s.end(next(p for p in running(s) if p.index == 1).name, 1)
+    await s.until_phase("Restarting")
+    await s.until_phase("Running")
+    newest = max((p for p in running(s)), key=lambda p: p.born)
+    assert newest.node != bad
+    await passes(s, 3700, 50)
+    assert "avoidedNodes" not in s.status
+
+
+# --- places -----------------------------------------------------------------------------------------------------
+
+LOST_GPU = "RuntimeError: CUDA error: no CUDA-capable device is detected"
+
+
+async def fails_wherever(s: Simulation, broken: set[str], message: str, seconds: float = 120) -> None:
+    """Each time the group trains for a second, a worker of a pod among `broken` ends."""
+    end = s.now + seconds
+    while s.now < end and s.phase != "Failed":
+        await s.one_pass()
+        if s.phase == "Running" and any(s.worker_fails(p.name, message) for p in running(s) if p.name in broken):
+            await s.one_pass()
+        s.advance(1)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_pod_that_has_lost_its_device_is_replaced_at_once_and_counts_once(mode: str, spares: int) -> None:
+    s = Simulation({"nodes": 2, "spares": spares, "recovery": {"mode": mode, "maxRestarts": 1}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    node = s.pods["job-0-0"].node
+    await fails_wherever(s, {"job-0-0"}, LOST_GPU, 30)
+    assert reasons(s) == [("WorkerFailed", True), ("PodUnhealthy", False)] and s.phase == "Running"
+    assert "has lost its device (no CUDA-capable device)" in s.status["restarts"]["recent"][-1]["message"]
+    assert [entry["node"] for entry in s.status["avoidedNodes"]] == [node]
+    assert "job-0-1" in s.pods and s.pods["job-0-1"].node != node
+    assert s.status["restarts"]["recent"][0]["seconds"] < (3 if spares else 15), "a spare takes over at once"
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+@pytest.mark.parametrize("seen_late", [False, True])
+async def test_a_pod_whose_ranks_fail_twice_while_others_are_well_is_replaced(mode: str, seen_late: bool) -> None:
+    s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 2}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    message = "CUDA error: an illegal memory access was encountered"
+    assert s.worker_fails("job-1-0", message)
+    await s.until(lambda: reasons(s) != [])
+    if seen_late:  # The informer of pods may be behind that of reports.
+        s.status["restarts"]["recent"][0]["node"] = ""
+    await fails_wherever(s, {"job-1-0"}, message)
+    assert reasons(s) == [("WorkerFailed", True), ("WorkerFailed", False), ("PodUnhealthy", False)]
+    assert [p.name for p in running(s)] == ["job-0-0", "job-1-1"] and s.phase == "Running"
+    assert any("job-1-1 replaces it" in e.message for e in s.cluster.events if e.reason == "PodUnhealthy")
+
+
+async def test_a_hang_that_names_the_same_pod_twice_replaces_it() -> None:
+    s = Simulation({**FAST, "nodes": 3, "recovery": {"mode": "Fast", "hangAfterSeconds": 10}}, steps=10**6)
+    for number in (1, 2):
+        await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+        launcher = s.pods["job-1-0"].launcher
+        assert launcher is not None and launcher.round is not None
+        launcher.stands_in, launcher.round.hung = "read_sample", True
+        await s.until(lambda: [r for r, _ in reasons(s)].count("Hang") == number)  # noqa: B023
+    await s.until_phase("Running")
+    assert reasons(s) == [("Hang", True), ("Hang", False), ("PodUnhealthy", False)]
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-1", "job-2-0"]
+
+
+async def test_a_host_whose_daemon_reload_takes_all_devices_costs_one_failure_for_each_node() -> None:
+    """Every container has lost its devices at the same time; new ones have them, wherever they are."""
+    s = Simulation({**FAST, "nodes": 5, "gpusPerNode": 1}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    await fails_wherever(s, {p.name for p in running(s)}, "RuntimeError: No CUDA GPUs are available", 200)
+    assert s.phase == "Running" and s.status["restarts"]["counted"] == 5
+    assert sorted(p.name for p in running(s)) == [f"job-{index}-1" for index in range(5)]
+
+
+async def test_where_new_pods_lose_their_devices_too_the_budget_ends_the_job() -> None:
+    s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 10}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    await fails_wherever(s, {f"job-{i}-{a}" for i in range(2) for a in range(40)}, LOST_GPU, 1500)
+    assert conditions(s)["Failed"]["reason"] == "RestartBudgetSpent"
+
+
+@pytest.mark.parametrize(
+    "message", ["NameError: name 'lunch' is not defined", "killed by the kernel: the container's memory limit"]
+)
+async def test_an_error_that_every_pod_would_have_moves_none(message: str) -> None:
+    s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for _ in range(3):
+        await s.until(lambda: s.worker_fails("job-1-0", message, oom="memory" in message))
+    await passes(s, 10)
+    assert {reason for reason, _ in reasons(s)} <= {"WorkerFailed", "OOMKilled"} and "job-1-0" in s.pods
+    assert s.status["restarts"]["counted"] == 3
+
+
+async def test_an_error_that_another_pod_had_in_the_same_round_moves_none() -> None:
+    s = Simulation({**FAST, "nodes": 2}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for number in (1, 2, 3):
+        await s.until(lambda: s.worker_fails("job-1-0"))
+        other = s.pods["job-0-0"].launcher
+        assert other is not None and other.worker_ends("ValueError: lunch", 1)
+        await s.until(lambda: len(reasons(s)) == number)  # noqa: B023
+    await passes(s, 10)
+    assert reasons(s) == [("WorkerFailed", True)] * 3
+
+
+async def test_pods_that_fail_in_turn_stay() -> None:
+    s = Simulation({**FAST, "nodes": 2}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for number in range(4):
+        await s.until(lambda: s.worker_fails(f"job-{number % 2}-0"))  # noqa: B023
+    await passes(s, 10)
+    assert reasons(s) == [("WorkerFailed", True)] * 4
+
+
+async def test_a_program_that_fails_for_one_rank_anywhere_moves_three_times_at_most() -> None:
+    s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 9}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    await fails_wherever(s, {f"job-1-{attempt}" for attempt in range(20)}, "ValueError: lunch", 900)
+    assert s.phase == "Failed" and max(p.attempt for p in s.nodes() if p.index == 1) == 3
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+async def test_a_failing_pod_stays_where_no_spare_is_and_its_node_could_not_take_it_back(spares: int) -> None:
+    s = Simulation({**FAST, "nodes": 2, "spares": spares}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    for host in s.machines.hosts.values():
+        s.machines.cordon(host)
+    assert s.worker_fails("job-1-0", LOST_GPU)
+    await passes(s, 10)
+    assert ("PodUnhealthy", False) in reasons(s) or not spares
+    assert ("job-1-0" in s.pods) is not bool(spares)
+
+
+async def loses_its_connection(s: Simulation, pod: str, times: int) -> None:
+    """A place whose network breaks time and again, and heals before its node is lost."""
+    for _ in range(times):
+        await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+        node, known = s.pods[pod].node, len(reasons(s))
+        s.cut(node, noticed_after=3)
+        await passes(s, 8)
+        s.heal(node)
+        await s.until(lambda: len(reasons(s)) > known, limit=200)  # noqa: B023
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_pod_whose_connection_breaks_three_times_is_replaced_if_a_third_node_kept_its_own(mode: str) -> None:
+    s = Simulation({"nodes": 3, "recovery": {"mode": mode}}, steps=10**6)
+    await s.until_phase("Running")
+    coordinator = next(p.node for p in s.pods.values() if not p.is_node)
+    pod = next(p for p in s.nodes() if p.node != coordinator)
+    await loses_its_connection(s, pod.name, 2)
+    assert reasons(s) == [("PeerLost", False)] * 2 and pod.name in s.pods
+    await loses_its_connection(s, pod.name, 1)
+    await s.until_phase("Running")
+    assert reasons(s) == [("PeerLost", False)] * 3 + [("PodUnhealthy", False)]
+    assert "has lost its connection 3 times in a row" in s.status["restarts"]["recent"][-1]["message"]
+    assert f"job-{pod.index}-1" in s.pods and [entry["node"] for entry in s.status["avoidedNodes"]] == [pod.node]
+
+
+async def test_of_two_nodes_whose_connection_breaks_nobody_knows_which_one_is_cut_off() -> None:
+    s = Simulation({"nodes": 2, "rendezvous": {"placement": "Master"}}, steps=10**6)
+    await s.until_phase("Running")
+    await loses_its_connection(s, "job-1-0", 4)
+    assert reasons(s) == [("PeerLost", False)] * 4 and "job-1-0" in s.pods
