@@ -126,7 +126,8 @@ class Round:
     @property
     def drains(self) -> bool:
         """Whether `draining` has any. The one that was found last is looked at first, since every line asks."""
-        if self._drains is None or not self._may_have_workers(self._drains):
+        known = self._drains
+        if known is None or self.members.get(known.rank) is not known or not self._may_have_workers(known):
             # Members mostly end in the order of their ranks: from the other end few are looked at.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
