@@ -460,7 +460,7 @@ class Trainer:
     def _exchange_peaks(self) -> list[float]:
         """Return the FLOP/s of each rank's devices, which may differ; 0 means unknown.
 
-        A collective.
+        All ranks must call this together.
         """
         own = device_peak(self.config, self.device, self.strategy.precision.dtype)
         peaks = torch.zeros(self.group.world, dtype=torch.float64)

@@ -476,7 +476,7 @@ class CheckpointConfig:
 
 
 class PrKind(enum.StrEnum):
-    """How precision-recall curves are computed."""
+    """The ways to compute precision-recall curves."""
 
     NONE = "none"
     EXACT = "exact"
@@ -485,7 +485,7 @@ class PrKind(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EvalConfig:
-    """What an evaluation reports beside loss, top-1, top-5 and MAE."""
+    """The numbers that an evaluation reports in addition to loss, top-1, top-5 and MAE."""
 
     pr: PrKind = PrKind.NONE
     """Precision-recall curve and average precision per class, macro and micro, equal to scikit-learn's. exact: all
@@ -503,7 +503,7 @@ class EvalConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ReportConfig:
-    """Where rank 0 reports to beside RUN/metrics.jsonl and the terminal, and the profile.
+    """Where rank 0 reports to, besides RUN/metrics.jsonl and the terminal, and the profile.
 
     A sink that fails never stops the training.
     """
@@ -537,7 +537,10 @@ class ReportConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PreflightConfig:
-    """Whether machines are checked before training, and against which limits (`python -m ddpjob_trainer preflight`)."""
+    """Whether machines are checked before training, and against which limits.
+
+    `python -m ddpjob_trainer preflight` runs the same checks.
+    """
 
     run: bool = False
     """Check before training; a check that fails ends the run."""
@@ -554,7 +557,7 @@ class PreflightConfig:
 
 
 class CommHook(enum.StrEnum):
-    """PyTorch's communication hooks for DDP."""
+    """Names of PyTorch's communication hooks for DDP."""
 
     NONE = "none"
     FP16 = "fp16"
@@ -591,7 +594,7 @@ class FsdpConfig:
 
 
 class PipelineSchedule(enum.StrEnum):
-    """Orders of forward and backward passes."""
+    """Names of the orders of forward and backward passes."""
 
     GPIPE = "gpipe"
     ONE_FORWARD_ONE_BACKWARD = "1f1b"
@@ -621,7 +624,7 @@ class DdpMpConfig:
 
 
 class CompressionName(enum.StrEnum):
-    """Horovod's compressions."""
+    """Names of Horovod's compressions."""
 
     NONE = "none"
     FP16 = "fp16"

@@ -165,7 +165,8 @@ def done_in_thread(
 ) -> Future[_T]:
     """Return the outcome of `function()`, which may take longer than a collective may.
 
-    Twice a second, the ranks agree on whether one is still busy, and call `alive`. Collective.
+    Twice a second, the ranks agree on whether one is still busy, and call `alive`. All ranks must
+    call this together.
     """
     work, waiting = in_thread(name, function), True
     while waiting:

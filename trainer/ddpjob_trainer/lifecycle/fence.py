@@ -109,7 +109,7 @@ def agree_on_incarnation(group: Group) -> Claim:
     """Return one identity for this incarnation.
 
     It has the highest generation and round among the ranks, and a random number that rank 0 draws.
-    Collective.
+    All ranks must call this together.
     """
     generation, round_ = round_from_env()
     generations, rounds = group.gather(generation), group.gather(round_)
@@ -158,7 +158,10 @@ class Owner:
         return self.job != other.job and (other_name or self.is_elsewhere(other))
 
     def is_elsewhere(self, other: Owner) -> bool:
-        """Return whether the two are known to belong to different clusters."""
+        """Return whether the two are known to belong to different clusters.
+
+        Under `ddpjob run`, each machine counts as a cluster.
+        """
         return bool(self.cluster and other.cluster) and self.cluster != other.cluster
 
     def __str__(self) -> str:

@@ -78,7 +78,10 @@ class BatchStatistics:
             self._total = part if self._total is None else self._total.add_(part)
 
     def exchange(self) -> None:
-        """Combine the statistics of all ranks at the end of the step. Collective."""
+        """Combine the statistics of all ranks at the end of the step.
+
+        All ranks must call this together.
+        """
         if not self._running or self._before is None:
             return
         before = _joined(self._before[: len(self._running)])
@@ -125,7 +128,7 @@ def ordered_parts(
 ) -> list[torch.Tensor]:
     """Return the flat parts (number, tensor) of all ranks, ordered by number, on every rank.
 
-    Takes (micro-batches, `size`) in memory. Collective.
+    Takes (micro-batches, `size`) in memory. All ranks must call this together.
     """
     if group.world == 1:
         return [part for _, part in sorted(parts, key=lambda part: part[0])]

@@ -299,8 +299,8 @@ def chosen(config: AmpConfig, device: torch.device) -> AmpConfig:
 def agreed(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
     """Return `chosen`, the same on every rank, and the ranks that make `auto` use float32.
 
-    Ranks that compute in different formats would add up gradients of different precision.
-    Collective.
+    Ranks that compute in different formats would add up gradients of different precision. All ranks
+    must call this together.
     """
     own = chosen(config, device)
     if config.level is not AmpLevel.AUTO:
