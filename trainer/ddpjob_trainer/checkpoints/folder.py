@@ -62,7 +62,7 @@ class CheckpointFolder:
         # copies its own.
         self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
         self.alive: Callable[[], None] = lambda: None
-        """Called again and again while the ranks wait for a disk or the bucket."""
+        """Called repeatedly while the ranks wait for a disk or the bucket."""
         self._share: Share | None = None
         self._copied: Path | None = None
         """The checkpoint in parts that was last offered to the bucket."""
@@ -294,8 +294,9 @@ class CheckpointFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Training ends, maybe by an error: give a save in progress some time. Peers that restart
-        wait for this process to end.
+        """Give a save in progress some time when training ends, maybe by an error.
+
+        Peers that restart wait for this process to end.
         """
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
@@ -410,7 +411,7 @@ class CheckpointFolder:
         step, path = self._newest_here()
         if self._config.url:
             copy = self._newest_copy(step, layout)
-            # Otherwise parts without the others would count as the newest checkpoint.
+            # Otherwise an incomplete set of parts would count as the newest checkpoint.
             if self._scattered and self.writes:
                 self._index.forget_parts_after(NOTHING if copy is None else self._saved_step)
             if copy is not None:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 MOST_BYTES = 320 << 20
 """The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written protocol 2."""
 MOST_OPCODES = 2_000_000
-"""That batch has some 300,000."""
+"""That batch has about 300,000 opcodes."""
 
 _DTYPES = {"u1": "|", "i8": "<"}
 """numpy's name for an element's type, and its byte order."""

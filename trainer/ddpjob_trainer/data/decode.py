@@ -118,7 +118,7 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scaled(box, pixels.shape[0] / height, pixels.shape[1] / width)
-        except ValueError:  # libjpeg's warnings raise too. Pillow tells them from a broken file.
+        except ValueError:  # libjpeg's warnings raise too. Pillow can tell them from a broken file.
             pass
     pixels = _by_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])

@@ -213,7 +213,7 @@ class Dealing:
     stretch: float = 1.25
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers with which a rank would get nothing, without a word."""
+        """Raise ConfigError for numbers that would silently leave a rank without samples."""
         # Rank `world` is a parameter server.
         if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(f"Dealing: rank {self.rank} of world {self.world}; give Dealing(group.rank, group.world)")

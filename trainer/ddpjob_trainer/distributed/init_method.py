@@ -140,7 +140,8 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     OSError if the port is in use.
     """
     if group.world > group.local_world or any(where == known for known, *_ in _stores):
-        # Either another node may know this one by another name, or this process listens already.
+        # Either another node may know this one by a different name, or this process listens
+        # already.
         return {}
     family, kind, _, _, address = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM)[0]
     if not is_loopback(str(address[0])):

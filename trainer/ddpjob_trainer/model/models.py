@@ -325,8 +325,8 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
             " checkpoint fits it; call the model once before you return it, such as model(torch.zeros(2, *shape))"
         )
     setattr(model, _OWN, True)
-    # A model with pretrained weights is often in evaluation mode; each evaluation ends the same
-    # way.
+    # A pretrained model is often in evaluation mode. Training mode is also what an evaluation ends
+    # in.
     return model.train()
 
 

@@ -153,8 +153,7 @@ class Reporter:
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
         self.copies: Mapping[str, float] = {}
-        """Figures for the copies in checkpoint.url, as far as known: copyStep, copyTime,
-        copyBehind."""
+        """Known figures for the copies in checkpoint.url: copyStep, copyTime, copyBehind."""
 
     def start(
         self,
