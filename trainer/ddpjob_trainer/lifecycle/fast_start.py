@@ -1,10 +1,11 @@
-"""Starts a rank sooner: torch._dynamo is not imported until something needs it, and imports run without the collector.
+"""Starts a rank sooner: torch._dynamo is imported on demand, and imports run without the collector.
 
-Recovery is mostly starts. The compiler is 1.3 to 2 s of one, the collector an eighth of what else is imported.
+Recovery consists mostly of starts. The compiler takes 1.3 to 2 s of one, the collector an eighth of
+the time of all other imports.
 
-DistributedDataParallel and torch.optim import the compiler's front end (with sympy and triton) only to ask whether it
-is in use. A stand-in module answers these questions; any other name, and any submodule, imports the real one. Measured
-with torch 2.15.
+DistributedDataParallel and torch.optim import the compiler's front end (with sympy and triton) only
+to ask whether it is in use. A stand-in module answers these questions; any other name, and any
+submodule, imports the real one. Measured with torch 2.15.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _NAME = "torch._dynamo"
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Around imports: no collection meanwhile, and none later that looks through what they made; modules stay."""
+    """Import without garbage collection in this `with`.
+
+    Later collections do not look through the imported objects either, because modules stay.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -36,21 +40,21 @@ def uncollected() -> Iterator[None]:
 
 
 class _StandIn(types.ModuleType):
-    """Answers what eager mode asks; becomes the real module for anything else."""
+    """Answers the questions of eager mode, and becomes the real module for anything else."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
-        self.__path__: list[str] = []  # a package, whose submodules _Submodules finds
+        self.__path__: list[str] = []  # A package, whose submodules _Submodules finds.
         self.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)  # init_process_group
         self.utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # DistributedDataParallel
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:
-        """For Optimizer.step: eager mode has no graph to break."""
+        """Do nothing. Optimizer.step calls this, and eager mode has no graph to break."""
 
     @staticmethod
     def disable(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
-        """For Optimizer.add_param_group and others: in eager mode the function itself."""
+        """Return the function itself, as in eager mode. Called by Optimizer.add_param_group."""
         return fn
 
     def __getattr__(self, name: str) -> Any:
@@ -60,8 +64,9 @@ class _StandIn(types.ModuleType):
 
 
 class _Submodules(importlib.abc.MetaPathFinder):
-    """For `import torch._dynamo.config` while the stand-in is installed: imports the real package,
-    then its submodule.
+    """Handles `import torch._dynamo.config` while the stand-in is installed.
+
+    It imports the real package, then its submodule.
     """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -69,13 +74,14 @@ class _Submodules(importlib.abc.MetaPathFinder):
             return None
         _real()
         module = importlib.import_module(name)
-        # While it is there, Python would take its own spec in place of this one, and run it again.
+        # If it stayed there, Python would take its own spec instead of this one, and run the module
+        # again.
         del sys.modules[name]
         return importlib.machinery.ModuleSpec(name, _AsItIs(module))
 
 
 class _AsItIs(importlib.abc.Loader):
-    """Gives a module that has run, and does not run it again."""
+    """Returns a module that has run, without running it again."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
@@ -84,7 +90,7 @@ class _AsItIs(importlib.abc.Loader):
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        if module.__spec__ is not self._spec:  # A module of settings lets nobody change it.
+        if module.__spec__ is not self._spec:  # torch's settings modules cannot be changed.
             module.__spec__ = self._spec
 
 
@@ -96,7 +102,10 @@ def _real() -> types.ModuleType:
 
 
 def install() -> None:
-    """Install the stand-in, unless the real module is imported already. Not for programs that compile."""
+    """Install the stand-in, unless the real module is imported already.
+
+    Not for programs that compile.
+    """
     import torch
 
     if _NAME not in sys.modules:

@@ -1,7 +1,7 @@
-"""Posts progress to the job's coordinator in the background, the newest only. Never delays
-training; errors are ignored.
+"""Posts progress to the job's coordinator in the background, only the newest.
 
-The job's token proves who posts and is not sent: nobody knows who has the coordinator's address by now.
+It never delays training, and errors are ignored. The job's token proves the sender without being
+sent, because someone else may have the coordinator's address by now.
 """
 
 from __future__ import annotations
@@ -24,54 +24,66 @@ _INTERVAL_SECONDS, _BRIEF_SECONDS, _TIMEOUT_SECONDS, _LONGEST_PAUSE_SECONDS = 0.
 
 
 class ProgressClient:
-    """Posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port) with DDPJOB_TOKEN, at most every half second."""
+    """Posts progress to the coordinator, at most every half second.
+
+    It posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token, self._instance = address, token, ""
-        # Of this process: a rank 0 that is fenced must not show its step, or name ranks, as the next round's.
+        # The round of this process. A fenced rank 0 must not report its step, or name ranks, as the
+        # next round's.
         self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         self._newest: dict[str, Any] | None = None
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
-        self._said: str | None = None  # of the activity, as the coordinator has it
-        self._stragglers: list[dict[str, float]] | None = None  # None: nothing was said of them yet
-        self._said_stragglers: Any = None  # and to which coordinator
+        self._said: str | None = None  # The activity that the coordinator knows.
+        # None: no stragglers have been posted yet.
+        self._stragglers: list[dict[str, float]] | None = None
+        self._said_stragglers: Any = None  # The last post of stragglers, and its coordinator.
         self._changed = threading.Condition()
         self._closing = False
         with contextlib.suppress(OSError):
-            # A process' first look-up makes glibc read the environment, and in a thread crashes when a variable is set
-            # meanwhile.
+            # A process's first look-up makes glibc read the environment. In a thread, that crashes
+            # if a variable is set meanwhile.
             socket.getaddrinfo("localhost", None)
         self._thread = threading.Thread(target=self._work, name="coordinator-link", daemon=True)
         self._thread.start()
 
     @classmethod
     def from_env(cls) -> ProgressClient | None:
-        """The client that the environment describes, or None outside of a job."""
+        """Return the client that the environment describes, or None outside of a job."""
         address = os.environ.get("DDPJOB_COORDINATOR")
         return cls(address, os.environ.get("DDPJOB_TOKEN", "")) if address else None
 
     def post(self, progress: dict[str, Any]) -> None:
-        """Send `progress` with the next post; it replaces what was not posted yet."""
+        """Send `progress` with the next post. It replaces progress that was not posted yet."""
         with self._changed:
             self._newest = progress
             self._changed.notify()
 
     def post_copies(self, copies: dict[str, float]) -> None:
-        """Send how far the copies in the bucket are: by itself, which is no sign of a step."""
+        """Send the state of the copies in the bucket.
+
+        It is posted by itself, because it is not a sign of a step.
+        """
         with self._changed:
             self._copies = copies
             self._changed.notify()
 
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
-        """Send who lags after the next post of progress, if that has changed, or is the first of this process."""
+        """Send the stragglers after the next post of progress.
+
+        They are only sent if they have changed, or have not been sent by this process.
+        """
         with self._changed:
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send what this process does beside steps (None: steps), unless that is over within a second.
+        """Send what this process does apart from steps (None: steps).
 
-        `again`: also if it was sent before, as a sign of life.
+        An activity that is over within a second is not sent. With `again`, send it even if it was
+        sent before, as a sign of life.
         """
         with self._changed:
             self._activity = activity
@@ -80,7 +92,7 @@ class ProgressClient:
             self._changed.notify()
 
     def close(self) -> None:
-        """Post what is left, waiting at most two seconds."""
+        """Post what remains, waiting at most two seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -109,7 +121,7 @@ class ProgressClient:
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send_stragglers(self) -> None:
-        """Send who lags, by itself and again until a coordinator has answered."""
+        """Send the stragglers by themselves, and again until a coordinator has answered."""
         stragglers = self._stragglers
         if stragglers is None or (self._instance, stragglers) == self._said_stragglers:
             return
@@ -129,14 +141,17 @@ class ProgressClient:
         try:
             status, instance = self._ask(body)
             if status == 401 and instance not in ("", self._instance):
-                self._instance = instance  # A coordinator takes no proof that was made for another.
+                # A coordinator does not accept a proof that was made for another one.
+                self._instance = instance
                 status, _ = self._ask(body)
             return status
         except (OSError, http.client.HTTPException):
-            return 0  # A coordinator that restarts or is gone must not disturb training; the operator notices it.
+            # A coordinator that restarts or is gone must not disturb training. The operator notices
+            # it.
+            return 0
 
     def _ask(self, body: bytes) -> tuple[int, str]:
-        """The answer's status, and the coordinator's number."""
+        """Return the answer's status and the coordinator's number."""
         nonce = secrets.token_hex(16)
         proof = seal(self._token, "request", self._instance, nonce, "POST", _PATH, body)
         headers = {"Content-Type": "application/json", "DDPJob-Nonce": nonce, "DDPJob-Proof": proof}
@@ -150,7 +165,10 @@ class ProgressClient:
 
 
 def seal(token: str, *parts: str | bytes) -> str:
-    """Proves that its sender knows the token: HMAC-SHA256 of the parts, in hexadecimal (docs/protocol.md)."""
+    """Return a proof that its sender knows the token: HMAC-SHA256 of the parts, in hexadecimal.
+
+    docs/protocol.md describes it.
+    """
     mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -159,5 +177,5 @@ def seal(token: str, *parts: str | bytes) -> str:
 
 
 def wall_clock() -> float:
-    """Seconds since the Unix epoch, rounded to milliseconds for logs."""
+    """Return the seconds since the Unix epoch, rounded to milliseconds for logs."""
     return round(time.time(), 3)
