@@ -17,7 +17,7 @@ SECONDS = 20.0
 
 
 def main() -> None:
-    """Waits, then kills every process with DDPJOB_UID=UID in its environment until none is left."""
+    """Wait, then kill every process with DDPJOB_UID=UID in its environment until none is left."""
     mark = f"DDPJOB_UID={sys.argv[1]}".encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
