@@ -270,7 +270,7 @@ _TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "
 
 
 def trained_curves(series: MetricSeries) -> Json:
-    """Curves of the built-in trainer's measurements, as the page's script draws them."""
+    """Return curves of the built-in trainer's measurements, as the page's script draws them."""
     named = dict(series.steps)
     named |= {f"test {name}": values for name, values in series.evaluations.items()}
     order = sorted(named, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))

@@ -292,7 +292,10 @@ class Dashboard:
         return web.Response(body=self._files[name], content_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def curves(self, request: web.Request) -> web.Response:
-        """JSON for the page's script. On a cluster the trainer's file is read only where `pods=1` asks: in a pod."""
+        """Answer with JSON for the page's script.
+
+        On a cluster the trainer's file is read, in a pod, only with `pods=1`.
+        """
         key, view = _key(request), _view(request)
         in_pods = request.query.get("pods") == "1" and view.commands
         found = await view.shared.get(

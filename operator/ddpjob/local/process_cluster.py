@@ -1,6 +1,4 @@
-"""`Cluster` on this machine: pods are process groups, the status is a file, the rest is in
-memory.
-"""
+"""`Cluster` on this machine: pods are process groups, the status is a file, the rest in memory."""
 
 from __future__ import annotations
 
