@@ -71,8 +71,9 @@ class ApiServer:
 
     @classmethod
     def open(cls, kubeconfig: str | None = None, context: str | None = None) -> ApiServer:
-        """Connect as kubectl would: by $KUBECONFIG or ~/.kube/config, or inside a pod by its
-        service account.
+        """Connect as kubectl would.
+
+        It uses $KUBECONFIG or ~/.kube/config, or inside a pod its service account.
         """
         from kubernetes import client, config
         from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigLoader, KubeConfigMerger
@@ -116,8 +117,9 @@ class ApiServer:
         return self._parsed(response, text)
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
-        """Return the JSON response to GET; None if the object does not exist or must not be
-        read.
+        """Return the JSON response to GET.
+
+        None if the object does not exist or must not be read.
         """
         try:
             return self.request("GET", path, query=query)
@@ -173,8 +175,9 @@ class ApiServer:
                 return found, str(metadata.get("resourceVersion", ""))
 
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
-        """Yield pieces of a response as they come, until it ends, or until `silence` seconds pass
-        without one.
+        """Yield pieces of a response as they come, until it ends.
+
+        It also ends after `silence` seconds without a piece.
         """
         import urllib3
 
@@ -252,10 +255,10 @@ class ApiServer:
 
 
 class BearerServer(ApiServer):
-    """One API server, accessed only with somebody's bearer token: no kubeconfig, no account of this
-    process.
+    """One API server, accessed only with somebody's bearer token.
 
-    `ca` is the file with the authorities that may have signed its certificate.
+    There is no kubeconfig, and no account of this process. `ca` is the file with the authorities
+    that may have signed its certificate.
     """
 
     largest_answer = LARGEST_ANSWER
@@ -301,8 +304,9 @@ class BearerServer(ApiServer):
         return SimpleNamespace(response=response, status=response.status, read=partial(self._read, response, path))
 
     def _read(self, response: Any, path: str, most: int | None = None) -> bytes:
-        """Read an answer within bounds: many viewers share this process, and any of them may look
-        at hostile objects.
+        """Read an answer within bounds.
+
+        Many viewers share this process, and any of them may look at hostile objects.
         """
         most = LARGEST_ANSWER if most is None else most
         text: bytes = response.read(most + 1, decode_content=True)
@@ -313,8 +317,9 @@ class BearerServer(ApiServer):
 
 
 def _noticing() -> list[tuple[int, int, int]]:
-    """Return options of sockets that notice within half a minute, while they wait, that the other
-    host is unreachable.
+    """Return options of sockets that notice when the other host is unreachable.
+
+    They notice within half a minute, while they wait.
     """
     from urllib3.connection import HTTPConnection
 
@@ -340,8 +345,9 @@ _OF_TLS = re.compile(r"\[SSL: \w+\] ")
 
 
 def _short(error: BaseException) -> str:
-    """Return the innermost reason: urllib3 wraps it several times, and the official client wraps a
-    TLS error once more.
+    """Return the innermost reason of an error.
+
+    urllib3 wraps it several times, and the official client wraps a TLS error one more time.
     """
     wrapped = error.__context__ if getattr(error, "status", None) == 0 else None
     text = _OF_TLS.sub("", str(wrapped or getattr(error, "reason", None) or error))

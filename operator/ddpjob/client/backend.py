@@ -1,6 +1,4 @@
-"""`Backend`: reads and changes jobs in one place, a namespace of a cluster or this machine's
-runs.
-"""
+"""`Backend`: reads and changes jobs in a namespace of a cluster, or in this machine's runs."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ class NoSuchJob(Mistake):
 
 
 class Patience:
-    """Lets long operations survive an API server that restarts or is overloaded, for
-    OUTAGE_SECONDS.
+    """Lets long operations survive an outage of the API server for OUTAGE_SECONDS.
+
+    The API server may restart or be overloaded.
     """
 
     def __init__(self) -> None:

@@ -96,11 +96,11 @@ class ClusterBackend:
         return f"{place}, context {self.api.context}"
 
     def path(self, plural: str, name: str | None = None, *, everywhere: bool = False) -> str:
-        """Return the path of an object of the namespace, or of the collection: DDPJobs, events or a
-        kind of the core API.
+        """Return the path of an object of the namespace, or of the collection.
 
-        Raises Mistake if `name` is not a name. An empty one, from an unset shell variable, would
-        turn a request to delete one job into a request to delete all.
+        `plural` is DDPJobs, events or a kind of the core API. Raises Mistake if `name` is not a
+        name. An empty one, from an unset shell variable, would turn a request to delete one job
+        into a request to delete all.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
             raise Mistake(f"{name!r} is not the name of an object")
@@ -205,8 +205,9 @@ class ClusterBackend:
     def _watched(
         self, path: str, query: Mapping[str, str], version: str, end: float | None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield the changes until the watch ends, which it does after a while, or the connection
-        breaks.
+        """Yield the changes until the watch ends, or the connection breaks.
+
+        A watch ends after a while.
         """
         left = _WATCH_SECONDS if end is None else max(1, min(_WATCH_SECONDS, round(end - time.monotonic())))
         watch = {**query, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(left)}
@@ -489,8 +490,9 @@ def _output(sock: Any, pod: str) -> str:
 
 
 def _refusal(said: str) -> str:
-    """Return the API server's own words, which websocket-client wraps in its view of the
-    handshake.
+    """Return the API server's own words.
+
+    websocket-client wraps them in its view of the handshake.
     """
     between = " -+-+- "
     handshake, _, rest = said.partition(between)

@@ -1,6 +1,4 @@
-"""Translates PyTorchJobs, TrainJobs and torchrun lines into DDPJobs, and notes what has no
-counterpart.
-"""
+"""Translates PyTorchJobs, TrainJobs and torchrun lines into DDPJobs, and notes what is lost."""
 
 from __future__ import annotations
 
@@ -203,8 +201,9 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a job that has pods: charts write `replicas: 0` if a job needs no
-    workers.
+    """Return a part of the job, if it has pods.
+
+    Charts write `replicas: 0` if a job needs no workers.
     """
     return {} if part.get("replicas") == 0 else part
 
@@ -421,8 +420,9 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
 
 
 def _of_trainer(value: Any, name: str | None) -> Any:
-    """Return a copy in which references to resources of the container `name` refer to the
-    trainer's.
+    """Return a copy in which references to a container's resources name the trainer.
+
+    The container is called `name`.
     """
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
@@ -444,9 +444,7 @@ def _words(container: Json, name: str) -> list[str]:
 
 
 def _references(made: Conversion) -> None:
-    """Note variables that Kubernetes put into arguments and other variables of a PyTorchJob's
-    pods.
-    """
+    """Note variables that Kubernetes put into a PyTorchJob's arguments and variables."""
     spec = made.job["spec"]
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
     texts["env"] = [str(variable.get("value", "")) for variable in spec.get("env", ())]
@@ -572,8 +570,9 @@ def _shell_words(line: str) -> list[str]:
 
 
 def _signs_of_shell(line: str) -> list[str]:
-    """Return signs that a shell would interpret and not pass on: pipes, redirections, command
-    lists, variables.
+    """Return signs that a shell would interpret and not pass on.
+
+    They are pipes, redirections, command lists and variables.
     """
     bare = _QUOTED.sub(lambda quoted: " ".join(_SIGN_IN_QUOTES.findall(quoted[1] or "")), line)
     signs = re.findall(rf"[;&|<>()]+|(?<!\S)#|\n|{_SIGN_IN_QUOTES.pattern}", bare)
@@ -592,8 +591,9 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 
 
 def _reads_only_theirs(line: str) -> bool:
-    """Whether a torchrun line needs a shell only for variables in options that the operator
-    replaces.
+    """Whether a torchrun line needs a shell only for options that are replaced.
+
+    Their values have variables, and the operator replaces them.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False

@@ -1,5 +1,6 @@
-"""`ddpjob doctor`: checks that client, definition, operator and rights fit together, with
-remedies.
+"""`ddpjob doctor`: checks whether client, definition, operator and rights fit together.
+
+It names a remedy for each failure.
 """
 
 from __future__ import annotations
@@ -98,9 +99,7 @@ def _definition(api: ApiServer) -> Iterator[Check]:
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
-    """Return fields that only the client's definition has, and fields that only the cluster's
-    has.
-    """
+    """Return the fields that only the client's definition has, and only the cluster's."""
     here, there = ({*_fields(_schema(c), "")} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 

@@ -1,6 +1,4 @@
-"""The fields of a DDPJob in words, as `kubectl explain` prints them, and its JSON schema for
-editors.
-"""
+"""The fields of a DDPJob in words, as `kubectl explain` prints them, and a schema for editors."""
 
 from __future__ import annotations
 
@@ -60,8 +58,9 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
 
 
 def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
-    """Return the rules of an object that are about its field of this path, or about itself if the
-    path is empty.
+    """Return the rules of an object that are about its field of this path.
+
+    If the path is empty, they are about the object itself.
     """
     path = "".join(f".{name}" for name in names)
     return (rule for rule in schema.get("x-kubernetes-validations", ()) if rule.get("fieldPath", "") == path)
@@ -108,8 +107,9 @@ def _elsewhere(name: str) -> list[str]:
 
 
 def _inner(schema: Schema) -> Schema:
-    """Return the object whose fields are those of this field: itself, a list's item, or a map's
-    value.
+    """Return the object whose fields are those of this field.
+
+    It is the field itself, a list's item, or a map's value.
     """
     if "items" in schema:
         return _inner(schema["items"])
@@ -180,8 +180,9 @@ def editor_schema() -> dict[str, Any]:
 
 
 def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """Return `made` from `schema`, with its texts for people, and with patterns as JavaScript reads
-    them.
+    """Return `made` from `schema`, with its texts for people.
+
+    Patterns are as JavaScript reads them.
     """
     for word in ("description", "default"):
         if word in schema:

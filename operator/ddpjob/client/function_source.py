@@ -108,8 +108,9 @@ def _check_used(name: str, outside: set[str]) -> None:
 
 
 def _changed(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the names that are only assigned by `n += 1` and the like, which need a value
-    before.
+    """Return the names that are only assigned by `n += 1` and the like.
+
+    They need a value before.
     """
     names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     changed = {node.target for node in nodes if isinstance(node, ast.AugAssign)}
@@ -144,8 +145,9 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 
 
 def _other_keys(value: Any) -> Iterator[object]:
-    """Yield keys at any depth that are not text: json.dumps makes them text, or equal to another
-    key.
+    """Yield keys at any depth that are not text.
+
+    json.dumps would make them text, or equal to another key.
     """
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))

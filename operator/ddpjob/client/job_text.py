@@ -392,8 +392,9 @@ condition."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:
-    """Return the first condition that keeps a job from training; None if it trains or is
-    complete.
+    """Return the first condition that keeps a job from training.
+
+    None if it trains or is complete.
     """
     if status.holds(ConditionType.COMPLETE):
         return None

@@ -90,8 +90,9 @@ def read_left_behind(folder: Path) -> LeftBehind:
 
 
 def _place(folder: Path) -> Path:
-    """Return where the job has written: the folder, or the checkpoints in it if it is a folder of
-    `ddpjob run`.
+    """Return where the job has written.
+
+    It is the folder, or the checkpoints in it if it is a folder of `ddpjob run`.
     """
     names = (ROUNDS_FILE, f"{ROUNDS_FILE}.1", METRICS)
     inside = folder / "checkpoints"
@@ -140,8 +141,9 @@ def _whole(row: Json, key: str) -> int:
 
 
 def in_words(found: LeftBehind) -> Iterator[str]:
-    """Yield lines about the job, its last progress, and its rounds in order, with what ended
-    them.
+    """Yield lines about the job, its last progress, and its rounds.
+
+    Rounds are in order, with what ended them.
     """
     lines = found.lines
     yield f"Job:       {found.namespace}/{found.name}" if found.namespace else f"Job:       {found.name}"

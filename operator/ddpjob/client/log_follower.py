@@ -31,8 +31,9 @@ global one."""
 
 
 def ranks_per_node(body: Json) -> int:
-    """Return how many ranks a node of this job has; 0 if it runs a command, whose processes have no
-    numbers.
+    """Return how many ranks a node of this job has.
+
+    0 if it runs a command, whose processes have no numbers.
     """
     spec = body.get("spec") or {}
     if spec.get("command"):
@@ -63,8 +64,9 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 
 
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
-    """Return the nodes in the order of their ranks; by index if the status shows the order of
-    different nodes.
+    """Return the nodes in the order of their ranks.
+
+    They are ordered by index if the status shows the order of different nodes.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -73,8 +75,9 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 
 
 def _nodes_of_group(status: JobStatus) -> int | None:
-    """Return how many nodes train as one group or have finished in it; None if the status does not
-    tell, or none do.
+    """Return how many nodes train as one group or have finished in it.
+
+    None if the status does not tell, or none do.
     """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
@@ -100,8 +103,9 @@ def _attempt(pod: PodLine) -> int:
 
 
 def rank_of_line(line: bytes, ranks: range) -> int | None:
-    """Return the global rank that has written a line of a pod with these ranks; None if the line
-    does not tell.
+    """Return the global rank that has written a line of a pod with these ranks.
+
+    None if the line does not tell.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -113,8 +117,9 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which logs to read: those of one pod or of training pods, with or without the coordinators';
-    empty: all of them.
+    """Which logs to read: those of one pod, or of training pods.
+
+    The coordinators' logs may be included. Empty: all logs.
     """
 
     pod: str = ""
@@ -139,8 +144,9 @@ _ALL = Chosen()
 
 
 def _shortened(line: bytes, limit: int) -> bytes:
-    """Return at most `limit` bytes: of a progress bar the part after its last return, which a
-    terminal shows.
+    """Return at most `limit` bytes of a line.
+
+    Of a progress bar, it is the part after its last return, which a terminal shows.
     """
     if len(line) <= limit:
         return line
@@ -149,8 +155,9 @@ def _shortened(line: bytes, limit: int) -> bytes:
 
 
 class LogFollower:
-    """Follows logs: `lines()` yields the lines of the chosen pods; with follow until the job has
-    ended.
+    """Follows logs: `lines()` yields the lines of the chosen pods.
+
+    With follow, it yields them until the job has ended.
     """
 
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
@@ -265,8 +272,9 @@ class LogFollower:
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 
     def missing_slots(self) -> str:
-        """Return a text that no pod has a requested slot; empty if one has, or if there are no
-        pods.
+        """Return a text that no pod has a requested slot.
+
+        Empty if one has, or if there are no pods.
         """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 

@@ -1,5 +1,6 @@
-"""Reads manifests of files, folders and standard input, and checks them for `ddpjob validate` and
-`run`.
+"""Reads and checks manifests of files, folders and standard input.
+
+`ddpjob validate` and `ddpjob run` use it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class BadInput(Mistake):
 
 
 def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
-    """Yield each DDPJob of files, of the files of folders, and of standard input (`-`), or why it
-    cannot be read.
+    """Yield each DDPJob of the sources, or why it cannot be read.
+
+    Sources are files, folders, and standard input (`-`).
     """
     for source in sources:
         try:
@@ -85,8 +87,9 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that may hold manifests, without the records of `ddpjob run` anywhere below
-    the folder.
+    """Return the files that may hold manifests.
+
+    The records of `ddpjob run` anywhere below the folder are left out.
     """
     above, records = folder.resolve(), {file.parent.resolve() for file in runs_folder().glob("*/status.json")}
     records = {record for record in records if above in record.parents}

@@ -42,8 +42,9 @@ class MetricSeries:
     finite."""
 
     def after_last_loss(self) -> str:
-        """Return what the newest steps have instead of a finite loss, in words; empty if they have
-        one.
+        """Return what the newest steps have instead of a finite loss, in words.
+
+        Empty if they have one.
         """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1

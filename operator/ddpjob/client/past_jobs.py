@@ -1,6 +1,4 @@
-"""Shows deleted jobs: a `Backend` of what they have left in checkpoint folders, for the
-dashboard.
-"""
+"""Shows deleted jobs to the dashboard: a `Backend` of what they left in checkpoint folders."""
 
 from __future__ import annotations
 
@@ -91,8 +89,9 @@ class PastJobs:
         return stamp, replace(read_left_behind(folder), metrics="")
 
     def _folders(self) -> list[Path]:
-        """Return the folder itself, if a job has used it, otherwise the used folders in it, the
-        newest first.
+        """Return the folder itself, if a job has used it.
+
+        Otherwise return the used folders in it, the newest first.
         """
         if _stamp(self._root) or not self._root.is_dir():
             return [self._root]
@@ -172,8 +171,9 @@ class PastJobs:
 
 
 def _stamp(folder: Path) -> tuple[float, ...]:
-    """Return change times of a job's files in its folder, the newest first, and sizes; empty if
-    there are none.
+    """Return change times of a job's files in its folder, the newest first, and sizes.
+
+    Empty if there are none.
     """
     times, sizes = list[float](), list[float]()
     for place in (folder, folder / "checkpoints"):

@@ -1,6 +1,4 @@
-"""Jobs of this machine: the records of `ddpjob run`, and requests to the processes that run
-them.
-"""
+"""Jobs of this machine: the records of `ddpjob run`, and requests to its processes."""
 
 from __future__ import annotations
 
@@ -227,8 +225,9 @@ class ProcessBackend:
             raise Mistake(f"{path}: {error.strerror}") from error
 
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
-        """Return the job whose name the pod's name begins with: if exp and exp-1 exist, exp-1-0 is
-        a pod of exp.
+        """Return the job whose name the pod's name begins with.
+
+        If exp and exp-1 exist, exp-1-0 is a pod of exp.
         """
         jobs = [job["metadata"]["name"] for job in self.jobs()]
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
@@ -466,8 +465,9 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
 
 
 def _interrupted(status: Json) -> Json:
-    """Return the status of a job whose run is gone, with all its pods: a killed run could not
-    record that.
+    """Return the status of a job whose run is gone, with all its pods.
+
+    A killed run could not record that.
     """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")

@@ -1,6 +1,4 @@
-"""`ddpjob validate --server`: the API server's own verdict on a job, and on the pods it would
-get.
-"""
+"""`ddpjob validate --server`: the API server's own verdict on a job and on its pods."""
 
 from __future__ import annotations
 
@@ -44,8 +42,9 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
 
 
 def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
-    """Yield claims that do not exist or cannot be used, and the API server's verdict on the claim
-    that the job would make.
+    """Yield what is wrong with the job's claims.
+
+    They do not exist, cannot be used, or the API server refuses the claim that the job would make.
     """
     for name in job.claims:
         found = backend.api.optional(backend.path("persistentvolumeclaims", name))
@@ -63,8 +62,9 @@ def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
 
 
 def _dry_run_job(backend: ClusterBackend, manifest: Json) -> Json:
-    """Apply as `kubectl apply --server-side --dry-run=server` does: rules for updates apply if the
-    job exists.
+    """Apply as `kubectl apply --server-side --dry-run=server` does.
+
+    Rules for updates apply if the job exists.
     """
     kept = {key: value for key, value in manifest.items() if key != "status"}
     path = backend.path(PLURAL, manifest["metadata"]["name"])

@@ -47,8 +47,9 @@ class LocalSpec:
     """One sentence each, with the field and the remedy. If there are any, nothing is started."""
 
     def visible_gpus(self, index: int) -> str | None:
-        """Return CUDA_VISIBLE_DEVICES of the node in slot `index`; None: unchanged from this
-        shell.
+        """Return CUDA_VISIBLE_DEVICES of the node in slot `index`.
+
+        None: unchanged from this shell.
         """
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None
@@ -138,8 +139,9 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def _listed_gpus() -> tuple[str, ...]:
-    """Return the numbers of all GPUs; none if nvidia-smi cannot be run, fails or hangs, as it does
-    with a broken driver.
+    """Return the numbers of all GPUs.
+
+    None if nvidia-smi cannot be run, fails or hangs, as it does with a broken driver.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -229,10 +231,10 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
 
 
 def _without_torch(spec: JobSpec) -> Iterator[str]:
-    """Note that this Python has no torch, for instance if pipx has installed the command apart from
-    the user's Python.
+    """Note that this Python has no torch.
 
-    A job with PYTHONPATH among its variables may find torch there.
+    For instance, pipx has installed the command apart from the user's own Python. A job with
+    PYTHONPATH among its variables may find torch there.
     """
     names = {entry["name"] for entry in (*spec.env, *(_trainer(spec)[0].get("env") or ()))}
     if spec.command or "PYTHONPATH" in names or importlib.util.find_spec("torch") is not None:

@@ -1,5 +1,6 @@
-"""A container's environment, command and arguments as the kubelet derives them, on top of the
-shell's.
+"""A container's environment, command and arguments as the kubelet derives them.
+
+They come on top of this shell's environment.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` by the variable's value, and `$$` by a dollar sign; an unknown `$(NAME)`
-    stays as it is.
+    """Replace `$(NAME)` by the variable's value, and `$$` by a dollar sign.
+
+    An unknown `$(NAME)` stays as it is.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -74,11 +76,10 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
 
 
 def inherited(cores_per_rank: int) -> dict[str, str]:
-    """Return this shell's environment without another job's variables, and with those that one
-    machine needs.
+    """Return this shell's environment, adapted to one machine.
 
-    torchrun and python are found in the folder of this interpreter; traffic between ranks stays on
-    loopback.
+    Another job's variables are removed, and those that one machine needs are added. torchrun and
+    python are found in the folder of this interpreter; traffic between ranks stays on loopback.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     beside = str(Path(sys.executable).parent)

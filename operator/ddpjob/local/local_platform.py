@@ -39,11 +39,10 @@ class LocalPlatform(Platform):
         return ADDRESS
 
     def bucket_folder(self, job: DDPJob) -> str:
-        """Return a folder that is not a namespace's, with the machine and the folder of runs in its
-        name.
+        """Return a folder that differs from every namespace's folder.
 
-        A trial run must neither continue nor overtake the job of this name in a cluster or in
-        another folder.
+        Its name has the machine and the folder of runs. A trial run must neither continue nor
+        overtake the job of this name in a cluster or in another folder.
         """
         machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
         runs = hashlib.sha256(os.fsencode(str(self.checkpoint_path))).hexdigest()[:8]
@@ -63,11 +62,11 @@ class NoFreePorts(Exception):
 
 
 def free_ports() -> tuple[int, socket.socket]:
-    """Return a port P such that P to P+2 are free, and a socket that reserves them until it is
-    closed.
+    """Return a port P such that P to P+2 are free, and a socket that reserves them.
 
-    Raises NoFreePorts. A coordinator listens later, and not while it is being replaced. So without
-    the socket, runs that start together could choose the same ports.
+    The reservation ends when the socket is closed. Raises NoFreePorts. A coordinator listens later,
+    and not while it is being replaced. So without the socket, runs that start together could choose
+    the same ports.
     """
     for _ in range(100):
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 4)

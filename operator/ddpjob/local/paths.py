@@ -103,18 +103,18 @@ class JobFolder:
         return holds_checkpoints(self.checkpoints)
 
     def is_resumable(self) -> bool:
-        """Return whether there is more than the record and the curves, which `ddpjob_report.report`
-        keeps.
+        """Return whether there is more than the record and the curves.
 
-        Raises OSError.
+        `ddpjob_report.report` keeps the curves. Raises OSError.
         """
         more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
         return holds_checkpoints(self.checkpoints, but=() if more else (_CURVES.parent.name,))
 
     @property
     def disposable(self) -> Path:
-        """A file that exists while every run with these checkpoints had a claimTemplate with
-        whenDeleted Delete.
+        """A file that exists while all these checkpoints are disposable.
+
+        Every run with them had a claimTemplate with whenDeleted Delete.
         """
         return self.path / _DISPOSABLE
 
@@ -132,8 +132,7 @@ class JobFolder:
 
 
 def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
-    """Return whether a run has left more in a checkpoint folder than its record of rounds and
-    `but`.
+    """Return whether a checkpoint folder has more than its record of rounds and `but`.
 
     Raises OSError.
     """

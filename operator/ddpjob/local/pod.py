@@ -46,10 +46,10 @@ class Started:
 
 
 class Pod:
-    """A pod that starts its containers when it is constructed; raises OSError if their logs cannot
-    be written.
+    """A pod that starts its containers when it is constructed.
 
-    `inherited` is the environment to which the manifest's variables are added.
+    Raises OSError if their logs cannot be written. `inherited` is the environment to which the
+    manifest's variables are added.
     """
 
     def __init__(
@@ -169,8 +169,9 @@ class Pod:
                 processes.send(started.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to each container: its process group, all processes with its marks, and
-        descendants that lost them.
+        """Send SIGKILL to each container.
+
+        It reaches the process group, all processes with its marks, and descendants that lost them.
         """
         for started in self._started:
             if started.process is None or self.views[started.name].ended:
@@ -182,8 +183,9 @@ class Pod:
 
 
 def _termination_message(started: Started, *, failed: bool) -> str:
-    """Return the termination file, or the end of the log if a failed container wrote none
-    (FallbackToLogsOnError).
+    """Return the termination file, or the end of the log.
+
+    The log is used if a failed container wrote no file (FallbackToLogsOnError).
     """
     try:
         written = started.termination.read_bytes()[:_MESSAGE_BYTES]

@@ -25,8 +25,9 @@ def become_subreaper() -> None:
 
 
 def dying_with(parent: int) -> Callable[[], None]:
-    """Return a `preexec_fn`: the kernel sends the child SIGKILL at the death of `parent`, which may
-    be dead already.
+    """Return a `preexec_fn` by which the kernel sends the child SIGKILL when `parent` dies.
+
+    `parent` may be dead already.
     """
 
     def prepare() -> None:
@@ -111,8 +112,9 @@ def send_group(leader: int, number: signal.Signals) -> None:
 
 
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
-    """Reap adopted children that have ended; those in `own` are polled, which reaps them for their
-    owners.
+    """Reap adopted children that have ended.
+
+    Those in `own` are polled, which reaps them for their owners.
     """
     # Ids of ended processes may be in use again.
     by_pid = {process.pid: process for process in own if process.returncode is None}

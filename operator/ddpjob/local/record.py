@@ -54,8 +54,9 @@ def held(folder: JobFolder) -> Iterator[None]:
 
 
 def _locked(descriptor: int) -> bool:
-    """Try for 0.2 s, because `runner` holds the lock for an instant, so a single failure means
-    nothing.
+    """Try to lock for 0.2 s.
+
+    A single failure means nothing, because `runner` holds the lock for an instant.
     """
     for _ in range(10):
         try:
@@ -68,10 +69,10 @@ def _locked(descriptor: int) -> bool:
 
 
 def _unlocked_runner(folder: JobFolder) -> int | None:
-    """Return the process whose pods use the folder although the lock is free, because the folder
-    was removed with its lock.
+    """Return the process whose pods use the folder although the lock is free.
 
-    Pods of a killed run end within a moment, and their leftovers have a different parent.
+    The folder was removed together with the lock. Pods of a killed run end within a moment, and
+    their leftovers have a different parent.
     """
     marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
     deadline = time.monotonic() + _ENDING_SECONDS
@@ -157,10 +158,9 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leave a request for the job's runner; return whether it was processed within `seconds`, and
-    before the runner ended.
+    """Leave a request for the job's runner; return whether it was processed in time.
 
-    Raises RequestRefused.
+    That is within `seconds`, and before the runner ended. Raises RequestRefused.
     """
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"

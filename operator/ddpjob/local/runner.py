@@ -1,6 +1,4 @@
-"""Runs one job on this machine to its end: the reconcile loop, signals, the record, the
-clean-up.
-"""
+"""Runs one job on this machine to its end: reconcile loop, signals, record, and clean-up."""
 
 from __future__ import annotations
 
@@ -172,8 +170,9 @@ class Runner:
         self._unrecorded = False
 
     async def run(self) -> Outcome:
-        """Run until the job is Complete or Failed and its pods have ended, or a signal has stopped
-        it.
+        """Run until the job has ended, or a signal has stopped it.
+
+        A job has ended if it is Complete or Failed, and its pods have ended.
         """
         loop = asyncio.get_running_loop()
         processes.become_subreaper()

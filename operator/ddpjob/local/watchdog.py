@@ -1,4 +1,6 @@
-"""Watchdog: kills leftover processes of a job when its stdin closes (`ddpjob run` has exited or crashed).
+"""Watchdog: kills leftover processes of a job when its stdin closes.
+
+It closes when `ddpjob run` has exited or crashed.
 
     python3 -I -S watchdog.py UID
 
