@@ -45,8 +45,9 @@ def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterat
 
 
 def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
-    """Return the item of the old list with the same key; items of lists without map keys have no
-    old value.
+    """Return the item of the old list with the same key.
+
+    Items of lists without map keys have no old value.
     """
     key = list_key(schema, item)
     if key is None or not isinstance(old, list):

@@ -85,8 +85,9 @@ class DDPJob:
 
     @property
     def made_claim(self) -> str:
-        """Name of the PersistentVolumeClaim that the job makes from its claimTemplate; empty if it
-        makes none.
+        """Name of the PersistentVolumeClaim that the job makes from its claimTemplate.
+
+        Empty if it makes none.
         """
         return f"{self.name}-checkpoints" if self.spec.storage.claim_template else ""
 
@@ -111,8 +112,9 @@ class DDPJob:
 
 
 def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
-    """Return the class whose values a job has, given its spec as written: the class that it names,
-    once it has been taken.
+    """Return the class whose values a job has, given its spec as written.
+
+    It is the class that the spec names, once that has been taken.
     """
     taken = status.job_class
     return taken if taken is not None and taken.name == spec.get("className") else None

@@ -64,8 +64,9 @@ class JobClasses:
         return cls(classes, {name: tuple(one.get("namespaces", ["*"])) for name, one in found.items()})
 
     def offer(self, job: DDPJob) -> Offer:
-        """Return the class that the job would get; an empty offer unless the job is about to
-        begin.
+        """Return the class that the job would get.
+
+        An empty offer unless the job is about to begin.
         """
         if not begins(job):
             return Offer()
@@ -77,8 +78,9 @@ class JobClasses:
 
 
 def lacks_class(job: DDPJob) -> bool:
-    """Whether the job names a class that it has not taken: the job is new, or the class is a
-    different one than before.
+    """Whether the job names a class that it has not taken.
+
+    The job is new, or the class is a different one than before.
     """
     taken = job.status.job_class
     return bool(job.spec.class_name) and (taken is None or taken.name != job.spec.class_name)
@@ -91,8 +93,9 @@ def begins(job: DDPJob) -> bool:
 
 
 def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
-    """Return fields that the job sets although its class fixes them, and values above the class's
-    limits.
+    """Return the fields that the job must not set, and the values above its class's limits.
+
+    A job must not set fields that its class fixes.
     """
     return (*_fixed(job, given), *_exceeded(job, given))
 
@@ -133,8 +136,9 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
 
 
 def _gpus_of_pod(spec: JobSpec) -> int:
-    """Count GPUs as Kubernetes does: ordinary init containers hold them one after another, before
-    the other containers start.
+    """Count the GPUs of a pod as Kubernetes does.
+
+    Ordinary init containers hold GPUs one after another, before the other containers start.
     """
     ending, sidecars = 0, 0
     for container in _containers(spec, "initContainers"):
@@ -160,8 +164,9 @@ def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
 
 
 def _gpus(container: Json, resource: str) -> int:
-    """Return the number of GPUs of every kind that a container requests: the job itself chooses
-    which of them gpusPerNode means.
+    """Return the number of GPUs of every kind that a container requests.
+
+    All kinds count, because the job itself chooses which of them gpusPerNode means.
     """
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
@@ -175,8 +180,9 @@ def _fits(image: str, pattern: str) -> bool:
 
 
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
-    """Check the CRD's rules against the job with its class: half of a forbidden combination may
-    come from each.
+    """Check the CRD's rules against the job with its class.
+
+    Half of a forbidden combination may come from each.
     """
     from ddpjob.api.cel import check_rules
 

@@ -174,8 +174,9 @@ class Storage:
 
     @property
     def url(self) -> str | None:
-        """URL of the bucket that checkpoints are copied to, as written in the spec; None if they
-        are not copied.
+        """URL of the bucket that checkpoints are copied to, as written in the spec.
+
+        None if they are not copied.
         """
         return self.checkpoints.url if self.checkpoints else None
 
@@ -384,8 +385,9 @@ class JobSpec:
 
     @property
     def on_host_network(self) -> bool:
-        """Whether podTemplate puts the node pods on their host's network, where no NetworkPolicy
-        applies.
+        """Whether podTemplate puts the node pods on their host's network.
+
+        No NetworkPolicy applies there.
         """
         pod = self.pod_template.get("spec")
         return isinstance(pod, Mapping) and bool(pod.get("hostNetwork"))

@@ -91,8 +91,9 @@ def parse_time(text: str | None) -> datetime | None:
 
 
 def known_time(text: Any) -> datetime | None:
-    """Return the time in a text of unknown origin; None if it is not a time that can be computed
-    with.
+    """Return the time in a text of unknown origin.
+
+    None if it is not a time that can be computed with.
     """
     try:
         return _computable(datetime.fromisoformat(text))
@@ -124,8 +125,9 @@ _Status = Annotated[bool, BeforeValidator(lambda text: text == "True"), PlainSer
 
 
 def _below(*path: str) -> Any:
-    """Declare a field that the CRD nests in a separate object: it is read from `path`, and
-    JobStatus.write writes it.
+    """Declare a field that the CRD nests in a separate object.
+
+    It is read from `path`, and JobStatus.write writes it.
     """
     return Field(validation_alias=AliasPath(*path), exclude=True)
 
@@ -220,9 +222,7 @@ class ClassLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class JobClass:
-    """The values that the platform team gives to the jobs of a class, and what it withholds from
-    them.
-    """
+    """What the platform team gives to the jobs of a class, and withholds from them."""
 
     name: str
     mark: str
@@ -277,8 +277,9 @@ class Restarts:
     """recovery.maxRestarts when the status was last written."""
 
     def limit(self, most: int) -> int:
-        """Return recovery.maxRestarts for `display`; `most`, the spec's value, if the status does
-        not have it.
+        """Return recovery.maxRestarts for `display`.
+
+        It is `most`, the spec's value, if the status does not have it.
         """
         return most if self.allowed is None else self.allowed
 
@@ -349,8 +350,9 @@ class JobStatus:
     checkpoints are lost."""
 
     def slot(self, index: int | None) -> Slot | None:
-        """Return the slot of an index, which may be out of range because reports are written in the
-        user's image.
+        """Return the slot of an index, or None.
+
+        The index may be out of range, because reports are written in the user's image.
         """
         return self.slots[index] if index is not None and 0 <= index < len(self.slots) else None
 
@@ -430,8 +432,9 @@ _MOST_SLOTS = 4096
 
 
 def _compact(slots: list[Json]) -> list[Json]:
-    """Write consecutive slots that differ only in their node as one entry with `count` and
-    `nodes`.
+    """Write consecutive slots that differ only in their node as one entry.
+
+    The entry has `count` and `nodes`.
     """
     entries: list[Json] = []
     for alike, run in groupby(slots, key=lambda slot: {k: v for k, v in slot.items() if k != "node"}):
@@ -466,8 +469,9 @@ def _expanded(entries: Any) -> Any:
 
 
 def _validated(status: Json) -> JobStatus:
-    """Read a status without the fields that are invalid, and then without the objects that lack
-    required fields.
+    """Read a status without its invalid parts.
+
+    The invalid fields are left out, and then the objects that lack required fields.
     """
     try:
         return _STATUS.validate_python(status)

@@ -1,6 +1,4 @@
-"""Suggests what a refused field or value was meant to be: other operators' words, units and
-shapes.
-"""
+"""Suggests the meaning of a refused field or value: other operators' words, units, shapes."""
 
 from __future__ import annotations
 
@@ -55,8 +53,9 @@ _PLACES = {word: place for place, words in _OTHERS_WORDS.items() for word in wor
 
 
 def belongs(name: str) -> str:
-    """Return where this API puts the thing that other APIs call `name`; empty if it is not
-    known.
+    """Return where this API puts the thing that other APIs call `name`.
+
+    Empty if it is not known.
     """
     word = re.sub("[-_]", "", name.lower())
     place = _PLACES.get(word, "")
@@ -175,8 +174,9 @@ _PATTERNS = {
 
 
 def refused_by(pattern: str, value: str) -> str:
-    """Return a message that a text does not match a pattern of the schema: in words if they are
-    known, with a suggestion.
+    """Return a message that a text does not match a pattern of the schema.
+
+    It is in words if they are known, with a suggestion.
     """
     pattern = pattern.replace("\\Z", "$")
     if "[KMGTPE]i" in pattern:

@@ -1,6 +1,4 @@
-"""Reads a DDPJob manifest: the object that `kubectl apply` would store, or all reasons for its
-rejection.
-"""
+"""Reads a DDPJob manifest: the object that `kubectl apply` would store, or why it is rejected."""
 
 from __future__ import annotations
 
@@ -77,8 +75,9 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
 
 
 def with_defaults(manifest: Mapping[str, Any]) -> Json:
-    """Return the manifest as the API server would store it: with defaults and a name, without
-    status.
+    """Return the manifest as the API server would store it.
+
+    It has defaults and a name, and no status.
     """
     stored: Json = apply_defaults({key: value for key, value in manifest.items() if key != "status"}, object_schema())
     metadata = stored.setdefault("metadata", {})

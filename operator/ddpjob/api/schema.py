@@ -1,6 +1,4 @@
-"""The CRD file: its schema and defaults, and the API server's checks of an object against the
-schema.
-"""
+"""The CRD file: its schema and defaults, and the API server's checks against the schema."""
 
 from __future__ import annotations
 
@@ -94,8 +92,9 @@ def default_of(path: str) -> Any:
 
 
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Return a copy of `value` as the API server stores it: nulls removed, defaults set, 2.0 stored
-    as 2 in integer fields.
+    """Return a copy of `value` as the API server stores it.
+
+    Nulls are removed, defaults set, and 2.0 is stored as 2 in integer fields.
     """
     if isinstance(value, Mapping) and "x-kubernetes-int-or-string" not in schema:
         return _default_object(value, schema)
@@ -174,8 +173,9 @@ _SAME_IN_BOTH = frozenset(
 
 
 def to_json_schema(schema: Mapping[str, Any]) -> Json:
-    """Return a JSON schema (draft 2020-12) that accepts what the structural schema accepts and
-    rejects unknown fields.
+    """Return a JSON schema (draft 2020-12) that is equivalent to the structural schema.
+
+    It also rejects unknown fields.
     """
     converted: Json = {key: schema[key] for key in _SAME_IN_BOTH if key in schema}
     if "pattern" in schema:
@@ -304,8 +304,9 @@ def _near(name: str, known: Any) -> str:
 
 
 def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
-    """Return a suggestion for an unknown field: a field of the same object, or one of the same name
-    elsewhere.
+    """Return a suggestion for an unknown field.
+
+    It is a field of the same object, or one of the same name elsewhere.
     """
     if name in ("true", "false"):
         return "; YAML reads on, yes and y without quotes as true, and off, no and n as false: quote the name"
@@ -348,8 +349,9 @@ def _paths_by_name() -> dict[str, list[str]]:
 
 
 def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Yield items of a list with map keys (x-kubernetes-list-map-keys) that have the same key as an
-    earlier item.
+    """Yield items of a list whose map keys equal those of an earlier item.
+
+    Only lists with x-kubernetes-list-map-keys have them.
     """
     if not schema:
         return  # Nothing below is described.
@@ -369,8 +371,9 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
 
 
 def list_key(schema: Mapping[str, Any], item: Any) -> tuple[str, ...] | None:
-    """Return the key of an item of a list with map keys; None for other lists, and for an item
-    without its key.
+    """Return the key of an item of a list with map keys.
+
+    None for other lists, and for an item without its key.
     """
     keys = schema.get("x-kubernetes-list-map-keys")
     if not keys or not isinstance(item, Mapping) or any(key not in item for key in keys):

@@ -40,8 +40,9 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """Return the text, or its beginning and end with the number of omitted characters between
-    them.
+    """Return the text, or its beginning and end if it is too long.
+
+    Between them is the number of omitted characters.
     """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...({len(text) - 2 * half} more)...{text[-half:]}"
@@ -108,8 +109,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Replace `<<` by what it merges, within the limits of a document, because each level of
-        aliases multiplies its size.
+        """Replace `<<` by what it merges, within the limits of a document.
+
+        There are limits because each level of aliases multiplies the document's size.
         """
         line = node.start_mark.line + 1
         self.depth += 1

@@ -89,15 +89,17 @@ job's first pod."""
 
 
 def watches(namespaces: int) -> int:
-    """Return how many watches, each with its own connection, are open for this many watched
-    namespaces (0: all).
+    """Return how many watches are open for this many watched namespaces (0: all).
+
+    Each watch has its own connection.
     """
     return len(WATCHED) * max(1, namespaces) + 1
 
 
 def collection(kind: str, namespace: str) -> str:
-    """Return the path of a collection; with an empty namespace, the collection of all
-    namespaces.
+    """Return the path of a collection.
+
+    With an empty namespace, it is the collection of all namespaces.
     """
     root, plural = _ROOTS[kind]
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
@@ -212,9 +214,7 @@ class Caches:
 
     @property
     def complete(self) -> bool:
-        """Whether every permitted collection has been read, and at least one namespace is
-        complete.
-        """
+        """Whether every permitted collection has been read, and one namespace completely."""
         answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
 
@@ -265,8 +265,9 @@ class Caches:
         return found
 
     def serves_gangs(self, job: DDPJob) -> bool:
-        """Whether the API server serves the PodGroups of the job's scheduler, and lets the operator
-        read them.
+        """Whether the API server serves the PodGroups of the job's scheduler.
+
+        The operator must be allowed to read them, too.
         """
         return self._of(kind_for(job), job.namespace).served
 
@@ -290,8 +291,9 @@ class Caches:
     # --- what the operator writes or reads itself
 
     def take(self, kind: str, body: Json) -> None:
-        """Take an object from the API server's answer to a write of this operator, so it needs no
-        reconcile.
+        """Take an object from the API server's answer to a write of this operator.
+
+        It needs no reconcile.
         """
         with self._writing():
             self._of(kind, body["metadata"]["namespace"]).take(body)
@@ -419,8 +421,9 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return a job without the fields that pods are made from, if it has ended: it makes no
-    pods.
+    """Return a job without the fields that pods are made from, if it has ended.
+
+    An ended job makes no pods.
     """
     if not job.status.terminal:
         return job

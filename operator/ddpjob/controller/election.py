@@ -98,8 +98,9 @@ class Lease:
         return True
 
     async def _renewed(self) -> bool:
-        """Renew the Lease over this replica's own write, if that was the last one; otherwise it has
-        to be read.
+        """Renew the Lease over this replica's own write, if that was the last one.
+
+        Otherwise it has to be read.
         """
         own, self._own = self._own, None
         if own is None:
@@ -145,8 +146,9 @@ class Lease:
         return not self.is_held_by_another(found)
 
     def is_held_by_another(self, found: Json | None) -> bool:
-        """Whether another replica has renewed the Lease within its duration, judged by what this
-        one has seen.
+        """Whether another replica has renewed the Lease within its duration.
+
+        This is judged by what this replica has seen.
         """
         spec = found.get("spec", {}) if found is not None else {}
         holder = spec.get("holderIdentity") or ""

@@ -35,11 +35,10 @@ RETRY = 2.0
 
 
 class Patience:
-    """Seconds between kopf's tries of a request: an endless sequence, which restarts with every
-    iteration.
+    """Endless sequence of the seconds between kopf's tries of a request.
 
-    kopf's own delays are finite. With them, it would end after the API server has answered with 5xx
-    for a minute, as it does while a control plane is upgraded.
+    It restarts with every iteration. kopf's own delays are finite. With them, it would end after
+    the API server has answered with 5xx for a minute, as it does while a control plane is upgraded.
     """
 
     def __iter__(self) -> Iterator[float]:
@@ -59,8 +58,9 @@ def build_registry(seen: Seen) -> kopf.OperatorRegistry:
 
 
 class NoDifferences(kopf.DiffBaseStorage):
-    """Switches off kopf's comparison of each object with its previous state, which would keep
-    copies for handlers that do not exist.
+    """Switches off kopf's comparison of each object with its previous state.
+
+    kopf would keep copies for handlers that do not exist.
     """
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
@@ -90,10 +90,10 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
 
 
 async def follow_jobs(settings: Settings, seen: Seen) -> None:
-    """Run kopf until cancelled, and restart it whenever it exits with an error (as it does on watch
-    errors).
+    """Run kopf until cancelled, and restart it whenever it exits with an error.
 
-    kopf has its own thread, because at its end it cancels all younger tasks of its event loop.
+    kopf exits with an error on watch errors. kopf has its own thread, because at its end it cancels
+    all younger tasks of its event loop.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

@@ -23,11 +23,10 @@ _FORBIDDEN_RETRY = 600.0
 
 
 class HostWatch(Informer[HostView]):
-    """Keeps a `HostView` of every Kubernetes node, and calls `on_hosts(hosts, changed)` when some
-    of them change.
+    """Keeps a `HostView` of every Kubernetes node.
 
-    Heartbeats change no view. `hosts` is None while nodes are not known yet, or if they may not be
-    read.
+    It calls `on_hosts(hosts, changed)` when some of them change. Heartbeats change no view. `hosts`
+    is None while nodes are not known yet, or if they may not be read.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
@@ -46,8 +45,9 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     async def list(self) -> None:
-        """List the nodes, and report all changes of one list together: 1,000 new nodes are one
-        change.
+        """List the nodes, and report all changes of one list together.
+
+        So 1,000 new nodes are one change.
         """
         self._listing = True
         try:
@@ -58,8 +58,9 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     def gone(self, name: str) -> None:
-        """Take note that the API server has no Kubernetes node of this name, although a pod is
-        bound to it.
+        """Take note that the API server has no Kubernetes node of this name.
+
+        A pod is bound to it nevertheless.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}

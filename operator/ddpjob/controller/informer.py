@@ -72,13 +72,12 @@ not served."""
 
 
 class Cache(Generic[View]):
-    """A view of every object of a collection; calls `on_change(before, after)` when a view has
-    changed.
+    """A view of every object of a collection.
 
-    `read` makes the view. Objects for which it raises are left out, and so are those in namespaces
-    for which `keep` is false. The operator's own writes enter the cache by `take` and `forget`, so
-    the next look shows them even if the watch is late: of two versions of an object the later one
-    stays.
+    It calls `on_change(before, after)` when a view has changed. `read` makes the view. Objects for
+    which it raises are left out, and so are those in namespaces for which `keep` is false. The
+    operator's own writes enter the cache by `take` and `forget`, so the next look shows them even
+    if the watch is late: of two versions of an object the later one stays.
     """
 
     def __init__(

@@ -51,8 +51,9 @@ RETRY = 1.0
 
 
 class JobCache(Cache[DDPJob]):
-    """The jobs of one namespace, or of all; `seen` has to be called with each event of kopf's
-    watch.
+    """The jobs of one namespace, or of all.
+
+    `seen` has to be called with each event of kopf's watch.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class JobCache(Cache[DDPJob]):
         """Jobs of the first list of names that have not been read yet."""
 
     def seen(self, event: str | None, body: Json) -> None:
-        """Take note of an event: ADDED, MODIFIED, DELETED, or None for a job that kopf has
-        listed.
+        """Take note of an event.
+
+        It is ADDED, MODIFIED, DELETED, or None for a job that kopf has listed.
         """
         key, version = id_of(body), version_of(body)
         self._latest = max(self._latest, version)
@@ -102,8 +104,9 @@ class JobCache(Cache[DDPJob]):
 
     @contextlib.contextmanager
     def writing(self, key: Id) -> Iterator[None]:
-        """Mark a job as being written: kopf may show the new version before the answer to the write
-        arrives.
+        """Mark a job as being written.
+
+        kopf may show the new version before the answer to the write arrives.
         """
         self._busy.add(key)
         try:

@@ -141,8 +141,9 @@ class JobAccounts:
             self._ours.discard(key)
 
     def changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
-        """Count a job's change from one version to the next; None if it is not known yet, or is
-        gone.
+        """Count a job's change from one version to the next.
+
+        None if it is not known yet, or is gone.
         """
         job = after or before
         assert job is not None
@@ -295,8 +296,9 @@ JOB_LABELS = ("namespace", "job_name")
 
 
 class JobSeries(Collector):
-    """The series of single jobs, made at each scrape from the current state, so a deleted job has
-    none.
+    """The series of single jobs, made at each scrape from the current state.
+
+    A deleted job therefore has none.
     """
 
     def __init__(self) -> None:

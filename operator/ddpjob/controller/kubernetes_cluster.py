@@ -116,8 +116,9 @@ class _Pause:
 
 @dataclass
 class _Shared:
-    """The turn of jobs that become owners of a ConfigMap, and the waiting ones: their owner
-    references by uid.
+    """The turn of jobs that become owners of a ConfigMap, and the jobs that wait for it.
+
+    Waiting jobs are kept as their owner references by uid.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -242,8 +243,9 @@ class KubernetesCluster:
         return self.report_watch.refusal(key) if self.report_watch is not None else ""
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
-        """Read Kubernetes nodes that seem lost, because their pods would be replaced, and a watch
-        may lag.
+        """Read those of these Kubernetes nodes that seem lost.
+
+        Otherwise their pods would be replaced, although only the watch may lag.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -251,8 +253,9 @@ class KubernetesCluster:
             await asyncio.gather(*(self._look_at(host) for host in lost))
 
     async def _look_at(self, host: str) -> HostView | None:
-        """Return a Kubernetes node as it was at most LOOK_AGAIN seconds ago; None if it does not
-        exist.
+        """Return a Kubernetes node as it was at most LOOK_AGAIN seconds ago.
+
+        None if it does not exist.
         """
         now = time.monotonic()
         self._looked = {h: when for h, when in self._looked.items() if now - when < LOOK_AGAIN}
@@ -357,8 +360,9 @@ class KubernetesCluster:
         self._checked[body["metadata"]["uid"]] = holds_runtime(body)
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
-        """Return `name` if this ConfigMap exists, has the job as an owner, and has the right
-        content; otherwise an empty text.
+        """Return `name` if this ConfigMap exists and is usable; otherwise an empty text.
+
+        It has to have the job as an owner, and the right content.
         """
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
@@ -597,8 +601,7 @@ class KubernetesCluster:
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
-        """Create a ConfigMap that the jobs of a namespace share, and make the job one of its
-        owners.
+        """Create a ConfigMap that the jobs of a namespace share, with the job as an owner.
 
         Jobs take turns, because concurrent writes would collide. The first one writes for all that
         wait.
@@ -622,8 +625,9 @@ class KubernetesCluster:
                 self._shared.pop(key, None)
 
     async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
-        """Make the job an owner of the ConfigMap that belongs to the jobs of the namespace, and
-        return a reference to it.
+        """Make the job an owner of the ConfigMap of the namespace's jobs.
+
+        Returns a reference to it.
         """
         name = runtime_jobs_name(runtime_name())
         found = self.caches.known("ConfigMap", job.namespace, name)
@@ -655,8 +659,9 @@ class KubernetesCluster:
         return found
 
     async def _add_owners(self, job: DDPJob, name: str, found: Owned, owners: Sequence[Json]) -> None:
-        """Add owners by a strategic merge patch, which keeps owners that others add at the same
-        time.
+        """Add owners by a strategic merge patch.
+
+        It keeps owners that others add at the same time.
         """
         body = {"metadata": {"uid": found.uid, "ownerReferences": owners}}
         path = _path("ConfigMap", job.namespace, name)
@@ -670,8 +675,9 @@ class KubernetesCluster:
         self.caches.take("ConfigMap", patched)
 
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
-        """Return owner references of other jobs in the namespace that will use the runtime, so that
-        one write covers all of them.
+        """Return owner references of other jobs in the namespace that will use the runtime.
+
+        So one write covers all of them.
         """
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
         known = found.job_uids if found is not None else frozenset[str]()
@@ -759,8 +765,9 @@ class KubernetesCluster:
     async def _change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Write the Workload that `change` returns for the current one; None means that it needs no
-        change.
+        """Write the Workload that `change` returns for the current one.
+
+        None means that it needs no change.
         """
         path = _path(WORKLOAD, job.namespace, name)
         if self._waits(job, uid, _CHANGE):
@@ -806,8 +813,9 @@ class KubernetesCluster:
         await self._delete_or_say(job, f"DDPJob {job.name}", _path(KIND, job.namespace, job.name), body)
 
     async def _delete_or_say(self, job: DDPJob, of: str, path: str, body: Json) -> Json | None:
-        """Delete like `_delete`, and record an event if it is refused, because no condition shows
-        that such an object stays.
+        """Delete like `_delete`, and record an event if it is refused.
+
+        No condition shows that such an object stays.
         """
         if self._waits(job, body["preconditions"]["uid"], _DELETION):
             return None
@@ -886,8 +894,9 @@ class KubernetesCluster:
 
 
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
-    """Whether an object stays long enough: the job is one of its owners, or it has as many as it
-    may have.
+    """Whether an object stays long enough.
+
+    The job is one of its owners, or it has as many owners as it may have.
     """
     return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 

@@ -57,10 +57,10 @@ CONNECTIONS = 64
 
 
 class Leader:
-    """One term as the leader of a shard: it follows the API server and reconciles the jobs of the
-    shard's namespaces.
+    """One term as the leader of a shard.
 
-    No part of it outlives the term.
+    It follows the API server and reconciles the jobs of the shard's namespaces. No part of it
+    outlives the term.
     """
 
     def __init__(
@@ -96,8 +96,9 @@ class Leader:
         return shard_of(namespace, self.settings.shards) == self.shard
 
     def _rank(self, key: JobKey) -> int:
-        """Rank a job: ended jobs come last, and at first jobs that seem well come after jobs that
-        lack something.
+        """Return a job's rank: ended jobs come last.
+
+        At first, jobs that seem well come after jobs that lack something.
         """
         job = self.caches.job(key)
         if job is None:
@@ -158,8 +159,9 @@ class Leader:
             return False
 
     async def _follow_by_kopf(self) -> None:
-        """Run kopf until cancelled; restart it if the API server's store was restored from a
-        backup.
+        """Run kopf until cancelled.
+
+        Restarts it if the API server's store was restored from a backup.
         """
         watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
         while True:
@@ -248,8 +250,9 @@ class Operator:
 
     @property
     def ready(self) -> bool:
-        """Whether this replica does its work: a leader has read everything, and any other has read
-        the Leases lately.
+        """Whether this replica does its work.
+
+        A leader must have read everything, and any other replica the Leases lately.
         """
         if not self.schema.fits:
             return False

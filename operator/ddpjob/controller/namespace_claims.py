@@ -38,8 +38,9 @@ class _Namespace:
 
 
 class NamespaceClaims:
-    """The claims of a release, which all its replicas share: `release` is the name of their own
-    Lease.
+    """The claims of a release, which all its replicas share.
+
+    `release` is the name of their own Lease.
     """
 
     def __init__(self, rest: Rest, release: str) -> None:

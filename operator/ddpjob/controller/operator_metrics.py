@@ -90,8 +90,9 @@ TURNS_SECONDS = 60.0
 
 
 class TurnMeter(selectors.DefaultSelector):
-    """The selector of an event loop, which measures the loop's turns: the time between two of its
-    calls.
+    """The selector of an event loop, which measures the loop's turns.
+
+    A turn is the time between two of its calls.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -168,8 +169,7 @@ class Page:
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """A thread per connection, with at most CONNECTIONS threads to limit their cost to the
-    operator.
+    """Serves each connection in a thread, with at most CONNECTIONS threads to limit their cost.
 
     It answers while the event loop hangs.
     """

@@ -79,8 +79,9 @@ class Shards:
         return sum(lease.held for lease in self.leases)
 
     def asks(self, holder: str) -> bool:
-        """Whether to ask `holder` for one of its shards now: it would still have at least as many
-        as this replica.
+        """Whether to ask `holder` for one of its shards now.
+
+        Afterwards it would still have at least as many as this replica.
         """
         theirs = Counter(lease.holder for lease in self.leases)[holder]
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
@@ -90,10 +91,9 @@ class Shards:
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
-        """Whether a replica acts with a different number of shards, as happens while an upgrade
-        changes it.
+        """Whether a replica acts with a different number of shards.
 
-        Raises the errors of Rest.
+        That happens while an upgrade changes it. Raises the errors of Rest.
         """
         try:
             found = (await self.rest.request("GET", self.leases[0].collection))["items"]
@@ -132,11 +132,10 @@ class ShardLease(Lease):
         return self.held
 
     async def _is_alone(self) -> bool:
-        """Whether no Lease of a different shard count is held; otherwise release this one and wait
-        a moment.
+        """Whether no Lease of a different shard count is held.
 
-        Two replicas configured with different counts may take Leases at once: each detects the
-        other here, and retries later.
+        Otherwise release this one and wait a moment. Two replicas configured with different counts
+        may take Leases at once: each detects the other here, and retries later.
         """
         if not await self.shards.another_number_is_held():
             return True

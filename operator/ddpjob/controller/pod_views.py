@@ -195,8 +195,9 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 
 
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
-    """Add the tolerations, labels and annotations of a flavor or an admission check, and its
-    selector.
+    """Return the changes with those of a flavor or an admission check added.
+
+    These are tolerations, labels and annotations in `more`, and the selector.
     """
     tolerations = [t for t in more.get("tolerations") or () if t not in changes.tolerations]
     return PodChanges(

@@ -118,15 +118,17 @@ class ReportWatch:
             followed.task = asyncio.create_task(self._run(key, followed))
 
     def report(self, key: JobKey) -> Report | None:
-        """Return the job's last report; None while its coordinator does not answer, or has not been
-        asked.
+        """Return the job's last report.
+
+        None while its coordinator does not answer, or has not been asked.
         """
         followed = self._followed.get(key)
         return followed.report if followed is not None else None
 
     def refusal(self, key: JobKey) -> str:
-        """Return why the coordinator's last answer could not be used; empty if it could, or if
-        there was none.
+        """Return why the coordinator's last answer could not be used.
+
+        Empty if it could, or if there was none.
         """
         followed = self._followed.get(key)
         return followed.refusal if followed is not None else ""
@@ -164,10 +166,10 @@ class ReportWatch:
         return min(LONGEST_WAIT, PROGRESS_SECONDS * max(1.0, len(self._followed) / JOBS))
 
     def _share(self, followed: Followed, size: int) -> float:
-        """Return the seconds in which all coordinators may send their last amount, or this one's if
-        that is less.
+        """Return the seconds in which all coordinators may send their last amount.
 
-        So a large report waits only if many are large, and a small one waits for none of them.
+        It is the amount that all would send at this one's size, if that is less. So a large report
+        waits only if many are large, and a small one waits for none of them.
         """
         self._bytes += size - followed.size
         followed.size = size
@@ -233,8 +235,9 @@ def _jitter() -> float:
 
 
 def _news(report: Report) -> Any:
-    """Return the parts of a report whose change is a reason to reconcile at once: of progress only
-    which figures exist.
+    """Return the parts of a report whose change is a reason to reconcile at once.
+
+    Of progress, only the set of reported figures counts.
     """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]

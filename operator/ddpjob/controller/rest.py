@@ -52,8 +52,9 @@ class TooLarge(Exception):
 
 
 class NoCredentials(Exception):
-    """There is neither a service account's token nor a kubeconfig; the message names what each
-    lacks.
+    """There is neither a service account's token nor a kubeconfig.
+
+    The message names what each lacks.
     """
 
 
@@ -65,10 +66,9 @@ class Rest:
 
     @classmethod
     async def connect(cls, connections: int = 64) -> Rest:
-        """Connect with the service account inside a cluster, otherwise with the kubeconfig of the
-        environment.
+        """Connect with the service account inside a cluster, otherwise with the kubeconfig.
 
-        Raises NoCredentials.
+        The environment names the kubeconfig. Raises NoCredentials.
         """
         try:
             config.load_incluster_config()
@@ -234,8 +234,9 @@ def _parse(text: bytes) -> Json:
 
 
 def loads(text: bytes) -> Any:
-    """Read JSON as deep as the API server does, since one user's object must not hide all others in
-    its list.
+    """Read JSON as deep as the API server does.
+
+    One user's object must not hide all others in its list.
     """
     with contextlib.suppress(ValueError):
         # It is deeper than 200 levels, has half a surrogate pair, or is not JSON.

@@ -36,8 +36,9 @@ REMEDY = "kubectl apply --server-side --force-conflicts --filename charts/ddpjob
 
 
 class ServedSchema:
-    """Looks at the API server's schema each minute, and each RETRY_SECONDS while it lacks
-    fields.
+    """Looks at the API server's schema each minute.
+
+    While it lacks fields, it looks each RETRY_SECONDS.
     """
 
     def __init__(self, rest: Rest) -> None:

@@ -102,8 +102,9 @@ def _decide(job: DDPJob, world: World, now: datetime) -> Decision:
 
 
 def _without_class(view: View, reason: str, message: str) -> Decision:
-    """Return the decision for a job that cannot have its class: a new one that breaks its rules
-    fails, others wait.
+    """Return the decision for a job that cannot have its class.
+
+    A new job that breaks the class's rules fails; others wait.
     """
     if reason == CLASS_REFUSED and not view.has_run:
         return fail(view, Failure(reason, message))
@@ -212,9 +213,7 @@ def _is_somebody_silent(view: View) -> bool:
 
 
 def _begin(view: View) -> tuple[JobStatus, list[Event]]:
-    """Begin a first generation for a new job, a new one for a changed or resumed job, or different
-    slots for a different size.
-    """
+    """Begin a generation for a new, changed or resumed job, or resize its slots."""
     world, now = view.world, view.now
     status, events = _laid_out(view)
     if status.holds(ConditionType.SUSPENDED):
@@ -356,8 +355,9 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _stays(pod: PodView, world: World) -> bool:
-    """Return whether any container of a pod still runs, such as a sidecar of an ended program, and
-    its host will end it.
+    """Return whether any container of a pod still runs, and its host will end it.
+
+    It may be a sidecar of a program that has ended.
     """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 
@@ -372,12 +372,11 @@ def _overdue(leaving: list[PodView], now: datetime) -> str:
 
 
 def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
-    """Delete all pods with their grace period, so that scripts can save; plan the slots again for
-    the resume.
+    """Delete all pods with their grace period, so that scripts can save.
 
-    A job that has finished becomes complete anyway. The coordinator is deleted last, because nodes
-    need it until they have ended. `reason` and `waits` are those of a job that its queue does not
-    let run, with its `events`.
+    The slots are planned again for the resume. A job that has finished becomes complete anyway. The
+    coordinator is deleted last, because nodes need it until they have ended. `reason` and `waits`
+    are those of a job that its queue does not let run, with its `events`.
     """
     followed = follow(view) if view.status.slots else None
     if followed is not None and followed.done:

@@ -74,8 +74,9 @@ class CreateNode:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Delete a pod, with its uid as a precondition, so that it never hits a different pod of the
-    same name.
+    """Delete a pod, with its uid as a precondition.
+
+    So it never hits a different pod of the same name.
     """
 
     name: str
@@ -123,8 +124,9 @@ class ReleaseWorkload:
 
 @dataclass(frozen=True)
 class LabelPod:
-    """Change the role label of a slot's pod, after the coordinator took it into the group or left
-    it out.
+    """Change the role label of a slot's pod.
+
+    The coordinator took the pod into the group or left it out.
     """
 
     name: str

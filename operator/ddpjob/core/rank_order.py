@@ -34,7 +34,7 @@ from ddpjob.core.view import View
 from ddpjob.core.world import HostView
 
 Place = tuple[str, ...]
-"""Where a node is: a value for each label, the widest place first, then its Kubernetes node. From
+"""A node's place: a value for each label, the widest place first, then its Kubernetes node. From
 the first missing label on, the Kubernetes node's name replaces the unknown values."""
 
 
@@ -56,10 +56,10 @@ def pods_in_order(view: View) -> tuple[str, ...]:
 
 
 def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool, str, str]:
-    """Return whether a group's ranks follow spec.rankOrder, the reason in one word, and the reason
-    in words.
+    """Return whether a group's ranks follow spec.rankOrder, and why.
 
-    `group` are the names of its pods in the order of their ranks.
+    The reason is returned in one word, and in words. `group` are the names of its pods in the order
+    of their ranks.
     """
     labels, hosts = view.job.spec.rank_order, view.world.hosts
     if hosts is None:
@@ -91,8 +91,9 @@ def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
 
 
 def in_order(places: dict[int, Place]) -> list[int]:
-    """Return the indices of `places`, with those of each place in a row: by the lowest index there,
-    level by level.
+    """Return the indices of `places`, with those of each place in a row.
+
+    Places are ordered by their lowest index, level by level.
     """
     lowest: dict[Place, int] = {}
     for index in sorted(places):

@@ -29,8 +29,9 @@ class View:
     now: datetime
 
     def with_status(self, status: JobStatus) -> View:
-        """Return the same job, world and time after a change of the status; the same view for the
-        same status object.
+        """Return the same job, world and time after a change of the status.
+
+        Returns the same view for the same status object.
         """
         if status is self.status:
             return self
@@ -50,8 +51,9 @@ class View:
 
     @cached_property
     def pods(self) -> tuple[PodView | None, ...]:
-        """The pod of every slot's current attempt, in the order of the slots; None if there is
-        none.
+        """The pod of every slot's current attempt, in the order of the slots.
+
+        None if there is none.
         """
         by_name = self.world.nodes_by_name
         return tuple(by_name.get(node_pod_name(self.job, i, slot.attempt)) for i, slot in enumerate(self.status.slots))
@@ -81,8 +83,9 @@ class View:
 
     @cached_property
     def reported_progress(self) -> dict[str, Any]:
-        """The training script's last reported progress, whatever its generation; empty without a
-        report.
+        """The training script's last reported progress, whatever its generation.
+
+        Empty without a report.
         """
         return self.world.report.progress if self.world.report is not None else {}
 

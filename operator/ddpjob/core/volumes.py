@@ -24,8 +24,9 @@ class Unusable:
 
 
 def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
-    """Return the first claim that does not exist, or that one host would hold while several need
-    it; None if all can serve.
+    """Return the first claim that cannot serve the job's pods; None if all can.
+
+    A claim cannot serve if it does not exist, or if one host would hold it while several need it.
     """
     template = job.spec.storage.claim_template
     for claim in world.claims:
@@ -65,13 +66,12 @@ def has_claim(job: DDPJob, world: World) -> bool:
 
 
 def claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
-    """Return names of the claims that this reconcile must know: those that a pod to be created
-    would mount.
+    """Return names of the claims that this reconcile must know.
 
-    A claim's access modes do not change, but one that the job has made may be removed under it. So
-    it is read again whenever a pod is missing, since the next pod would train from nothing. All are
-    read if a single pod is placed and there should be more, because a claim that serves one may not
-    serve two.
+    These are the claims that a pod to be created would mount. A claim's access modes do not change,
+    but one that the job has made may be removed under it. So it is read again whenever a pod is
+    missing, since the next pod would train from nothing. All are read if a single pod is placed and
+    there should be more, because a claim that serves one may not serve two.
     """
     slots = job.status.slots
     wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
@@ -85,11 +85,10 @@ def claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
 
 
 def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Report a claim that would be removed with the job that made it, although the spec does not
-    say so.
+    """Report a claim that would unexpectedly be removed with the job that made it.
 
-    A claimTemplate cannot change, but it can be removed and written again. If others have given
-    owners to their own claim, that is their decision.
+    The spec does not ask for its removal. A claimTemplate cannot change, but it can be removed and
+    written again. If others have given owners to their own claim, that is their decision.
     """
     template = job.spec.storage.claim_template
     delete = template is not None and template.when_deleted is WhenDeleted.DELETE and claim.name == job.made_claim
@@ -128,8 +127,9 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 
 
 def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Report that the claim with the job's checkpoints is gone: training must not start from
-    nothing unnoticed.
+    """Report that the claim with the job's checkpoints is gone.
+
+    Training must not start from nothing unnoticed.
     """
     if not (job.status.trained and job.status.claim_made):
         return None

@@ -158,8 +158,9 @@ class HealthSignals:
     """Keys of taints."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
-        """Return the first sign in words, without parts that change while the fault is the same;
-        empty if there is none.
+        """Return the first sign in words; empty if there is none.
+
+        Parts that change while the fault is the same are left out.
         """
         for condition in conditions:
             kind, status = str(condition["type"]), str(condition.get("status"))
@@ -237,8 +238,9 @@ class HostView:
 
 
 def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
-    """Return the devices of device plugins, whose resources have a domain and are counted in whole
-    numbers.
+    """Return the devices of device plugins.
+
+    Their resources have a domain, and are counted in whole numbers.
     """
     return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
@@ -474,10 +476,10 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """Since when the coordinator has not heard most of its members, although their hosts are
-        well.
+        """Since when the coordinator has not heard most of its members.
 
-        In that case the coordinator is the one that is partitioned. None: it hears them.
+        Their hosts are well. In that case the coordinator is the one that is partitioned. None: it
+        hears them.
         """
         if self.report is None or not self.silent:
             return None
@@ -497,8 +499,9 @@ def is_down(host: str, hosts: Mapping[str, HostView] | None) -> bool:
 
 
 def platform_of(host: HostView) -> tuple[str, str]:
-    """Return a host's operating system and architecture, by the labels that every kubelet sets;
-    empty if not known.
+    """Return a host's operating system and architecture; empty if not known.
+
+    Every kubelet sets the labels that are read here.
     """
     return host.labels.get("kubernetes.io/os", ""), host.labels.get("kubernetes.io/arch", "")
 

@@ -60,8 +60,9 @@ async def _serve() -> None:
 
 
 async def _renew(tls: ssl.SSLContext, folder: Path) -> None:
-    """Reload the certificate from the folder for new connections, because cert-manager renews it
-    there.
+    """Reload the certificate from the folder for new connections.
+
+    cert-manager renews it there.
     """
     while True:
         await asyncio.sleep(_RELOAD_SECONDS)

@@ -86,8 +86,9 @@ def key_of(body: Json) -> Key:
 
 
 def read_job(body: Json) -> DDPJob:
-    """Read a job, also one of a local record, which has no uid and may hold anything: raises any
-    Exception.
+    """Read a job, also one of a local record.
+
+    A local record has no uid and may hold anything: raises any Exception.
     """
     return DDPJob.read({**body, "metadata": {"uid": "", **body["metadata"]}})
 
@@ -212,8 +213,9 @@ class Fleet:
         return "; ".join([*self._failures.copy().values(), *notes][:3])
 
     def goodput(self) -> tuple[float | None, float]:
-        """Return (training seconds / pod seconds of all jobs, None without pods; seconds for which
-        they were followed).
+        """Return the goodput, and for how many seconds the jobs were followed.
+
+        Goodput is training seconds / pod seconds of all jobs; None without pods.
         """
         with self._lock:
             self._account()
@@ -270,8 +272,9 @@ class Fleet:
                     self._fail(backend, error)
 
     def _fail(self, backend: Backend, error: Exception) -> None:
-        """Keep the rows of a place that does not answer, and drop those of one that refuses to be
-        read.
+        """Keep the rows of a place that does not answer.
+
+        Rows of a place that refuses to be read are dropped.
         """
         self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
         if isinstance(error, Mistake) and error.denied:

@@ -25,8 +25,9 @@ _T = TypeVar("_T")
 
 
 class Shared:
-    """Results that the viewers of a view share for a moment, so the work does not grow with their
-    number.
+    """Results that the viewers of a view share for a moment.
+
+    So the work does not grow with the number of viewers.
     """
 
     def __init__(self) -> None:
@@ -65,11 +66,10 @@ class View:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="dashboard")
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run a function in a thread of this view, so that one viewer's slow requests do not hold
-        up another's.
+        """Run a function in a thread of this view.
 
-        Raises Refused once the view is closed: the viewer has left in another window, or has
-        different rights now.
+        So one viewer's slow requests do not hold up another's. Raises Refused once the view is
+        closed: the viewer has left in another window, or has different rights now.
         """
         if self.closed.is_set():
             raise Refused(401, "Open the page again", "This view was closed while the page was made.")
@@ -109,8 +109,9 @@ class Gate(Protocol):
 
 
 class OneSession:
-    """The gate of `ddpjob dashboard`: one view, for everybody who has the token in the printed
-    address.
+    """The gate of `ddpjob dashboard`: one view, for everybody with the token.
+
+    The token is in the printed address.
     """
 
     def __init__(self, view: View, token: str, host: str = "localhost") -> None:
@@ -166,8 +167,9 @@ def host_name(header: str) -> str:
 
 
 def own_port(request: web.Request) -> int:
-    """Return the server's own port, which cookie names contain because all ports of a machine share
-    cookies.
+    """Return the server's own port.
+
+    Cookie names contain it, because all ports of a machine share cookies.
     """
     place = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return int(place[1]) if place else 0

@@ -1,6 +1,4 @@
-"""Shapes jobs for the pages: the sorted and filtered list, and the rounds, slots and curves of one
-job.
-"""
+"""Shapes jobs for the pages: the sorted and filtered list, and the details of one job."""
 
 from __future__ import annotations
 
@@ -165,8 +163,9 @@ class Timeline:
 
     @property
     def trained(self) -> float | None:
-        """The share of the time in which a group ran; None if some restarts are no longer
-        listed.
+        """The share of the time in which a group ran.
+
+        None if some restarts are no longer listed.
         """
         if any(span.kind == "unknown" for span in self.spans):
             return None
@@ -238,8 +237,10 @@ class SlotRow:
 
 
 def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
-    """Return (the rows of a page, how many more there are): coordinator and slots in order; of
-    many, those with trouble.
+    """Return (the rows of a page, how many more there are).
+
+    Rows are the coordinator and slots in order. If there are many, only those with trouble are
+    shown.
     """
     ranks = ranks_of_pods(pods, body)
     slots, rows, with_pod = job.status.slots, list[SlotRow](), set[int]()

@@ -131,8 +131,9 @@ class Viewers:
             raise Refused(401, "Sign in", f"The token is not valid, or not any more: {unknown}", form=True) from unknown
 
     def _private(self, request: web.Request) -> None:
-        """Refuse tokens unless they travel over TLS, of this server or of a proxy in front of it,
-        or through a port-forward.
+        """Refuse tokens unless they are sent over TLS or through a port-forward.
+
+        TLS may end at this server, or at a proxy in front of it.
         """
         name = host_name(request.headers.get("Host", ""))
         proxied = name in self._behind and request.headers.get("X-Forwarded-Proto", "").lower() == "https"
@@ -208,8 +209,9 @@ class Viewers:
         raise moved
 
     def _end(self, session: str) -> None:
-        """Forget a session, and the views opened with its token, unless another session has that
-        token too.
+        """Forget a session, and the views opened with its token.
+
+        The views stay if another session has that token too.
         """
         found = self._sessions.pop(session, None)
         if found is not None and all(other.token != found.token for other in self._sessions.values()):
@@ -279,8 +281,9 @@ class Viewers:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 
     async def _in_turn(self, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Limit concurrent requests for strangers' tokens, since they cost requests: beyond the
-        limit they are refused.
+        """Limit concurrent requests for strangers' tokens, since they cost requests.
+
+        Beyond the limit they are refused.
         """
         if self._waiting >= _MOST_WAITING:
             raise web.HTTPServiceUnavailable(reason="too many are signing in; try again")
@@ -329,12 +332,11 @@ class Viewers:
             del self._locks[key]
 
     def _make_room(self, user: str) -> None:
-        """Close the least recently used views, if there are too many of the user, of its service
-        account's namespace, or of all.
+        """Close the least recently used views, if there are too many.
 
-        If there are too many in total, it closes a view of the user with the most, if that is more
-        than this user has; otherwise an idle one. Raises HTTPServiceUnavailable if there is
-        neither.
+        There are limits for a user, for its service account's namespace, and for all. If there are
+        too many in total, it closes a view of the user with the most, if that is more than this
+        user has; otherwise an idle one. Raises HTTPServiceUnavailable if there is neither.
         """
         by_use = sorted(self._views.items(), key=lambda item: item[1].used)
         for key in _beyond_limits({key: opened.view.user for key, opened in by_use}, user):
@@ -409,8 +411,9 @@ def _owner(user: str) -> str:
 
 
 def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
-    """Return the first views or sessions that have to go before the user gets one more, by the
-    limits of users and of namespaces.
+    """Return the views or sessions that have to go before the user gets one more.
+
+    The limits are those of users and of namespaces; the first ones go first.
     """
     own = [key for key, other in users.items() if other == user]
     over = own[: max(0, len(own) - MOST_OF_A_USER + 1)]
@@ -440,8 +443,9 @@ def _own_form(request: web.Request) -> None:
 
 
 def _cookie(request: web.Request) -> str:
-    """Return a cookie's name: over TLS one that only this host can set, on loopback one that
-    differs between ports.
+    """Return a cookie's name.
+
+    Over TLS only this host can set it; on loopback it differs between ports.
     """
     own = own_port(request)
     return f"ddpjob-{own}" if _loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"

@@ -1,6 +1,4 @@
-"""The HTTP server of the dashboard: its access checks, its pages, and streams of changes and
-logs.
-"""
+"""The HTTP server of the dashboard: access checks, pages, and streams of changes and logs."""
 
 from __future__ import annotations
 
@@ -306,8 +304,9 @@ class Dashboard:
     # --- streams
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """Send an event for each change that the page shows: of all jobs, or of the job named by
-        `job`.
+        """Send an event for each change that the page shows.
+
+        These are changes of all jobs, or of the job named by `job`.
         """
         namespace, _, name = request.query.get("job", "").partition("/")
         view = _view(request)
@@ -326,8 +325,9 @@ class Dashboard:
         return stream.response
 
     async def log(self, request: web.Request) -> web.StreamResponse:
-        """Send events with lines, as JSON, of one pod or of the whole job; send `end` when there
-        will be no more.
+        """Send a log's lines as JSON events; send `end` when there will be no more.
+
+        The log is that of one pod, or of the whole job.
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:

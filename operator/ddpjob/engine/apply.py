@@ -81,8 +81,9 @@ MESSAGES_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome of `apply`: the job as written, and the rejected objects, optional ones
-    included.
+    """The outcome of `apply`: the job as written, and all rejected objects.
+
+    Optional objects are included.
     """
 
     job: DDPJob

@@ -210,8 +210,9 @@ class Link:
 
 
 async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> bytes:
-    """Return `begun` and the rest of the stream, to its end or to slightly more than `limit`
-    bytes.
+    """Return `begun` and the rest of the stream.
+
+    Reading stops at its end, or at slightly more than `limit` bytes.
     """
     parts, size = [begun], len(begun)
     while size <= limit and (part := await stream.readany()):
@@ -260,8 +261,9 @@ def _not_json(constant: str) -> None:
 
 
 def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
-    """Convert the record's times to our clock; `offset` is how far ours is ahead of the
-    coordinator's.
+    """Convert the record's times to our clock.
+
+    `offset` is how far ours is ahead of the coordinator's.
     """
     shift = offset if abs(offset) >= SAME_CLOCK else timedelta(0)
     changes: dict[str, Any] = {}

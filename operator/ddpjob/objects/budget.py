@@ -1,6 +1,4 @@
-"""Builds the PodDisruptionBudget: a drain evicts nodes one by one, so the group recovers in
-between.
-"""
+"""Builds the PodDisruptionBudget: a drain evicts one node at a time, so the group can recover."""
 
 from __future__ import annotations
 

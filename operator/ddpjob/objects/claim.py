@@ -1,6 +1,4 @@
-"""Builds the PersistentVolumeClaim of storage.checkpoints.claimTemplate, and the mark of that
-template.
-"""
+"""Builds the PersistentVolumeClaim of storage.checkpoints.claimTemplate, and its mark."""
 
 from __future__ import annotations
 

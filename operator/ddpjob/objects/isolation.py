@@ -51,8 +51,9 @@ def policy_name(job: DDPJob, platform: Platform) -> str:
 
 
 def build_policy(job: DDPJob, platform: Platform) -> Json:
-    """Build the NetworkPolicy that admits the job's own pods everywhere, and the operator to the
-    coordinator's port.
+    """Build the NetworkPolicy of the job's pods.
+
+    It admits the job's own pods everywhere, and the operator to the coordinator's port.
     """
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -63,8 +64,9 @@ def build_policy(job: DDPJob, platform: Platform) -> Json:
 
 
 def _policy(job: DDPJob, platform: Platform) -> Json:
-    """Select pods by a separate label, since spec.network may change for later ones while a job is
-    suspended.
+    """Return the policy, which selects pods by a separate label.
+
+    spec.network may change for later pods while a job is suspended.
     """
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}

@@ -44,8 +44,9 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return what keeps a job that fits the schema from running anywhere, with paths into the
-    manifest.
+    """Return what keeps a job that fits the schema from running anywhere.
+
+    Paths point into the manifest.
     """
     spec = manifest["spec"]
     if too_large := oversized(spec):

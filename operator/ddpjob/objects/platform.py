@@ -79,8 +79,9 @@ class Platform:
 
     @property
     def cluster(self) -> str:
-        """A mark that distinguishes this operator's jobs from jobs of other clusters, which may
-        have the same names.
+        """A mark that distinguishes this operator's jobs from jobs of other clusters.
+
+        Those may have the same names.
         """
         return self.key_mark
 

@@ -157,8 +157,9 @@ def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, 
 
 
 def as_non_root(pod: Json) -> Json | None:
-    """Return the pod as a namespace that forbids root admits it; None if podTemplate already
-    decides which user runs it.
+    """Return the pod as a namespace that forbids root admits it.
+
+    None if podTemplate already decides which user runs it.
     """
     context = pod["spec"].get("securityContext", {})
     if not context.keys().isdisjoint(("runAsNonRoot", "runAsUser")):
@@ -432,8 +433,9 @@ def _store_elsewhere(job: DDPJob) -> list[str]:
 
 
 def _checkpoints_shared(job: DDPJob) -> bool:
-    """Whether all pods see the same checkpoints, in storage.checkpoints or in podTemplate's mount
-    in its place.
+    """Whether all pods see the same checkpoints.
+
+    They are in storage.checkpoints, or in podTemplate's mount in its place.
     """
     storage, pod = job.spec.storage, job.spec.pod_template.get("spec") or {}
     if storage.url:
@@ -446,8 +448,9 @@ def _checkpoints_shared(job: DDPJob) -> bool:
 
 
 def _backend(spec: JobSpec) -> str:
-    """Return a name that init_process_group takes; empty if `auto` does not know the job's
-    devices.
+    """Return a name that init_process_group takes.
+
+    Empty if `auto` does not know the job's devices.
     """
     if spec.backend != "auto":
         return spec.backend
@@ -472,8 +475,9 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 
 
 def _interface(job: DDPJob) -> list[Json]:
-    """Return the libraries' variables that the user's env does not set. podTemplate's variables
-    replace these.
+    """Return the libraries' variables that the user's env does not set.
+
+    podTemplate's variables replace these.
     """
     given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
     variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()

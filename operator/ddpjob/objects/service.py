@@ -32,8 +32,9 @@ def job_labels(job: DDPJob) -> dict[str, str]:
 
 
 def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
-    """Build metadata of an object that is deleted with the job; `labels` are added to those of all
-    its objects.
+    """Build metadata of an object that is deleted with the job.
+
+    `labels` are added to those of all its objects.
     """
     owners = [job.owner_reference]
     return {
@@ -138,8 +139,9 @@ def runtime_owner(job: DDPJob) -> Json:
 
 
 def runtime_jobs_name(runtime: str) -> str:
-    """Return the name of the ConfigMap that the jobs using a runtime own, and that owns the
-    runtime.
+    """Return the name of the ConfigMap between jobs and a runtime.
+
+    It is owned by the jobs that use the runtime, and owns the runtime.
     """
     return f"{runtime}-jobs"
 
@@ -153,8 +155,9 @@ def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
 
 
 def build_runtime(job: DDPJob) -> Json:
-    """Build the immutable ConfigMap that the pods of all jobs of the namespace mount, with its
-    first owner.
+    """Build the immutable ConfigMap with the runtime, with its first owner.
+
+    The pods of all jobs of the namespace mount it.
     """
     shared = _shared(job, runtime_name(), [runtime_owner(job)])
     return {**shared, "immutable": True, "binaryData": dict(_runtime_data())}

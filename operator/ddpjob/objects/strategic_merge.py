@@ -52,8 +52,9 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
 
 
 def _give_temporary_folder(spec: Json) -> None:
-    """Mount a volume at /tmp if the template makes a container's root read-only, since Python needs
-    such a folder.
+    """Mount a volume at /tmp if the template makes a container's root read-only.
+
+    Python needs such a folder.
     """
     mount, needed = {"name": TMP_VOLUME, "mountPath": "/tmp"}, False
     for container in spec["containers"]:
@@ -69,8 +70,9 @@ def _give_temporary_folder(spec: Json) -> None:
 
 
 def _keep_privileges(context: Json) -> None:
-    """Remove a default that the API server refuses in combination with privileges from the
-    template.
+    """Remove a default that conflicts with privileges from the template.
+
+    The API server refuses the combination.
     """
     added = context.get("capabilities", {}).get("add", ())
     if context.get("privileged") or not {"SYS_ADMIN", "CAP_SYS_ADMIN"}.isdisjoint(added):

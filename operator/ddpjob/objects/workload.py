@@ -88,8 +88,9 @@ decides when."""
 
 
 def released(workload: Json, now: datetime) -> Json | None:
-    """Return an evicted Workload without its quota, as Kueue's own jobs leave it; None if it is not
-    evicted.
+    """Return an evicted Workload without its quota, as Kueue's own jobs leave it.
+
+    None if it is not evicted.
     """
     known = {c["type"]: c for c in workload["status"].get("conditions") or ()}
     evicted = known.get("Evicted", {})

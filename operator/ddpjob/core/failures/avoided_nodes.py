@@ -24,11 +24,11 @@ enough."""
 def avoided(
     status: JobStatus, now: datetime, *, trained: bool, faults: tuple[Restart, ...] = ()
 ) -> tuple[AvoidedNode, ...]:
-    """Return the hosts to avoid, by name: known ones whose time is not over, and newly suspect
-    ones.
+    """Return the hosts to avoid, by name.
 
-    `trained` tells whether the job has made a step; before that, its failures tell nothing about a
-    host. `faults` are faults of hosts that the restarts of the status do not name.
+    These are known ones whose time is not over, and newly suspect ones. `trained` tells whether the
+    job has made a step; before that, its failures tell nothing about a host. `faults` are faults of
+    hosts that the restarts of the status do not name.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}
@@ -36,11 +36,11 @@ def avoided(
 
 
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
-    """Return hosts with a fault, hosts lost LOSSES times, or the only host with failures if it had
-    FAILURES.
+    """Return the hosts that have become suspect.
 
-    Failures on several hosts are the job's own fault, and so are memory and storage; the loss of a
-    host is always the host's.
+    These are hosts with a fault, hosts lost LOSSES times, and the only host with failures if it had
+    FAILURES. Failures on several hosts are the job's own fault, and so are memory and storage; the
+    loss of a host is always the host's.
     """
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]

@@ -125,8 +125,9 @@ not fit in /dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return the remedy of a full /dev/shm for a program ended by SIGBUS, or whose error names
-    shared memory.
+    """Return the remedy of a full /dev/shm, if it may have ended the program.
+
+    SIGBUS has ended it, or its error names shared memory.
     """
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
@@ -190,12 +191,11 @@ def vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *,
 
 
 def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
-    """Return the end of a pod that failed, is being deleted or was evicted; `hosts` None: their
-    state is not known.
+    """Return the end of a pod that failed, is being deleted or was evicted.
 
-    The pod's own conditions take precedence over exit codes, because a container ended by an
-    eviction has an exit code too. `launcher` tells whether the program is the launcher, whose exit
-    codes have a meaning.
+    If `hosts` is None, the state of hosts is not known. The pod's own conditions take precedence
+    over exit codes, because a container ended by an eviction has an exit code too. `launcher` tells
+    whether the program is the launcher, whose exit codes have a meaning.
     """
     end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
     if end.before_program:
@@ -267,8 +267,9 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Judge a pod of a `command` by its failed rank: by the rank's own words, or by torchrun's
-    table in the log.
+    """Judge a pod of a `command` by its failed rank.
+
+    The rank's own words are used, or torchrun's table in the log.
     """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
@@ -331,8 +332,9 @@ def _code(exit_code: int | None) -> str:
 
 
 def _never_began(pod: PodView) -> End:
-    """Return the end of a pod whose main container never ran: an init container failed, or the host
-    rejected the pod.
+    """Return the end of a pod whose main container never ran.
+
+    An init container failed, or the host rejected the pod.
     """
     # Init containers begin in order, so the last one has failed. The kubelet then ends sidecars,
     # which began before it.
@@ -354,10 +356,10 @@ def _never_began(pod: PodView) -> End:
 
 
 def names_entry_point(end: End, command: tuple[str, ...]) -> bool:
-    """Whether a START_ERROR means that the job's own program is missing: `exec: "python3":
-    executable file not found`.
+    """Whether a START_ERROR means that the job's own program is missing.
 
-    Other programs that a container runtime names, such as its hooks for GPUs, belong to the node.
+    Example: `exec: "python3": executable file not found`. Other programs that a container runtime
+    names, such as its hooks for GPUs, belong to the node.
     """
     programs = (path.rpartition("/")[2] for path in _QUOTED.findall(end.message))
     wanted = command[0].rpartition("/")[2] if command else "python"
@@ -459,8 +461,9 @@ _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
 def wrong_platform(pod: PodView) -> End | None:
-    """Return the end of a pod that waits for an image that does not fit its host; None if it does
-    not.
+    """Return the end of a pod that waits for an image that does not fit its host.
+
+    None if it does not.
     """
     waiting = [c.waiting_message for c in (*pod.init_containers.values(), *pod.containers.values()) if c.waiting_reason]
     found = next((message for message in waiting if _WRONG_PLATFORM.search(message)), None)
@@ -497,12 +500,12 @@ class Stuck:
 
 
 def stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
-    """Return the first container of a pod that waits for something that may never come; None if all
-    is well.
+    """Return the first container of a pod that waits for something that may never come.
 
-    Only two faults are final, and only for a job that has never run a pod: an invalid image name,
-    and a registry's answer that it has no such image. If a registry is unreachable, denies access
-    or limits the rate, the job waits, and so it does for an image that a host lacks.
+    None if all is well. Only two faults are final, and only for a job that has never run a pod: an
+    invalid image name, and a registry's answer that it has no such image. If a registry is
+    unreachable, denies access or limits the rate, the job waits, and so it does for an image that a
+    host lacks.
     """
     preparing = {} if pod.main.running or pod.main.ended else pod.init_containers
     for name, container in [*preparing.items(), *pod.containers.items()]:

@@ -38,10 +38,10 @@ ENDING_MARGIN = timedelta(seconds=5)
 
 
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
-    """Return since when a pod that has not ended has been silent; None if it is alive, or has
-    ended.
+    """Return since when a pod that has not ended has been silent.
 
-    Returns `now` if the beginning is not known: the caller remembers the first answer.
+    None if it is alive, or has ended. Returns `now` if the beginning is not known: the caller
+    remembers the first answer.
     """
     if pod.ended:
         return None
@@ -50,26 +50,28 @@ def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
 
 
 def out_of_service(pod: PodView, world: World) -> bool:
-    """Whether the pod's host was marked as down for good, and is not ready, so that waiting for it
-    is pointless.
+    """Whether the pod's host was marked as down for good, and is not ready.
+
+    Waiting for it is pointless.
     """
     host = (world.hosts or {}).get(pod.host)
     return host is not None and host.out_of_service and not host.ready
 
 
 def given_up(view: View, pod: PodView, since: datetime | None) -> bool:
-    """Whether a pod that has been silent `since` then has had recovery.nodeLostAfterSeconds to
-    return.
+    """Whether a pod that has been silent since `since` is given up.
 
-    Never for a pod that is alive (`since` None); at once if its host is out of service.
+    It has recovery.nodeLostAfterSeconds to return. Never for a pod that is alive (`since` None); at
+    once if its host is out of service.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or out_of_service(pod, view.world))
 
 
 def is_overdue(pod: PodView, now: datetime) -> bool:
-    """Whether a pod is beyond its grace period, so that only somebody's finalizer or a dead host
-    keeps it.
+    """Whether a pod is beyond its grace period.
+
+    Only somebody's finalizer or a dead host then keeps it.
     """
     return pod.deleted_at is not None and now >= pod.deleted_at + ENDING_MARGIN
 
@@ -95,9 +97,9 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
 
 
 def _member_lost(pod: PodView, world: World) -> datetime | None:
-    """Return since when the coordinator has lost its connection to the pod, although the kubelet
-    reports that it runs.
+    """Return since when the coordinator has lost its connection to a running pod.
 
-    None if it hears hardly anybody, because its view of the pods then means nothing.
+    The kubelet reports that the pod runs. None if it hears hardly anybody, because its view of the
+    pods then means nothing.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

@@ -105,8 +105,9 @@ def _restart(view: View, incident: Incident, cause: Cause, message: str, *, coun
 
 
 def _is_everywhere(view: View, incident: Incident) -> bool:
-    """Return whether ranks of several pods have failed alike, or several ranks of a job with one
-    node, if it has several.
+    """Return whether ranks of several pods have failed alike.
+
+    In a job with one node, several ranks are enough, if it has several.
     """
     spec = view.job.spec
     ranks = spec.nodes * spec.procs_per_node

@@ -69,8 +69,9 @@ class Verdict:
 
 
 def judge_nodes(view: View) -> list[Verdict]:
-    """Return verdicts on the pods of slots on unhealthy nodes, by index; none while the job
-    finishes.
+    """Return verdicts on the pods of slots on unhealthy nodes, by index.
+
+    None while the job finishes.
     """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
@@ -140,8 +141,9 @@ class Failing:
 
 
 def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
-    """Return the pods to replace for these new failures, which the view's status does not hold
-    yet.
+    """Return the pods to replace for these new failures.
+
+    The view's status does not hold these failures yet.
     """
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     found: list[Failing] = []
@@ -214,8 +216,9 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
 
 
 def _has_a_place(view: View, pod: PodView) -> bool:
-    """Whether there is a spare, or the pod's node could take a new pod if no other node has
-    room.
+    """Whether there is a spare, or the pod's node could take its replacement.
+
+    The node may have to, if no other node has room.
     """
     host, members = (view.world.hosts or {}).get(pod.host), view.report.members if view.report is not None else ()
     spares = len({m.pod for m in members} & view.current_names - {pod.name}) >= view.job.spec.nodes
@@ -223,8 +226,9 @@ def _has_a_place(view: View, pod: PodView) -> bool:
 
 
 def next_judgement(view: View) -> datetime | None:
-    """Return when a node of the job will have been unhealthy long enough; None if none is about to
-    be.
+    """Return when a node of the job will have been unhealthy long enough.
+
+    None if none is about to be.
     """
     hosts = view.world.hosts or {}
     begun = [hosts[p.host].unhealthy_since for p in view.pods if p is not None and p.host in hosts]
@@ -237,11 +241,10 @@ def _lasts(view: View, host: HostView) -> bool:
 
 
 def _came_after(pod: PodView, host: HostView) -> bool:
-    """Whether the pod is younger than its node's sign, so that moving it would only ask the
-    scheduler once more.
+    """Whether the pod is younger than its node's sign.
 
-    The clocks are the API server's and the operator's. A difference between them costs or adds a
-    move, within the limits.
+    Moving it would only ask the scheduler again. The clocks are the API server's and the
+    operator's. A difference between them costs or adds a move, within the limits.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
@@ -326,10 +329,10 @@ class Wants:
         )
 
     def kind(self, host: HostView) -> bool:
-        """Whether a node is of the kind that the job runs on: it has its devices, or if it requests
-        none, its labels.
+        """Whether a node is of the kind that the job runs on.
 
-        This also holds if none of its devices is healthy, because the name of the resource remains.
+        It has the job's devices, or if the job requests none, the labels. This also holds if none
+        of its devices is healthy, because the name of the resource remains.
         """
         if self.devices:
             return self.devices.keys() <= host.devices.keys()

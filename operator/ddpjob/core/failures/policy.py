@@ -167,10 +167,10 @@ def _is_ruled(spec: JobSpec) -> bool:
 
 
 def repeated_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
-    """Return a message if REPEATS counted failures in a row, APART from each other, had the same
-    error everywhere.
+    """Return a message if repeated failures had the same error everywhere.
 
-    The error's type does not matter, except that errors of a network or a disk may pass.
+    They are REPEATS counted failures in a row, APART from each other. The error's type does not
+    matter, except that errors of a network or a disk may pass.
     """
     if _is_ruled(spec):
         return None
@@ -198,25 +198,27 @@ def _mark(restart: Restart) -> tuple[str, str]:
 
 
 def names_program_error(message: str) -> bool:
-    """Return whether a worker's failure comes from the program's text, and so occurs in every
-    pod.
+    """Return whether a worker's failure comes from the program's text.
+
+    It then occurs in every pod.
     """
     return _PROGRAM_ERROR.search(without_wait(message)) is not None
 
 
 def lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
-    """Return the words of a failure's message that show that the container has lost its device;
-    empty without any.
+    """Return the words in a failure's message that show a lost device; empty without any.
 
-    A job that requests no device and has not made a step may never have had one.
+    The container has lost its device. A job that requests no device and has not made a step may
+    never have had one.
     """
     found = _LOST_DEVICE.search(message) if trained or spec.gpus_per_node else None
     return found[0] if found else ""
 
 
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:
-    """Return the exit code that a shell would show for a process, for which torchrun gives -N or
-    the name of signal N.
+    """Return the exit code that a shell would show for a process.
+
+    torchrun gives -N or the name of signal N.
     """
     if exit_code is not None:
         return exit_code if exit_code >= 0 else 128 - exit_code

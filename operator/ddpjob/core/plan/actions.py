@@ -1,6 +1,4 @@
-"""Decides the actions that bring a job's objects to its status' plan, and messages to the
-coordinator.
-"""
+"""Decides the actions that bring a job's objects to its plan, and messages to the coordinator."""
 
 from __future__ import annotations
 
@@ -39,13 +37,12 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 
 def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
-    """Return what to create and remove, and until when a part of it is held back (None: nothing
-    is).
+    """Return what to create and remove, and until when a part of it is held back.
 
-    `lost` names pods to delete immediately (grace period 0). For a job whose claims cannot be used,
-    nothing is created, but its pods still end, because a claim that is being removed waits for
-    them. A job whose podTemplate has faults gets no pods. The same observation always gives the
-    same actions: creations have names, deletions uids.
+    None: nothing is held back. `lost` names pods to delete immediately (grace period 0). For a job
+    whose claims cannot be used, nothing is created, but its pods still end, because a claim that is
+    being removed waits for them. A job whose podTemplate has faults gets no pods. The same
+    observation always gives the same actions: creations have names, deletions uids.
     """
     job, status, world = view.job, view.status, view.world
     actions: list[Action] = []
@@ -103,10 +100,10 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Return until when nodes of a new generation wait for those of the old one, which may be
-    saving a checkpoint.
+    """Return until when nodes of a new generation wait for those of the old one.
 
-    They do not wait beyond the grace period of the old pods, because their host may be dead.
+    The old ones may be saving a checkpoint. They do not wait beyond the grace period of the old
+    pods, because their host may be dead.
     """
     latest = None
     for pod in view.world.nodes():
@@ -133,8 +130,9 @@ def _lacks_token(view: View) -> bool:
 
 
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
-    """Delete pods that are not planned and still run, and failed pods beyond
-    runPolicy.failedPodsKept.
+    """Delete pods that are not planned and still run, and surplus failed pods.
+
+    Failed pods are surplus beyond runPolicy.failedPodsKept.
     """
     job, world, generation = view.job, view.world, view.status.rendezvous.generation
     actions: list[Action] = []
@@ -165,8 +163,9 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
 
 
 def _labels(view: View) -> list[Action]:
-    """Return role labels that follow the coordinator's choice of training pods, while a group
-    runs.
+    """Return role labels that follow the coordinator's choice of training pods.
+
+    They are changed only while a group runs.
     """
     report = view.report
     if report is None or report.state != CoordinatorState.RUNNING or report.world is None:
@@ -185,10 +184,10 @@ def _labels(view: View) -> list[Action]:
 
 
 def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
-    """Return messages to the coordinator: settings until its report shows them, and pods that are
-    gone.
+    """Return messages to the coordinator.
 
-    A pod on a dead host cannot close its connections, so its peers would wait for it.
+    They are settings, until its report shows them, and pods that are gone. A pod on a dead host
+    cannot close its connections, so its peers would wait for it.
     """
     endpoint, report, spec = view.status.rendezvous.endpoint, view.report, view.job.spec
     if not spec.under_torchrun:
@@ -222,12 +221,11 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
-    """Return the message that ends a coordinator that was given up but may still run, such as on a
-    host with a dead kubelet.
+    """Return the message that ends a coordinator that was given up but may still run.
 
-    In a generation that continues, its members then look for the next coordinator; otherwise they
-    end. A coordinator that still serves pods that are saving is not ended: they are asked to end,
-    and it goes last.
+    It may run on a host with a dead kubelet. In a generation that continues, its members then look
+    for the next coordinator; otherwise they end. A coordinator that still serves pods that are
+    saving is not ended: they are asked to end, and it goes last.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)

@@ -55,17 +55,18 @@ def planned_gang(view: View) -> GangStatus | None:
 
 
 def not_served(view: View) -> bool:
-    """Whether the job waits for a gang that this cluster does not support, because its user insists
-    on it.
+    """Whether the job waits for a gang that this cluster does not support.
+
+    Its user insists on a gang.
     """
     return view.status.gang_waits and not view.world.serves_gangs
 
 
 def is_outdated(view: View) -> bool:
-    """Whether the waiting gang has to be replaced by a different one, because a PodGroup does not
-    follow a change of size.
+    """Whether the waiting gang has to be replaced by a different one.
 
-    A suspended job has no pods, so the current settings decide what it resumes with.
+    A PodGroup does not follow a change of size. A suspended job has no pods, so the current
+    settings decide what it resumes with.
     """
     status = view.status
     if not status.gang_waits and not status.holds(ConditionType.SUSPENDED):
@@ -74,8 +75,9 @@ def is_outdated(view: View) -> bool:
 
 
 def with_placed(view: View) -> JobStatus:
-    """Return the status, with the gang placed once all its pods have been seen on hosts at the same
-    time.
+    """Return the status, with the gang placed if it is complete.
+
+    The gang is placed once all its pods have been seen on hosts at the same time.
     """
     status = view.status
     if status.gang is None or status.gang.placed:
@@ -89,11 +91,10 @@ def with_placed(view: View) -> JobStatus:
 
 
 def is_broken_up(view: View, kept: list[Slot]) -> bool:
-    """Whether a preempted group should become a gang again at once, because its remaining pods
-    cannot train.
+    """Whether a preempted group should become a gang again at once.
 
-    The scheduler has taken its room because there was no other, so waiting for a single pod would
-    be in vain. `kept` are the slots that have not lost their pod.
+    Its remaining pods cannot train. The scheduler has taken its room because there was no other, so
+    waiting for a single pod would be in vain. `kept` are the slots that have not lost their pod.
     """
     held = sum(bool(slot.node) and slot.state in (SlotState.CREATED, SlotState.RUNNING) for slot in kept)
     return view.status.gang is not None and view.status.gang.placed and held < view.job.spec.min_nodes

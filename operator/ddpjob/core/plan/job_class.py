@@ -17,8 +17,9 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def class_fault(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a job that begins cannot have its class; None if it can, or does
-    not begin.
+    """Return reason and message if a job that begins cannot have its class.
+
+    None if it can, or does not begin.
     """
     job, offer = view.job, view.world.offer
     if not begins(job):
@@ -35,8 +36,9 @@ def class_fault(view: View) -> tuple[str, str] | None:
 
 
 def takes_class(view: View) -> JobStatus | None:
-    """Return the status with the current class, for a job that begins without it; None if it has it
-    already, or has none.
+    """Return the status with the current class, for a job that begins without it.
+
+    None if it has it already, or has none.
     """
     given, taken = view.world.offer.job_class, view.status.job_class
     if not begins(view.job) or given is None:
@@ -47,8 +49,9 @@ def takes_class(view: View) -> JobStatus | None:
 
 
 def with_class_applied(view: View) -> JobStatus:
-    """Return the status with the condition ClassApplied for a running job; without both if it names
-    no class.
+    """Return the status with the condition ClassApplied for a running job.
+
+    Without both if it names no class.
     """
     job, status = view.job, view.status
     if not job.spec.class_name:

@@ -80,8 +80,9 @@ def is_queued(view: View) -> bool:
 
 
 def _holding(view: View) -> WorkloadView | None:
-    """Return the Workload whose quota the job has; if there are two, the one that suits its
-    spec.
+    """Return the Workload whose quota the job has.
+
+    If there are two, it is the one that suits the job's spec.
     """
     job, shape, name = view.job, shape_of(view.job), workload_name(view.job)
     least = job.spec.elastic.min_nodes if job.spec.elastic else 1
@@ -197,8 +198,9 @@ def drop_workloads(view: View) -> list[Action]:
 
 
 def finish_workloads(view: View) -> list[Action]:
-    """Give back the quota of a job that has ended, and leave a record of it as other kinds of jobs
-    do.
+    """Give back the quota of a job that has ended.
+
+    A record of it stays, as for other kinds of jobs.
     """
     failed = view.status.condition(ConditionType.FAILED)
     complete = view.status.condition(ConditionType.COMPLETE)

@@ -80,10 +80,10 @@ to."""
 
 
 def template_mark(view: View) -> str:
-    """Return what all pods of a generation share: the spec they are made from, the key of their
-    token, their protocol.
+    """Return what all pods of a generation share.
 
-    The protocol is that of the runtime that the job is pinned to.
+    It is the spec they are made from, the key of their token, and their protocol. The protocol is
+    that of the runtime that the job is pinned to.
     """
     version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
     return f"{_spec_and_key(view)}-{version}"
@@ -173,15 +173,17 @@ def new_generation(view: View) -> JobStatus:
 
 
 def _unused(status: JobStatus) -> int:
-    """Return an attempt that no pod of any index has had, including slots that were dropped long
-    ago.
+    """Return an attempt that no pod of any index has had.
+
+    Slots that were dropped long ago are included.
     """
     return status.highest_attempt + 1 if status.slots or status.highest_attempt else 0
 
 
 def resized(view: View) -> JobStatus:
-    """Return the status with as many slots as spec.nodes and spec.spares ask for: more at the end,
-    or fewer.
+    """Return the status with as many slots as spec.nodes and spec.spares ask for.
+
+    Slots are added or removed at the end.
     """
     job, status = view.job, view.status
     slots = list(status.slots[: job.spec.pods])
@@ -197,18 +199,19 @@ def next_attempt(slot: Slot, repeated: Repeated) -> Slot:
 
 
 def next_coordinator(status: JobStatus) -> JobStatus:
-    """Return the status with a new coordinator planned for the same generation, while the group
-    continues.
+    """Return the status with a new coordinator planned for the same generation.
+
+    The group continues.
     """
     rendezvous = replace(status.rendezvous, attempt=status.rendezvous.attempt + 1, state=SlotState.PLANNED, endpoint="")
     return replace(status, rendezvous=rendezvous)
 
 
 def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Count `end` in: one more than `before` if it has the same cause, was quick, and waiting may
-    help; otherwise none.
+    """Return `before` with `end` counted in.
 
-    A preempted pod's successor leaves its room to the gang that it was preempted for.
+    It is one more if the cause is the same, the end was quick, and waiting may help; otherwise
+    none. A preempted pod's successor leaves its room to the gang that it was preempted for.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
@@ -222,8 +225,9 @@ def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Rep
 
 
 def in_a_row(view: View, cause: Cause) -> int:
-    """Return how often in a row pods of the job have ended for a cause that they share, and
-    achieved nothing since.
+    """Return how often in a row the job's pods have ended for a cause that they share.
+
+    They have achieved nothing since.
     """
     if cause not in _PROGRAM:
         return 0

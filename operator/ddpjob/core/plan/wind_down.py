@@ -1,5 +1,4 @@
-"""Decides how a job ends: what is written, how training stops, and when pods and the job are
-deleted.
+"""Decides how a job ends: what is written, how training stops, and what is deleted when.
 
 Nothing here runs if a user deletes the job, because a job has no finalizer. Why:
 docs/decisions/0003.
@@ -64,8 +63,9 @@ def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Dec
 
 
 def complete(view: View, events: list[Event]) -> Decision:
-    """Return the decision for a job whose group has finished: every node has ended with exit code
-    0.
+    """Return the decision for a job whose group has finished.
+
+    Every node has ended with exit code 0.
     """
     nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
     if least == nodes:
@@ -152,8 +152,9 @@ def wind_down(view: View) -> Decision:
 
 
 def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]:
-    """Stop nodes by a message, which keeps their logs; delete those that cannot get one (`command`,
-    not started).
+    """Stop nodes by a message, which keeps their logs.
+
+    Nodes that cannot get one (`command`, not started) are deleted.
     """
     reachable = view.job.spec.under_torchrun and view.coordinator is not None
     if overdue or not reachable:
@@ -193,10 +194,10 @@ def has_leftovers(pod: PodView) -> bool:
 
 
 def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
-    """End the other containers: a coordinator (placement Master) is asked to exit, a sidecar is
-    deleted with its pod.
+    """End the other containers of a pod.
 
-    A coordinator that exits by itself leaves the pod in place, and the trainer's log with it.
+    A coordinator (placement Master) is asked to exit; a sidecar is deleted with its pod. A
+    coordinator that exits by itself leaves the pod in place, and the trainer's log with it.
     """
     coordinator = pod.containers.get(COORDINATOR_CONTAINER)
     patient = pod.main.finished is None or now < pod.main.finished + timedelta(seconds=EXIT_SECONDS)

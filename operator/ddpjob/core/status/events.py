@@ -26,10 +26,10 @@ _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", G
 def restart_events(
     view: View, restarts: tuple[Restart, ...], idle: tuple[Restart, ...] = (), *, failed: bool
 ) -> list[Event]:
-    """Return the events of restarts that are new in the view's status, and of the ends of spares
-    (`idle`).
+    """Return the events of new restarts, and of the ends of spares (`idle`).
 
-    They are few: many pods with the same fate share one event.
+    The restarts are new in the view's status. They are few: many pods with the same fate share one
+    event.
     """
     broken = any(restart.round and not restart.consequence for restart in restarts)
     alike: dict[tuple[str, str], list[Restart]] = {}
@@ -55,8 +55,7 @@ def _summary(several: list[Restart], meaning: str) -> Event:
 
 
 def _restart_event(view: View, restart: Restart, meaning: str, *, failed: bool, broken: bool) -> Event:
-    """Return the event of a restart that is new in the view's status, or of a spare's end, with its
-    meaning.
+    """Return the event of a new restart, or of a spare's end, with its meaning.
 
     `failed` means that the job fails, so nothing follows. `broken` means that a restart that is new
     with it broke the group.

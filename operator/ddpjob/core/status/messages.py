@@ -1,6 +1,4 @@
-"""Words and cuts messages: numbers with their nouns, and events as long as the API server
-accepts.
-"""
+"""Words and cuts messages: numbers with their nouns, and events of an accepted length."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ _FIRST_LINE_BYTES = 600
 
 
 def event_text(message: str, facts: str = "") -> str:
-    """Return the first line, facts in brackets, and as much of the traceback's end as an event can
-    hold.
+    """Return a failure's message as an event can hold it.
+
+    It has the first line, facts in brackets, and as much of the traceback's end as fits.
     """
     line, _, traceback = message.partition("\n")
     first, who = _cause_and_place(line)

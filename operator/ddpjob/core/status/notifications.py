@@ -101,8 +101,9 @@ def _unusable(job: DDPJob, world: World) -> str:
 
 
 def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
-    """Return the status with the condition Notifies, which reports at the job's start what would be
-    noticed only at its end.
+    """Return the status with the condition Notifies.
+
+    It reports at the job's start what would be noticed only at its end.
     """
     if status.terminal:
         return status, []
@@ -117,8 +118,9 @@ def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus,
 
 
 def _body(job: DDPJob, status: JobStatus, entry: Notification, link: str) -> Json:
-    """Return the JSON that is posted: fields for programs, `text` for receivers that use Slack's
-    format.
+    """Return the JSON that is posted.
+
+    It has fields for programs, and `text` for receivers that use Slack's format.
     """
     reason, message = _why(job, status, entry.event)
     counts = status.restarts

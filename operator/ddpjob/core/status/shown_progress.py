@@ -28,11 +28,12 @@ _METRICS = 100
 def shown_progress(
     shown: Json, reported: Json, now: datetime, *, at_once: bool, stragglers: Sequence[Json] = ()
 ) -> Json:
-    """Return the progress to write: `reported` in displayable form, or `shown` while it is
-    unchanged or younger than REFRESH.
+    """Return the progress to write.
 
-    `at_once` writes a change without waiting for REFRESH, as the first loss or speed does. Values
-    that are not finite numbers are left out. `stragglers` is the result of `shown_stragglers`.
+    It is `reported` in displayable form, or `shown` while that is unchanged or younger than
+    REFRESH. `at_once` writes a change without waiting for REFRESH, as the first loss or speed does.
+    Values that are not finite numbers are left out. `stragglers` is the result of
+    `shown_stragglers`.
     """
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
@@ -76,8 +77,9 @@ def _begins_at_zero(shown: Json, reported: Json) -> bool:
 
 
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
-    """Return what is known about the script's last start, if it was a restart and the steps are
-    counted automatically.
+    """Return what is known about the script's last start, if it was a restart.
+
+    Only automatically counted steps show it.
     """
     if protocol.RESUMED not in reported or "step" not in fresh:
         return {}
@@ -88,8 +90,9 @@ def _start(shown: Json, reported: Json, fresh: Json) -> Json:
 
 
 def began_again(progress: Json) -> str:
-    """Return a note on a script that does not seem to have continued from a checkpoint; empty if
-    there is none.
+    """Return a note on a script that does not seem to have continued from a checkpoint.
+
+    Empty if there is none.
     """
     known, before = progress.get("resumed"), progress.get("stepsBefore")
     if before is None or known == protocol.YES:

@@ -23,8 +23,9 @@ NODES_MISSING = "NodesMissing"
 
 
 def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first pod that no scheduler tries to place; None if there
-    is none.
+    """Return reason and message for the first pod that no scheduler tries to place.
+
+    None if there is none.
     """
     for pod in pods:
         if pod.host or pod.ended or pod.main.running:
@@ -45,8 +46,9 @@ def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetim
 
 
 def not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first pod that was placed long ago and runs no program;
-    None if there is none.
+    """Return reason and message for the first placed pod that runs no program.
+
+    It was placed long ago. None if there is none.
     """
     for pod in pods:
         if pod.ended or pod.main.running or pod.scheduled is None or now - pod.scheduled < LONG:
