@@ -75,7 +75,7 @@ def event_line(happened: TimedEvent) -> str:
 def recoveries(status: JobStatus) -> list[str]:
     """Return a line for each restart that is over.
 
-    It tells what broke the group, and after how long the group ran again. There are none for a job
+    It shows what broke the group, and after how long the group ran again. There are none for a job
     that has made or reported no step, because it may run again only to fail again.
     """
     if not status.progress:

@@ -28,7 +28,7 @@ METRICS_BYTES = 8 << 20
 
 
 class Mistake(Exception):
-    """The request cannot be done; the message gives the reason and a remedy."""
+    """The request cannot be done; the message says why and what to do."""
 
     passing = False
     """Whether the same request may succeed a little later."""
@@ -79,13 +79,13 @@ class Patience:
 
 @dataclass(frozen=True)
 class PodLine:
-    """A pod of a job, with the fields that people need."""
+    """A pod of a job, as far as people need it."""
 
     name: str
     role: str
     index: int | None
     state: str
-    """The state, as in kubectl's column STATUS."""
+    """As in kubectl's column STATUS."""
     host: str = ""
     message: str = ""
     """What it waits for, or why it ended."""
@@ -95,7 +95,7 @@ class PodLine:
 
     @property
     def label(self) -> str:
-        """Prefix of its log's lines: the slot's index, or the coordinator's name."""
+        """What its log's lines begin with: the slot's index, or the coordinator's name."""
         return "coordinator" if self.index is None else str(self.index)
 
 

@@ -23,7 +23,7 @@ _QUEUE_OF_MANY = 500
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the condition Running with which the status does not tell how many nodes the group
+"""Reasons of the condition Running with which the status does not show how many nodes the group
 has."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
 """Prefix of a line of a known rank: torchrun's --tee writes the local rank, PyTorch's messages the
@@ -77,7 +77,7 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 def _nodes_of_group(status: JobStatus) -> int | None:
     """Return how many nodes train as one group or have finished in it.
 
-    None if the status does not tell, or none do.
+    None if the status does not show it, or none do.
     """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
@@ -105,7 +105,7 @@ def _attempt(pod: PodLine) -> int:
 def rank_of_line(line: bytes, ranks: range) -> int | None:
     """Return the global rank that has written a line of a pod with these ranks.
 
-    None if the line does not tell.
+    None if the line does not show it.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -137,7 +137,7 @@ class LogLine:
     text: bytes
     ranks: range
     rank: int | None
-    """The rank that has written it, if the line tells."""
+    """The rank that has written it, if the line shows it."""
 
 
 _ALL = Chosen()

@@ -63,7 +63,7 @@ Wake = Callable[[JobKey, bool], None]
 """Called with (job, whether its reconcile is urgent)."""
 
 DEPARTED_FOR = 30.0
-"""Seconds for which the last state of a deleted pod is kept, because it may tell a late operator
+"""Seconds for which the last state of a deleted pod is kept, because it may show a late operator
 why the pod ended."""
 MOST_REFERENCES = 2000
 """How many owners of an object are read. Objects of many jobs have up to a thousand."""

@@ -50,7 +50,7 @@ class View:
     """The jobs that the holders of a credential may see, with all state kept about them.
 
     No state is shared between views. `scoped` returns the jobs of one namespace of the place that
-    the fleet follows. `commands` tells whether it may run commands in pods when a viewer asks for
+    the fleet follows. `commands` is true if it may run commands in pods when a viewer asks for
     it. `past` means that the jobs are gone, and only their leftovers are known.
     """
 

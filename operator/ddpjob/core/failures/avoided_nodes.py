@@ -26,9 +26,9 @@ def avoided(
 ) -> tuple[AvoidedNode, ...]:
     """Return the hosts to avoid, by name.
 
-    These are known ones whose time is not over, and newly suspect ones. `trained` tells whether the
-    job has made a step; before that, its failures tell nothing about a host. `faults` are faults of
-    hosts that the restarts of the status do not name.
+    These are known ones whose time is not over, and newly suspect ones. `trained` is true
+    once the job has made a step; before that, its failures say nothing about a host. `faults` are
+    faults of hosts that the restarts of the status do not name.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}

@@ -152,7 +152,7 @@ class End:
     time: datetime | None = None
     """When its program ended, as reported by the kubelet; None if it was not reported."""
     before_program: bool = False
-    """Whether the exit code is that of an init container, and tells nothing about the program's
+    """Whether the exit code is that of an init container, and says nothing about the program's
     configuration."""
     rank: int | None = None
     """The rank that failed, if torchrun in a `command` has ended with it."""
@@ -194,8 +194,8 @@ def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> En
     """Return the end of a pod that failed, is being deleted or was evicted.
 
     If `hosts` is None, the state of hosts is not known. The pod's own conditions take precedence
-    over exit codes, because a container ended by an eviction has an exit code too. `launcher` tells
-    whether the program is the launcher, whose exit codes have a meaning.
+    over exit codes, because a container ended by an eviction has an exit code too. `launcher` is
+    true if the program is the launcher, whose exit codes have a meaning.
     """
     end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
     if end.before_program:

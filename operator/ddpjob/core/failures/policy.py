@@ -123,8 +123,8 @@ class Ruling:
 def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, trained: bool) -> Ruling:
     """Return the ruling of the first matching rule, otherwise of the defaults.
 
-    `exit_code` is as a shell shows it (128 + N for signal N, see `shell_code`). `trained` tells
-    whether the job has made a step. Before that, a program that cannot start or refuses its
+    `exit_code` is as a shell shows it (128 + N for signal N, see `shell_code`). `trained` is
+    true once the job has made a step. Before that, a program that cannot start or refuses its
     configuration fails the job, since restarting cannot help.
     """
     for number, rule in enumerate(spec.recovery.rules):
