@@ -1,6 +1,7 @@
 """Evaluates the CRD's x-kubernetes-validations as the API server does.
 
-A rule that refers to `oldSelf` is a transition rule: it is evaluated only where an update replaces an existing value.
+A rule that refers to `oldSelf` is a transition rule. It is evaluated only if an update replaces an
+existing value.
 """
 
 from __future__ import annotations

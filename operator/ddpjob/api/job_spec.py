@@ -1,8 +1,8 @@
 """`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
 
-The CRD file is the only source of names, defaults and ranges. A field that has a default there has none here:
-`JobSpec.read` fills in the CRD's defaults first, so that a spec can be read under a CRD of another release too.
-A default here is the value of a field that is absent.
+The CRD file is the only source of names, defaults and ranges. A field with a default there has none
+here: `JobSpec.read` fills in the CRD's defaults first, so that a spec can also be read under a CRD
+of a different release. A default here is the value of a field that is absent.
 """
 
 from __future__ import annotations
@@ -227,7 +227,10 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """Seconds to wait before a restart after a repeated failure: `initial`, doubled each time, at most `maximum`."""
+    """Seconds to wait before a restart after a repeated failure.
+
+    The wait is `initial`, doubled each time, at most `maximum`.
+    """
 
     initial: Annotated[float, Field(alias="initialSeconds")]
     maximum: Annotated[float, Field(alias="maxSeconds")]

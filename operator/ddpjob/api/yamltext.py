@@ -94,7 +94,10 @@ def join(path: str, key: str | int) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars as kubectl's reader does (YAML 1.1 without dates and base 60, floats without a dot)."""
+    """Resolves plain scalars as kubectl's reader does.
+
+    It reads YAML 1.1 without dates and base 60, and floats without a dot.
+    """
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (the way PyYAML wants it)
     depth = 0
@@ -157,7 +160,9 @@ def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that kubectl's reader or PyYAML's would read as something else, such as 1e-4, y and 0o17."""
+    """Quotes text that kubectl's reader or PyYAML's would not read as text, such as 1e-4, y and
+    0o17.
+    """
 
     yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
 

@@ -1,4 +1,4 @@
-"""The fields of a DDPJob in words, as `kubectl explain` prints them, and a schema for editors."""
+"""The fields of a DDPJob in words, as in `kubectl explain`, and its JSON schema for editors."""
 
 from __future__ import annotations
 

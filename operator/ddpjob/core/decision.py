@@ -46,7 +46,9 @@ class CreateToken:
 
 @dataclass(frozen=True)
 class CreateGang:
-    """Create the PodGroup of the generation: the scheduler places its pods at once or not at all."""
+    """Create the PodGroup of the generation, whose pods the scheduler places all at once or not at
+    all.
+    """
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,10 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Delete the PodGroup of an earlier generation or of a job that has ended, with its uid as a precondition."""
+    """Delete the PodGroup of an earlier generation or of an ended job.
+
+    Its uid is a precondition.
+    """
 
     name: str
     uid: str
@@ -141,7 +146,10 @@ class DeleteJob:
 
 @dataclass(frozen=True)
 class Notify:
-    """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port). Nothing depends on its arrival."""
+    """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port).
+
+    Nothing depends on its arrival.
+    """
 
     endpoint: str
     verb: str

@@ -74,7 +74,10 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class JobFolder:
-    """The folder of a job: its record, lock, requests, code, checkpoints and data, which every run shares."""
+    """The folder of a job, which every run shares.
+
+    It has the job's record, lock, requests, code, checkpoints and data.
+    """
 
     path: Path
 

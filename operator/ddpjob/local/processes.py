@@ -1,4 +1,4 @@
-"""Process trees on Linux: tied to their parent, found by an environment variable, killed completely."""
+"""Process trees on Linux: tied to their parent, found by an environment variable, and killed."""
 
 from __future__ import annotations
 

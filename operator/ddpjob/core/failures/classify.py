@@ -412,7 +412,11 @@ ended."""
 
 
 def failed_rank(text: str) -> FailedRank | None:
-    """Read a rank's own account of its failure (worker.py), or torchrun's table at the end of a log; None: neither."""
+    """Read a rank's own account of its failure (worker.py), or torchrun's table at the end of a
+    log.
+
+    None if the text has neither.
+    """
     try:
         written = json.loads(text)
     except (ValueError, RecursionError):

@@ -98,24 +98,25 @@ class _Break:
 def attribute(
     status: JobStatus, ends: Sequence[Finding], incidents: Sequence[Finding], lost: Sequence[tuple[str, datetime]]
 ) -> Attributed:
-    """Merge what was found in one reconcile into breaks, each with one cause. Pure; nothing is recorded here.
+    """Merge the findings of one reconcile into breaks, each with one cause.
 
-    `status` holds the breaks of earlier reconciles (`restarts.recent`, `restarts.seen_round`,
-    `round`). `ends` are pods that ended since, in any order. `incidents` are the coordinator's, in
-    the order of their numbers. `lost` are the incidents (pod, time) that name no cause because the
-    end of a pod explains them.
+    The function is pure, and records nothing. `status` holds the breaks of earlier reconciles
+    (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are pods that ended since, in any
+    order. `incidents` are the coordinator's, in the order of their numbers. `lost` are the
+    incidents (pod, time) that name no cause because the end of a pod explains them.
 
     1. An end joins the last recorded break if its pod was made before it, and the group is still
-       down from it or the two are within SAME_BREAK. All other ends form one new break; its cause
-       is an end that does not count, if there is one, else the earliest.
+       down from it or the two are within SAME_BREAK. All other ends form one new break. Its cause
+       is an end that does not count, if there is one, otherwise the earliest.
     2. The first incident within SAME_BREAK of the new break joins it: as the cause, if the ends are
-       ordinary failures of a worker; else as a consequence of the eviction, deletion or lack of
-       memory. If it was clearly before one of the latter, it is a break of its own.
-    3. An incident within SAME_BREAK of the last recorded break, when none before it has explained
-       that one yet, is a consequence of it. Every other incident is a break of its own.
+       ordinary failures of a worker; otherwise as a consequence of the eviction, deletion or lack
+       of memory. If it was clearly before one of the latter, it is a break of its own.
+    3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
+       earlier incident has explained that break yet. Every other incident is a break of its own.
 
     New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
-    never count. Ends of idle pods that do not count are not restarts, have no round and explain nothing.
+    never count. Ends of idle pods that do not count are not restarts, have no round and explain
+    nothing.
     """
     idle = [end for end in ends if end.idle and not end.contestable]
     ends = [end for end in ends if end not in idle]
