@@ -93,10 +93,7 @@ def begins(job: DDPJob) -> bool:
 
 
 def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
-    """Return the fields that the job must not set, and the values above its class's limits.
-
-    A job must not set fields that its class fixes.
-    """
+    """Return a sentence for each field that the job must not set, and each value above a limit."""
     return (*_fixed(job, given), *_exceeded(job, given))
 
 

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 # pydantic reads a validator's signature, and Python's patch releases report different ones for
-# builtins: 3.12.3 says that an itemgetter takes any arguments, which pydantic refuses.
+# builtins: 3.12.3 reports that an itemgetter takes any arguments, which pydantic refuses.
 def _name_of(reference: Json) -> Any:
     return reference["name"]
 
@@ -454,8 +454,7 @@ def _without_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
 
 _SPEC = TypeAdapter(JobSpec)
 
-# --- size limits: the operator keeps every job of every namespace in memory, and users choose how
-# large they are
+# --- size limits: the operator keeps every job in memory, and users choose how large they are
 
 LARGEST_TEXT, MOST_VALUES = 256 * 1024, 5000
 """Maximum number of characters in all names and texts of a spec, and of values (mappings, lists,

@@ -160,9 +160,7 @@ def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that kubectl's reader or PyYAML's would not read as text, such as 1e-4, y and
-    0o17.
-    """
+    """Quotes text such as 1e-4, y and 0o17, which kubectl or PyYAML would not read as text."""
 
     yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
 

@@ -161,7 +161,7 @@ class Caches:
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
         """Pods by namespace and the job's uid, then by name."""
         self._departed: dict[tuple[str, str], dict[str, tuple[float, PodView]]] = {}
-        """Deleted pods in the same order, with the time (monotonic seconds) at which they were
+        """Deleted pods by the same keys, with the time (monotonic seconds) at which they were
         gone."""
         self._departures = deque[tuple[float, tuple[str, str], str]]()
         """Time, job and name of each departure in `_departed`, oldest first."""

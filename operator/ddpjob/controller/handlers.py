@@ -92,8 +92,8 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
 async def follow_jobs(settings: Settings, seen: Seen) -> None:
     """Run kopf until cancelled, and restart it whenever it exits with an error.
 
-    kopf exits with an error on watch errors. kopf has its own thread, because at its end it cancels
-    all younger tasks of its event loop.
+    kopf does so on watch errors. It has its own thread, because at its end it cancels all younger
+    tasks of its event loop.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

@@ -143,7 +143,7 @@ class JobAccounts:
     def changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
         """Count a job's change from one version to the next.
 
-        None if it is not known yet, or is gone.
+        `before` is None if it is not known yet, `after` if it is gone.
         """
         job = after or before
         assert job is not None

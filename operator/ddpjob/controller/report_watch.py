@@ -168,8 +168,8 @@ class ReportWatch:
     def _share(self, followed: Followed, size: int) -> float:
         """Return the seconds in which all coordinators may send their last amount.
 
-        It is the amount that all would send at this one's size, if that is less. So a large report
-        waits only if many are large, and a small one waits for none of them.
+        If it is less, return the seconds in which all may send as much as this one. So a large
+        report waits only if many are large, and a small one waits for none of them.
         """
         self._bytes += size - followed.size
         followed.size = size

@@ -46,9 +46,7 @@ class CreateToken:
 
 @dataclass(frozen=True)
 class CreateGang:
-    """Create the PodGroup of the generation, whose pods the scheduler places all at once or not at
-    all.
-    """
+    """Create the generation's PodGroup: the scheduler places its pods at once or not at all."""
 
 
 @dataclass(frozen=True)

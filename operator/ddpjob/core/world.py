@@ -476,10 +476,9 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """Since when the coordinator has not heard most of its members.
+        """Since when the coordinator has not heard most of its members on healthy hosts.
 
-        Their hosts are well. In that case the coordinator is the one that is partitioned. None: it
-        hears them.
+        In that case the coordinator is the one that is partitioned. None: it hears them.
         """
         if self.report is None or not self.silent:
             return None

@@ -27,7 +27,7 @@ _POINTS = 1200
 """Maximum number of points of a curve."""
 _CURVES = 16
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[^\S\n\t ]|\x1b")
-"""Commands to terminals (colours, titles), and characters that move a cursor."""
+"""Commands to terminals (colors, titles), and characters that move a cursor."""
 
 
 def plain(text: str) -> str:

@@ -412,10 +412,9 @@ ended."""
 
 
 def failed_rank(text: str) -> FailedRank | None:
-    """Read a rank's own account of its failure (worker.py), or torchrun's table at the end of a
-    log.
+    """Read a rank's own account of its failure (worker.py), or torchrun's table of failures.
 
-    None if the text has neither.
+    The table is at the end of a log. None if the text has neither.
     """
     try:
         written = json.loads(text)

@@ -61,8 +61,8 @@ def out_of_service(pod: PodView, world: World) -> bool:
 def given_up(view: View, pod: PodView, since: datetime | None) -> bool:
     """Whether a pod that has been silent since `since` is given up.
 
-    It has recovery.nodeLostAfterSeconds to return. Never for a pod that is alive (`since` None); at
-    once if its host is out of service.
+    It has recovery.nodeLostAfterSeconds to return, unless its host is out of service. A pod that is
+    alive (`since` None) is never given up.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or out_of_service(pod, view.world))

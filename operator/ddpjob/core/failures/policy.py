@@ -208,8 +208,7 @@ def names_program_error(message: str) -> bool:
 def lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
     """Return the words in a failure's message that show a lost device; empty without any.
 
-    The container has lost its device. A job that requests no device and has not made a step may
-    never have had one.
+    A job that requests no device and has not made a step may never have had one.
     """
     found = _LOST_DEVICE.search(message) if trained or spec.gpus_per_node else None
     return found[0] if found else ""

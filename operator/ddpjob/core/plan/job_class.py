@@ -51,7 +51,7 @@ def takes_class(view: View) -> JobStatus | None:
 def with_class_applied(view: View) -> JobStatus:
     """Return the status with the condition ClassApplied for a running job.
 
-    Without both if it names no class.
+    A job that names no class gets neither the class nor the condition.
     """
     job, status = view.job, view.status
     if not job.spec.class_name:

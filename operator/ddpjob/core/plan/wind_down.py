@@ -187,7 +187,7 @@ def _clean(view: View) -> list[Action]:
 def has_leftovers(pod: PodView) -> bool:
     """Return whether the pod's main container has ended and another one still runs.
 
-    Not in a pod that the kubelet has ended as a whole: after a failed init container the others
+    A pod that the kubelet has ended as a whole has none: after a failed init container the others
     wait forever.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())

@@ -28,8 +28,7 @@ def restart_events(
 ) -> list[Event]:
     """Return the events of new restarts, and of the ends of spares (`idle`).
 
-    The restarts are new in the view's status. They are few: many pods with the same fate share one
-    event.
+    The restarts are new in the view's status. Many pods with the same fate share one event.
     """
     broken = any(restart.round and not restart.consequence for restart in restarts)
     alike: dict[tuple[str, str], list[Restart]] = {}
