@@ -110,7 +110,8 @@ class PodView:
     """Whether the kubelet has its volumes and its network ready; None: the kubelet does not report
     it."""
     disruption: str = ""
-    """Reason of the condition DisruptionTarget, such as PreemptionByScheduler."""
+    """Reason of the condition DisruptionTarget, such as PreemptionByScheduler or
+    EvictionByEvictionAPI."""
     disruption_message: str = ""
     containers: Mapping[str, ContainerView] = field(default_factory=dict)
     init_containers: Mapping[str, ContainerView] = field(default_factory=dict)
