@@ -3,8 +3,8 @@
     python3 PATH/ddpjob_runtime check JSON
 
 It is a separate process, so that a device's context ends with it, and a hung driver blocks nothing
-else. It writes lines of JSON: `{"step": NAME}` before each part, and at the end `{"problem": TEXT,
-...}`, with an empty TEXT if all is well.
+else. It writes lines of JSON: `{"step": NAME}` before each part, and at the end
+`{"problem": TEXT, ...}`, with an empty TEXT if all is well.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _say(**fields: Any) -> None:
 def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     """Check this node.
 
-    `folder` is that of the checkpoints (empty: not checked); `gpus` and `resource` say how many
-    devices of which kind it must have.
+    `folder` is that of the checkpoints (empty: not checked); `pod` is this pod's name; `gpus` and
+    `resource` say how many devices of which kind it must have.
     """
     folder = settings["folder"]
     if folder:
@@ -147,8 +147,9 @@ def device_problem(torch: Any, device: str) -> str:
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     """Run one rank of an all-reduce of whole numbers, verified and timed.
 
-    `host` and `port` are of the store. Returns also `rate`, the bus bandwidth as nccl-tests define
-    it in 10^6 bytes a second (None with one rank), and `transport`.
+    `settings` has `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus` and
+    `seconds`. Returns also `rate`, the bus bandwidth as nccl-tests define it in 10^6 bytes a second
+    (None with one rank), and `transport`.
     """
     import torch
     import torch.distributed as dist

@@ -1,5 +1,4 @@
-"""Writes why a container ends. Kubernetes copies that to the pod's status, and the operator
-reads it."""
+"""Writes why a container ends, which Kubernetes copies to the pod's status for the operator."""
 
 from __future__ import annotations
 

@@ -200,8 +200,7 @@ def packages() -> str:
 
 
 def put_compiler_off() -> None:
-    """In a job, defer torch's compiler until it is needed (late_dynamo.py), as with a fork
-    server."""
+    """In a job, defer torch's compiler until it is needed (see late_dynamo.py)."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR") and "torch" not in sys.modules:

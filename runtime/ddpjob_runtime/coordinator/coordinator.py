@@ -1,5 +1,4 @@
-"""All decisions of the coordinator: turns messages from members, operator and script into a
-report."""
+"""All decisions of the coordinator: members, operator and script go in, the report comes out."""
 
 from __future__ import annotations
 

@@ -29,7 +29,11 @@ class Incidents:
     def add(
         self, kind: IncidentKind, unix_seconds: float, details: dict[str, Any], consequences: int, backoff: float = 0.0
     ) -> None:
-        """Record a break. `details`: fields of `Incident`; `backoff`: how long the next round waits because of it."""
+        """Record a break.
+
+        `details`: fields of `Incident`; `backoff`: for how long the next round waits because of
+        it.
+        """
         incident = Incident(
             self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details
         )

@@ -1,5 +1,4 @@
-"""The clock, passed to the decisions so that tests can turn it by hand, and a limit for
-awaiting."""
+"""The clock of the decisions, which tests turn by hand, and a time limit for awaiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job's progress: the last value of each figure, from the training script or from the step counter."""
+"""The job's progress: the last value of each figure, from the script or from the step counter."""
 
 from __future__ import annotations
 

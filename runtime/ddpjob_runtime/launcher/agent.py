@@ -1,4 +1,4 @@
-"""torchrun's elastic agent, driven by the coordinator: reports failures, obeys `restart`, ends with the last node.
+"""torchrun's elastic agent, driven by the coordinator: reports failures and obeys `restart`.
 
 It overrides or calls these parts of torch.distributed.elastic (2.6 and later): LocalElasticAgent's
 `_rendezvous`, `_start_workers`, `_stop_workers`, `_monitor_workers`, `_exit_barrier`; the worker

@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 class InitFailure(Exception):
-    """The entry point cannot start, and a retry would not help. The message says what the user has to change."""
+    """The entry point cannot start, and a retry would not help. The message says what to change."""
 
 
 def check_script(script: str) -> None:

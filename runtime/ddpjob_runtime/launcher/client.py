@@ -1,5 +1,4 @@
-"""The launcher's connection to the coordinator. Threads keep and renew it, and the agent reads
-it."""
+"""The launcher's connection to the coordinator, which threads keep alive and renew."""
 
 from __future__ import annotations
 

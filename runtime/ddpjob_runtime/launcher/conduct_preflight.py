@@ -1,4 +1,4 @@
-"""The launcher's part of `spec.preflight`: starts checks, waits for them, and finds the node that is at fault.
+"""The launcher's part of `spec.preflight`: runs the checks and finds the faulty node.
 
 A new pod checks its own node before it is ready. With scope Group the first round of a new pod begins with a check of
 the links: all nodes sum up together, and only if that fails, pairs of neighbours in a ring. Results meet in the store
