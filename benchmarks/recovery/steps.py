@@ -44,7 +44,7 @@ def network(width):
 
 
 class Log:
-    """One file per process, named after its node."""
+    """The log of a process, in a file named after its node."""
 
     def __init__(self, folder, incarnation, moments):
         self.common = {
@@ -64,7 +64,7 @@ class Log:
 
 
 def process_starts():
-    """When the launcher and this process began, in seconds since 1970, to 10 ms: proc(5)."""
+    """Return when the launcher and this process began, in Unix seconds to 10 ms; see proc(5)."""
     pid = launcher = os.getpid()
     while pid > 0:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -76,7 +76,7 @@ def process_starts():
 
 
 def stat(pid):
-    """The fields of a process from its state on: its name before them may hold anything."""
+    """Return the fields of a process from its state on. The name before may contain anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -87,7 +87,7 @@ def new_incarnation():
 
 
 def ready_device(cuda):
-    """Where this rank computes, and the backend of the group."""
+    """Return the device on which this rank computes, and the group's backend."""
     if not cuda:
         return torch.device("cpu"), "gloo"
     count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The chart of a run."""
+"""Draws the chart of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storm without an operator: what the API server on this machine takes to replace as many pods, whoever asks."""
+"""The storm without an operator: how fast this machine's API server replaces as many pods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hollow kubelets and coordinators: they write and answer what real ones would, and run nothing.
+"""Hollow kubelets and coordinators, which write and answer what real ones would, and run nothing.
 
 They see jobs and pods through watches, as everybody does. A coordinator listens on a loopback address of its own and
 answers sealed. What it reports follows from which of the job's pods run.

@@ -1,4 +1,4 @@
-"""What the parts measure with: processor time and memory of processes, and the API server's count of requests."""
+"""Measures processor time and memory of processes, and the API server's count of requests."""
 
 from __future__ import annotations
 

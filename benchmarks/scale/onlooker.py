@@ -1,4 +1,4 @@
-"""Another process that watches one namespace: when its pods are seen by somebody who has nothing else to do.
+"""A separate process that watches one namespace, to see its pods without delay.
 
 The process that plays a thousand kubelets may be half a second behind in a storm, which would count as a job's wait.
 """

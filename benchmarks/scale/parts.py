@@ -1,4 +1,4 @@
-"""The parts of the benchmark, in their order."""
+"""The parts of the benchmark, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arena on the test cluster: pods, an operator process that is killed as well, hosts that lose their network."""
+"""The arena on the test cluster: pods, an operator that is killed, hosts that lose the network."""
 
 from __future__ import annotations
 

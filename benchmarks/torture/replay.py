@@ -1,4 +1,4 @@
-"""The weights that a job must end with: undisturbed training on as many ranks at each step as the job had.
+"""The weights that a job must end with: those of undisturbed training with the same ranks per step.
 
 Where the number of ranks changes, float32 sums are taken in a different order from that step on, and training amplifies
 the difference: an elastic job cannot be compared with a run on a fixed number of ranks. It equals, bit for bit, a run

@@ -1,4 +1,4 @@
-"""Faults that end nothing, here: processes that stand still, connections that carry nothing, false clocks."""
+"""Faults that end nothing: suspended processes, connections that carry nothing, false clocks."""
 
 from __future__ import annotations
 

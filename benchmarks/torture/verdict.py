@@ -1,4 +1,4 @@
-"""The checks of a tortured job that has ended."""
+"""Checks a tortured job that has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU reaches with a model when nothing else is asked of it: one batch, over and over, no data, no meters.
+"""A model's upper limit on a GPU: one batch, over and over, without data or meters.
 
 In the trainer's precision and layout, with its optimizer.
 """

@@ -1,4 +1,4 @@
-"""What the trainer's bookkeeping (dealing, ledger, reports, step clock, stop flag, checks) takes of a step.
+"""Measures what the trainer's bookkeeping takes of a step, such as ledger, reports and checks.
 
 By processor time, which other work on the machine changes little: a rank's main thread, by parts, beside a bare loop of
 the same model on the same batches in the same process, one step of each in turn.

@@ -1,4 +1,4 @@
-"""Data sets in the real formats, made from crops, flips and brightness changes of scikit-learn's two photographs.
+"""Makes data sets in the real formats from crops and flips of scikit-learn's two photographs.
 
 Random noise would not do: it compresses badly, and the time to decode a JPEG grows with its size.
 """

@@ -1,4 +1,4 @@
-"""The model of a case, the same for the trainer and for the loop it is compared with."""
+"""The model of a case, the same for the trainer and for the loop that it is compared with."""
 
 from __future__ import annotations
 

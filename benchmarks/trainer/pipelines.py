@@ -1,4 +1,4 @@
-"""Images per second of the trainer and of a plain loop: same model, batch and precision, one process at a time."""
+"""Compares the trainer's images per second with a plain loop's: same model, batch and precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of the official examples, with their meters, which prints its speed. On a GPU where there is one."""
+"""The loop of the official examples with their meters, which prints its speed, on a GPU if any."""
 
 from __future__ import annotations
 

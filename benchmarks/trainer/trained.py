@@ -1,4 +1,4 @@
-"""The trainer from its command line on, with MODEL `tiny` substituted for its own.
+"""Runs the trainer from its command line, with MODEL `tiny` instead of its own.
 
 python -m benchmarks.trainer.trained MODEL KEY=VALUE ...
 """

@@ -179,7 +179,7 @@ def copy(path: Path, step: int, keep: int) -> None:
 
 
 class _FilesOfIndex(pickle._Unpickler):
-    """Finds the file names in an index of torch.distributed.checkpoint, and runs no code of it.
+    """Finds the file names in an index of torch.distributed.checkpoint without running its code.
 
     It needs no torch. It is Python's slow unpickler, because the fast one allocates as large a memo
     as nine bytes of a pickle ask for. The opcode that allocates a bytearray of any size is not
