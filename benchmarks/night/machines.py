@@ -197,8 +197,7 @@ class Kubelets(Machines):
         return True
 
     async def _repeat(self, method: str, path: str, **more: Any) -> Json | None:
-        """Return the answer of a request, repeated until it succeeds; None if the object is
-        gone."""
+        """Repeat a request until it succeeds, and return the answer; None if the object is gone."""
         while True:
             try:
                 return await self.rest.request(method, path, **more)

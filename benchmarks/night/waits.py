@@ -32,8 +32,7 @@ class Lack(StrEnum):
 
 
 class Whose(StrEnum):
-    """Whose turn it is: the operator's if pods are missing, the scheduler's if they have no
-    node."""
+    """Whose turn it is: the operator's if pods are missing, the scheduler's if they lack a node."""
 
     OPERATOR = "operator"
     SCHEDULER = "kube-scheduler"

@@ -1,4 +1,4 @@
-"""Groups of nodes on 127.0.0.1, under stock torchrun or under this project's coordinator and launchers."""
+"""Groups of nodes on 127.0.0.1, under stock torchrun or the project's coordinator and launchers."""
 
 from __future__ import annotations
 

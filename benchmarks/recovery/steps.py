@@ -1,12 +1,13 @@
-"""A plain DDP script without any code of this project: digits, a small network, a log line per step and rank.
+"""A plain DDP script without this project's code: digits, a small network, a log line per step.
 
     torchrun ... steps.py FOLDER [--steps N] [--sleep SECONDS] [--batch N] [--width N] [--save-every N] [--cuda]
 
-All ranks share FOLDER. It holds `digits.pt` (images, labels); rank 0 saves a checkpoint there after every step, and
-every start resumes from it. An incarnation is one process group, from init_process_group to its end; rank 0 draws a
-random number that identifies it. A rank's first line says when its launcher and its process began, and when torch was
-imported, the device ready and the group formed. With --cuda the ranks share the machine's GPUs, by NCCL where each has
-one of its own, which NCCL needs, else by gloo.
+All ranks share FOLDER. It contains `digits.pt` (images, labels); rank 0 saves a checkpoint there
+after every step, and every start resumes from it. An incarnation is one process group, from
+init_process_group to its end; rank 0 draws a random number that identifies it. A rank's first line
+says when its launcher and its process began, and when torch was imported, the device ready and the
+group formed. With --cuda the ranks share the machine's GPUs, over NCCL if each has one of its own,
+which NCCL needs, otherwise over gloo.
 """
 
 import argparse

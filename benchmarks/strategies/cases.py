@@ -22,7 +22,6 @@ class Case:
 
     `kind`: its group in the chart; `command(ranks)`: the command without the trainer's arguments;
     `lacks(ranks)`: why this machine cannot run it, empty if it can.
-    this machine cannot run it, empty when it can.
     """
 
     name: str

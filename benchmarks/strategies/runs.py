@@ -18,8 +18,7 @@ from benchmarks.strategies.cases import Case, accelerators, environment
 
 @dataclass(frozen=True)
 class Measured:
-    """A run: samples per second of all epochs but the first, last mean loss, duration in
-    seconds."""
+    """Samples per second of all epochs but the first, the last mean loss, and the run's seconds."""
 
     speeds: list[float]
     loss: float
