@@ -136,7 +136,8 @@ class Round:
 
         The last one found is checked first, since every line asks.
         """
-        if self._drains is None or not self._may_have_workers(self._drains):
+        known = self._drains
+        if known is None or self.members.get(known.rank) is not known or not self._may_have_workers(known):
             # Members mostly end in the order of their ranks, so the search from the other end is short.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
