@@ -1,7 +1,7 @@
 """What coordinator, launchers and operator share: words, numbers, lines and the report.
 
-docs/protocol.md describes how they are used. It needs only the standard library of Python 3.9 or
-later, because it runs in users' images.
+docs/protocol.md describes how they are used. This module needs only the standard library of Python
+3.9 or later, because it runs in users' images.
 """
 
 # ruff: noqa: UP045  (the types of records are evaluated, and Python 3.9 cannot evaluate `X | None`)

@@ -4,14 +4,21 @@
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
     worker.py -u FILE ARGUMENTS | -u -m NAME ARGUMENTS
 
-The second form is Python's own: torchrun in a `command` starts its workers by it (PYTHON_EXEC). An error is then also
-written as the reason of the container's end, because no launcher reports it.
+The second form is Python's own, with which torchrun in a `command` starts its workers
+(PYTHON_EXEC). An error is then also written as the container's termination message, because no
+launcher reports it.
 
-Adds six things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
-for scripts that use it); on rank 0 the steps of optimizers are counted; torch's compiler is imported when something
-needs it; an extension of torch whose builder was killed is built again; `import ddpjob_report` finds it beside the
-runtime. Nothing else of this file stays visible to the program: no other module of the runtime is imported under its
-name, and standard modules only where they are needed.
+It adds six things:
+
+- The process dies with its launcher.
+- An exception is written to torchrun's error file, as @record does for scripts that use it.
+- On rank 0 the steps of optimizers are counted.
+- torch's compiler is imported only when something needs it.
+- An extension of torch is built again if its builder was killed.
+- `import ddpjob_report` finds the package that comes with the runtime.
+
+Nothing else of this file is visible to the program: no other module of the runtime is imported
+under its name, and standard modules are imported only where they are needed.
 """
 
 from __future__ import annotations

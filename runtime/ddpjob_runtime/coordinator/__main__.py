@@ -3,10 +3,12 @@
     python3 PATH/ddpjob_runtime coordinator --port 29401 --nodes N [--min-nodes M] [--mode Standard|Fast] [--attempt A]
         [--store-port 29400] [--host ADDRESS] [--hang-after SECONDS] [--backoff INITIAL:MAXIMUM]
 
-Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will say how ranks are numbered),
-DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP. With --store-port a child process hosts the c10d store, and
-when it ends, the coordinator ends too (exit 1; 78 without a usable torch). The store listens on one address: --host,
-else POD_IP.
+Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will send the order
+of the ranks), DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP.
+
+With --store-port a child process hosts the c10d store, and the coordinator ends when the store
+does (exit code 1; 78 without a usable torch). The store listens on one address, which is --host or
+otherwise POD_IP.
 """
 
 from __future__ import annotations

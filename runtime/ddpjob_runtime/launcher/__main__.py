@@ -2,12 +2,20 @@
 
     python3 PATH/ddpjob_runtime launcher TORCHRUN_ARGUMENTS
 
-Exit codes: 0 every node has finished; 76 rendezvous lost; 77 stopped by the coordinator; 78 the entry point cannot
-start; 79 fenced, the group continued without this node; 80 the node has not passed spec.preflight; 128+N ended by
-signal N (143: SIGTERM); anything else is a failure of this node.
+Exit codes:
 
-DDPJOB_RECOVERY=Fast: rounds without c10d, and workers forked from a process that has imported torch (DDPJOB_PRELOAD
-names more modules).
+    0      every node has finished
+    76     the rendezvous was lost
+    77     stopped by the coordinator
+    78     the entry point cannot start
+    79     fenced: the group continued without this node
+    80     the node has not passed spec.preflight
+    128+N  ended by signal N (143: SIGTERM)
+
+Any other code is a failure of this node.
+
+With DDPJOB_RECOVERY=Fast, rounds need no c10d, and workers are forked from a process that has
+imported torch (DDPJOB_PRELOAD names more modules).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The launcher's part of `spec.preflight`: runs the checks and finds the faulty node.
 
-A new pod checks its own node before it is ready. With scope Group the first round of a new pod begins with a check of
-the links: all nodes sum up together, and only if that fails, pairs of neighbours in a ring. Results meet in the store
-of the round; rank 0 judges, and all obey its verdict.
+A new pod checks its own node before it is ready. With scope Group, the first round of a new pod
+begins with a check of the links. All nodes make an all-reduce together, and only if that fails,
+pairs of neighbours in a ring do. The results meet in the round's store; rank 0 judges, and all
+nodes obey its verdict.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Fetches spec.storage.data.url before workers start: once per folder, verified, and resumable.
 
-    NAME                      an object, whole: renamed to this name when size and checksum, where there is one, match
-    .ddpjob-fetched.jsonl     a line for each object that is there: name, ETag, size, time of the file
+    NAME                      a whole object, renamed to this name once size and checksum (if any) match
+    .ddpjob-fetched.jsonl     a line for each fetched object: name, ETag, size, time of the file
     .ddpjob-part-HASH         an object that is being fetched
-    .ddpjob-lock              held by the one that fetches; the kernel releases it when that ends, however it ends
+    .ddpjob-lock              held by the pod that fetches; the kernel releases it whenever that ends
 
-All pods that mount the folder meet at the lock: the first one fetches, the others find everything there.
+All pods that mount the folder meet at the lock. The first one fetches, and the others find
+everything there.
 """
 
 from __future__ import annotations
