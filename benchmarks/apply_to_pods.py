@@ -210,7 +210,7 @@ def _is(pod: Json | None, *states: str) -> bool:
 
 
 def measure(bench: Bench, nodes: int, runs: int, step_runs: int, pattern: re.Pattern[str]) -> list[Sample]:
-    """Measure all runs, of which the first of each kind is not counted.
+    """Measure all runs. The first one of each kind is not counted.
 
     Direct and applied runs alternate, so that load affects both.
     """

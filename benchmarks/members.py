@@ -39,7 +39,7 @@ from benchmarks.processes import exit_on_sigterm, free_port, memory, processor_s
 
 TOKEN = "a benchmark"
 PERIOD = 0.05
-"""A period in seconds, of which the coordinator gets a share."""
+"""A period in seconds. The coordinator runs for a share of each."""
 REST = 10
 """How many seconds the coordinator is observed while members train."""
 ARRIVAL_SECONDS = 60

@@ -170,7 +170,7 @@ def over_quota(scene: Scene, seconds: float) -> float:
 
 
 def namespace_deleted(scene: Scene, seconds: float) -> None:
-    """Delete a namespace with jobs, of which one is just being created."""
+    """Delete a namespace with jobs while one of them is being created."""
     name = scene.create_namespace("faults-deleted")
     scene.cluster.apply(command_job("running", "sleep 1000"), namespace=name)
     pods = ("get", "pod", "running-0-0", "--namespace", name)

@@ -25,7 +25,7 @@ _Reader = Callable[[bytes], Any]
 LONGEST = 64 * 1024
 """The most bytes of an input."""
 _COUNTS = (1, 1, 2, 3, 8)
-"""How many changes an input may get, of which one is drawn."""
+"""Possible numbers of changes to an input, one of which is drawn."""
 _RAW = 0.2
 """The share of inputs that are changed as bytes, whatever their form."""
 _BYTES = [

@@ -209,7 +209,7 @@ def _manifests() -> Target:
 
 
 def _manifests_as_json() -> Target:
-    """Fuzz the same with changed parts, not words, of the document, of which more are valid."""
+    """Fuzz the same with changed parts of the document, not words, so that more are valid."""
     return replace(_manifests(), seeds=[as_json(job) for job in _jobs()])
 
 

@@ -227,7 +227,7 @@ class Kubelets(Machines):
             {**c, "image": images[c["name"]], "imageID": "", "restartCount": 0, "ready": "running" in c["state"]}
             for c in status["containerStatuses"]
         ]
-        # Without conditions, which belong to the scheduler and to whoever disrupts the pod.
+        # Without conditions, which belong to the scheduler and to whatever disrupts the pod.
         sent = {"phase": status["phase"], "podIP": status["podIP"], "podIPs": [{"ip": status["podIP"]}]}
         patch = {"metadata": {"uid": uid}, "status": {**sent, "containerStatuses": containers}}
 

@@ -555,7 +555,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _is_of(name: str, file: File) -> bool:
-    """Whether a manifest's entry is one that `publish` writes, only below the checkpoint's name."""
+    """Whether `publish` could have written a manifest's entry, below the checkpoint's name."""
     parts = file.path.split("/")
     named = parts[0] == name and all(_NAME.fullmatch(part) for part in parts)
     return named and type(file.size) is int and file.size >= 0 and isinstance(file.sha256, str)

@@ -52,7 +52,7 @@ def agreed() -> bool:
 def seconds_left() -> float:
     """Return the rest of the pod's grace period, less a margin.
 
-    It is all of it if nobody was asked to end.
+    The whole grace period is left if no rank was asked to end.
     """
     try:
         grace = float(os.environ.get("DDPJOB_GRACE_SECONDS") or 30)

@@ -120,7 +120,7 @@ RANK_FAILED = "(this rank has failed, and its process has not ended) "
 """Precedes a rank's error in the first line of its stacks. The rank waits for a thread of its
 own, or for a device."""
 DATA_WAITS = "waits for another pod of this node, which fetches the data"
-"""The text of a DATA note if a note of a different pod says more."""
+"""The text of a DATA note of a pod that waits, if a different pod's note says more."""
 
 
 # --- lines between members and the coordinator

@@ -61,7 +61,7 @@ class Coordinator:
         """The report's version: grows with every change except that of the progress."""
         self._started_at = clock()
         self.exit_why: str | None = None
-        """Why the coordinator is no longer needed; None while it is."""
+        """Why the coordinator is no longer needed; None as long as it is needed."""
 
     def _bump(self, news: bool = True) -> None:
         self.news += news

@@ -106,7 +106,7 @@ def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
 
 
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:
-    """Return when to restart a round for a different size, or None.
+    """Return when to restart a round of `world` nodes for a different size, or None.
 
     `since`: when it began to run.
     """

@@ -63,7 +63,7 @@ class Member:
         self._tally[self.state] += 1
 
     def hear(self, now: float) -> None:
-        """Record when it last sent something."""
+        """Record that it has sent something at `now`."""
         self.heard = now
 
     def give_up(self) -> None:
@@ -106,7 +106,7 @@ class Member:
         self.drain_by = None
 
     def lose(self) -> None:
-        """Record that it is not a member now; a round may still name it."""
+        """Record that it is no longer a member. A round may still name it."""
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:

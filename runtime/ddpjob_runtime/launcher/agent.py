@@ -52,7 +52,8 @@ TRACKER_SECONDS = 1.0
 it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""The same when this node ends, because its container's end removes leftover processes."""
+"""How long workers may take to be gone when this node ends. The end of its container removes
+leftover processes."""
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 """Seconds between SIGTERM and SIGKILL when the round is broken, because its step can no longer
 be completed."""

@@ -197,8 +197,8 @@ class CoordinatorClient:
         """Send the waiting lines, and again the failures that this coordinator may have missed.
 
         It recognizes failures that it knows. A different coordinator does not get them, because it
-        could take them for a new break. They are sent again once, then without their long parts,
-        since a link may lose only large packets.
+        could find in them a break that the operator has already counted. They are sent again in
+        full once, and once more without their long parts, since a link may lose only large packets.
         """
         failures, self._failures = self._failures, []
         for place, fields in failures:
@@ -388,7 +388,7 @@ class CoordinatorClient:
     def _leave_generation(self, found: int) -> None:
         """End when a later generation is found for the second time.
 
-        By then a kubelet that is alive would have ended this pod.
+        By then a kubelet that is alive would have asked this pod to end.
         """
         if self._outdated:
             expected = self._identity["generation"]

@@ -32,7 +32,7 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Suspend the garbage collector during imports of torch, of which it takes up to a fifth.
+    """Suspend the garbage collector during imports of torch. It takes up to a fifth of the time.
 
     The imported modules stay, so there is nothing to collect.
     """
@@ -114,7 +114,7 @@ class _Late(ModuleType):
 
 
 class _Part(SimpleNamespace):
-    """A submodule of which some functions are known. Any other name leads to the real one."""
+    """A submodule with some known functions. Any other name leads to the real one."""
 
     def __init__(self, parent: _Late, name: str, **known: Callable[..., Any]) -> None:
         super().__init__(**known)
