@@ -21,7 +21,7 @@ INTERVAL_SECONDS, TIMEOUT_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 2.0, 15.0
 
 
 class Outbox:
-    """Figures on their way out by a thread of its own, the newest of each name: the script never waits."""
+    """Sends the newest figure of each name in its own thread, so that the script never waits."""
 
     def __init__(self, thread: str) -> None:
         self._pending: dict[str, Any] = {}
@@ -33,15 +33,15 @@ class Outbox:
         atexit.register(self.close)
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Send the figures with the next ones, in place of older ones of the same names."""
+        """Send the figures with the next ones; they replace older ones of the same names."""
         if os.getpid() != self._process:
-            return  # A loader's process, which has no thread of this kind, and another rank's lock.
+            return  # A loader's process, without this thread and with a copy of the lock.
         with self._changed:
             self._pending = merged(self._pending, figures)
             self._changed.notify()
 
     def close(self) -> None:
-        """Send what is left, for at most two seconds."""
+        """Send the remaining figures, for at most two seconds."""
         if os.getpid() != self._process:
             return
         with self._changed:
@@ -54,18 +54,21 @@ class Outbox:
 
 
 class Link(Outbox):
-    """Posts with a proof that it knows the job's token. What could not be posted is posted with the next figures."""
+    """Posts with a proof that it knows the job's token.
+
+    Figures of a failed post join the next one.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token, self._instance = address, token, ""
-        # Of this process: a rank 0 that is fenced must not show its step as the next round's.
+        # This process's round, since a fenced rank 0 must not show its step as the next round's.
         self._round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         self._refused = False
         self._counted: tuple[float, float] | None = None  # (step, time) as last posted
-        self._seen: tuple[float, float] | None = None  # as last seen: of a post that failed, when it was tried first
+        self._seen: tuple[float, float] | None = None  # as last seen; for a failed post, the time of its first attempt
         with contextlib.suppress(OSError):
-            # A process' first look-up makes glibc read the environment, and crashes in a thread if the script sets a
-            # variable meanwhile.
+            # A process's first look-up makes glibc read the environment. In a thread it crashes if
+            # the script sets a variable at that time.
             socket.getaddrinfo("localhost", None)
         super().__init__("ddpjob-report")
 
@@ -87,33 +90,33 @@ class Link(Outbox):
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send(self, figures: dict[str, Any]) -> bool:
-        """Whether the coordinator has taken them, or never will."""
+        """Send the figures. Return whether the coordinator has accepted them, or never will."""
         report = {**self._with_speed(figures), **self._round}
         try:
             status, answer = self._post(report)
         except (OSError, ValueError, http.client.HTTPException):
-            return False  # One that restarts or is gone must not disturb training; the operator notices it.
+            return False  # A missing coordinator must not disturb training; the operator notices it.
         self._counted = self._seen
         if status == 400 and not self._refused:
             self._refused = True
-            with contextlib.suppress(OSError):  # A full disk: the next report may be taken.
+            with contextlib.suppress(OSError):  # A full disk: the next report may be accepted.
                 sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
         return status in (200, 400)
 
     def _post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """The answer's status and the answer."""
+        """Post a report. Return the answer's status and text."""
         body = json.dumps(report).encode()
         status, instance, answer = self._ask(body)
         if status == 401 and instance not in ("", self._instance):
-            self._instance = instance  # A coordinator takes no proof that was made for another.
+            self._instance = instance  # A coordinator accepts only proofs made for itself.
             status, _, answer = self._ask(body)
         return status, answer
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """With the speed and the time left that follow from the steps, where the script does not report them."""
+        """Add speed and remaining time, computed from the steps, unless the script reports them."""
         step, now = figures.get("step"), time.monotonic()
         if step is None or (self._counted is not None and step == self._counted[0]):
-            return figures  # More figures of a step that is counted already, such as its evaluation.
+            return figures  # More figures of a counted step, such as its evaluation.
         if self._seen is None or step != self._seen[0]:
             self._seen = step, now
         before = self._counted
@@ -122,13 +125,16 @@ class Link(Outbox):
         speed, more = (step - before[0]) / (self._seen[1] - before[1]), dict(figures)
         if "samplesPerSecond" not in figures:
             metrics = [(protocol.COUNTED_SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
-            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # rather the script's than one too many
+            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # prefer the script's to one too many
         if (figures.get("steps") or 0) > 0 and "eta" not in figures:
             more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))
         return more
 
     def _ask(self, body: bytes) -> tuple[int, str, str]:
-        """The answer's status, the coordinator's number, the answer. The token stays here."""
+        """Return the answer's status, the coordinator's number, and the answer.
+
+        The token is not sent.
+        """
         path, nonce = protocol.Command.PROGRESS.path, secrets.token_hex(16)
         proof = protocol.seal(self._token, "request", self._instance, nonce, "POST", path, body)
         headers = {protocol.NONCE_HEADER: nonce, protocol.PROOF_HEADER: proof, "Content-Type": "application/json"}
@@ -143,7 +149,7 @@ class Link(Outbox):
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """All figures; of equal names the newer, of too many metrics the last ones."""
+    """Merge figures. The newer one of a name stays, and of too many metrics the last ones."""
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:
         metrics = {**{k: v for k, v in older["metrics"].items() if k not in newer["metrics"]}, **newer["metrics"]}
@@ -162,11 +168,14 @@ def post(figures: dict[str, Any]) -> None:
 
 
 def prepare() -> bool:
-    """Have what is posted sent until this process ends; whether this is rank 0 of a job."""
+    """Start to send what is posted, until this process ends.
+
+    Return whether this is rank 0 of a job.
+    """
     global _link
     if _link is None:
         address, token = os.environ.get("DDPJOB_COORDINATOR"), os.environ.get("DDPJOB_TOKEN")
-        rank = os.environ.get("RANK", os.environ.get("DDPJOB_INDEX", "0"))  # a command's own program may have no rank
+        rank = os.environ.get("RANK", os.environ.get("DDPJOB_INDEX", "0"))  # a program of `command` may have no rank
         if not address or not token or rank != "0":
             return False
         _link = Link(address, token)
@@ -174,11 +183,11 @@ def prepare() -> bool:
 
 
 def is_reporting() -> bool:
-    """Whether figures are posted here: this is rank 0 of a job."""
+    """Whether figures are posted here, because this is rank 0 of a job."""
     return _link is not None
 
 
 def close() -> None:
-    """Post what is left; nothing is posted afterwards."""
+    """Post the remaining figures. Nothing is posted afterwards."""
     if _link is not None:
         _link.close()
