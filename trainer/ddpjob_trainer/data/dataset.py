@@ -82,7 +82,7 @@ class DataSet(Protocol):
 
     Batches are on one device. `shape` is that of an image, (channels, height, width), or any shape
     in the user's own data. `class_names` are in the order of class numbers, or None if the data
-    have none. `classes` is the number of values if targets are float. `whole_numbers` tells whether
+    have none. `classes` is the number of values if targets are float. `whole_numbers` says whether
     inputs are whole numbers, such as tokens.
     """
 

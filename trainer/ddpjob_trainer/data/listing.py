@@ -37,7 +37,7 @@ class Listing:
 
     The first of `folders` is the root itself. `changed` holds their times of modification and of
     change in ns, (n, 2); both are needed because tar sets the former back. `owner` is the class of
-    each folder, -1 for the root. `counts` tells how many of `names` are in each.
+    each folder, -1 for the root. `counts` says how many of `names` are in each.
     """
 
     folders: npt.NDArray[np.bytes_]

@@ -91,7 +91,7 @@ class Micro:
 class DataShare:
     """The share of the samples that a rank takes: part `part` of `parts`.
 
-    `counts` tells whether its losses and results are added up. If several ranks see the same
+    `counts` says whether its losses and results are added up. If several ranks see the same
     samples (the stages of a pipeline), only one of them counts. Part number `parts` is empty (a
     parameter server).
     """

@@ -58,7 +58,7 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""Tells for each class which points (u, v) of the shape's own plane, within [-1, 1] squared, are in
+"""Say for each class which points (u, v) of the shape's own plane, within [-1, 1] squared, are in
 it. The mirror image of each shape is a rotated shape of the same class, so that flips keep
 labels."""
 

@@ -184,7 +184,7 @@ def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float
 def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout) -> Result:
     """Return FAIL if checkpoint.shared contradicts the folders.
 
-    `sees` tells for each other node's leader whether it sees rank 0's file. `path` is empty if rank
+    `sees` says for each other node's leader whether it sees rank 0's file. `path` is empty if rank
     0 could not write there.
     """
     name = "shared folder"

@@ -48,7 +48,7 @@ class Plan:
 class Machines:
     """Figures of the ranks' machines since the last report, by rank.
 
-    `own` is a rank's seconds of its own work per step, 0 if it cannot be told apart; `even` is the
+    `own` is a rank's seconds of its own work per step, 0 if it cannot be separated; `even` is the
     same for an even share of the batch. `data` is the share of time spent waiting for data, and
     `memory` the most bytes held so far. `phases` has this rank's seconds per step. `flops` is per
     sample and `peak` per second of all devices together; 0 means unknown. `stages` is that of
@@ -166,7 +166,7 @@ class Reporter:
     ) -> None:
         """Report that an incarnation begins after `step` steps, with `left` still to do.
 
-        `warning` tells what slows it down, `precision` the format that it computes in, and `notes`
+        `warning` says what slows it down, `precision` the format that it computes in, and `notes`
         anything else worth knowing. `step` and `left` together are the training's steps, because
         their number may change with the batch at a restart. A checkpoint may have more epochs than
         are wanted.

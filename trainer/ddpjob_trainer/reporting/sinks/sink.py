@@ -31,7 +31,7 @@ class Sink(Protocol):
         """Take the numbers after global step `step`."""
 
     def close(self, complete: bool) -> None:
-        """End this incarnation of the run; `complete` tells whether its training is complete."""
+        """End this incarnation of the run; `complete` says whether its training is complete."""
 
 
 def kept(path: Path, make: Callable[[], str]) -> str:
