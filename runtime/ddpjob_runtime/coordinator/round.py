@@ -137,10 +137,14 @@ class Round:
         The last one found is checked first, since every line asks.
         """
         known = self._drains
-        if known is None or self.members.get(known.rank) is not known or not self._may_have_workers(known):
+        if known is None or not self._has(known) or not self._may_have_workers(known):
             # Members mostly end in the order of their ranks, so the search from the other end is short.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
+
+    def _has(self, member: Member) -> bool:
+        """Whether no other member has taken its rank in this round."""
+        return member.rank is not None and self.members.get(member.rank) is member
 
     def _may_have_workers(self, member: Member) -> bool:
         return member.round == self.number and member.has_workers
