@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ddpjob_runtime.protocol import MAX_NAME
@@ -155,7 +156,9 @@ class Caches:
         on_job: Callable[[DDPJob | None, DDPJob | None], None] = lambda before, after: None,
         signals: HealthSignals | None = None,
     ) -> None:
-        self._rest, self._on_job = rest, on_job
+        self._on_job = on_job
+        self.restored = asyncio.Event()
+        """Set if the jobs' versions have gone back, after which kopf's watch shows nothing."""
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
@@ -184,8 +187,9 @@ class Caches:
         # Most clusters do not have Kueue either.
         more[WORKLOAD] = _read_owned_workload, self._workload_changed, {"selector": ours, "optional": True}
         assert {KIND, *more} == set(WATCHED)
+        of_jobs = partial(collection, KIND)
         self._jobs = {
-            namespace: JobCache(rest, collection(KIND, namespace), self._read_job, self._job_changed, keep)
+            namespace: JobCache(rest, of_jobs, namespace, self._read_job, self._job_changed, keep, self.restored)
             for namespace in self.namespaces
         }
         self._informers: dict[tuple[str, str], Informer[Any]] = {
@@ -327,15 +331,6 @@ class Caches:
     def writing(self, job: DDPJob) -> AbstractContextManager[None]:
         """Mark this job as being written by the operator."""
         return self._jobs_of(job.namespace).writing((job.namespace, job.name))
-
-    async def restored(self) -> None:
-        """Wait until the jobs' versions have gone back, after which kopf's watch shows nothing."""
-        waiting = [asyncio.create_task(cache.restored.wait()) for cache in self._jobs.values()]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
-        for cache in self._jobs.values():
-            cache.restored.clear()
 
     # --- changes
 

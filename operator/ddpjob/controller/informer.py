@@ -141,10 +141,6 @@ class Cache(Generic[View]):
         if before != view:
             self.on_change(before, view)
 
-    def version(self, namespace: str, name: str) -> int:
-        """Return the known version of an object, or 0."""
-        return self._versions.get((namespace, name), 0)
-
     def forget(self, namespace: str, name: str) -> None:
         """Remove an object that is gone, as the answer to a request has shown."""
         self._remove((namespace, name))

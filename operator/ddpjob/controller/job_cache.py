@@ -59,15 +59,16 @@ class JobCache(Cache[DDPJob]):
     def __init__(
         self,
         rest: Rest,
-        path: str,
+        collection: Callable[[str], str],
+        namespace: str,
         read: Callable[[Json], DDPJob],
         on_change: Callable[[DDPJob | None, DDPJob | None], None],
         keep: Callable[[str], bool],
+        restored: asyncio.Event,
     ) -> None:
-        super().__init__(rest, path, read, on_change, keep)
-        self.restored = asyncio.Event()
-        """Set if kopf's watch is later than the store. It then shows nothing until it is started
-        again."""
+        super().__init__(rest, collection(namespace), read, on_change, keep)
+        self._collection, self._restored = collection, restored
+        """`_restored`: to be set if kopf's watch is later than the store. It shows nothing then."""
         self._due: dict[Id, int] = {}
         """Jobs that have to be read, with the version that kopf has shown."""
         self._busy: set[Id] = set()
@@ -170,7 +171,7 @@ class JobCache(Cache[DDPJob]):
     async def _read(self, key: Id) -> None:
         version = self._due[key]
         try:
-            body = await self.rest.request("GET", self._path_of(key))
+            body = await self.rest.request("GET", f"{self._collection(key[0])}/{key[1]}")
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
@@ -181,10 +182,6 @@ class JobCache(Cache[DDPJob]):
         if self._due.get(key) == version:
             del self._due[key]
         self._arrived(key)
-
-    def _path_of(self, key: Id) -> str:
-        root, plural = self.path.rsplit("/", 1)
-        return f"{root.split('/namespaces/')[0]}/namespaces/{key[0]}/{plural}/{key[1]}"
 
     async def _read_all(self) -> None:
         due, found = dict(self._due), set[Id]()
@@ -218,7 +215,7 @@ class JobCache(Cache[DDPJob]):
             version = version_of(page)
             names.update(id_of(body) for body in page["items"] or () if self.keep(id_of(body)[0]))
         if version < self._latest:
-            self.restored.set()
+            self._restored.set()
         self._note_version(version)
         self._remove_but(names, version)
         self.served, self._logged_forbidden = True, False

@@ -166,7 +166,8 @@ class Leader:
         watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
         while True:
             following = asyncio.create_task(follow_jobs(watched, self.caches.seen_by_kopf))
-            restored = asyncio.create_task(self.caches.restored())
+            self.caches.restored.clear()
+            restored = asyncio.create_task(self.caches.restored.wait())
             try:
                 done, _ = await asyncio.wait([following, restored], return_when=asyncio.FIRST_COMPLETED)
             finally:
