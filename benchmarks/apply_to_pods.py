@@ -36,16 +36,16 @@ Json = dict[str, Any]
 GROUP, VERSION, PLURAL = "ddpjob.io", "v1alpha1", "ddpjobs"
 NO_SCHEDULER = "nobody"
 TIMEOUT = 120.0
-"""Time after which a run has failed, in seconds."""
+"""How long a run may take, in seconds, before it counts as failed."""
 
 
 class BenchmarkError(Exception):
-    """A run did not reach its end; the message says how far it came."""
+    """A run did not finish; the message says how far it came."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement. `pods` is the number of pods whose creation was awaited."""
+    """One measurement. `pods`: how many pods' creation was awaited."""
 
     what: str
     nodes: int
@@ -55,7 +55,7 @@ class Sample:
 
 
 class PodWatch:
-    """The pods of a namespace as reported by a watch that began before the first request."""
+    """The pods of a namespace, as reported by a watch that began before the first request."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -72,7 +72,7 @@ class PodWatch:
         try:
             for event in self._watch.stream(api.list_namespaced_pod, self._namespace, resource_version=self._version):
                 self._take(event["type"], event["raw_object"])
-        except Exception as error:  # Whatever ends the watch also ends `wait`.
+        except Exception as error:  # Any end of the watch also ends `wait`.
             with self._changed:
                 self._ended = error
                 self._changed.notify_all()
@@ -86,7 +86,10 @@ class PodWatch:
             self._changed.notify_all()
 
     def wait(self, what: str, ready: Callable[[dict[str, Json]], bool]) -> dict[str, Json]:
-        """The pods once `ready(pods)` is true. Raises BenchmarkError after TIMEOUT, or when the watch has ended."""
+        """Return the pods once `ready(pods)` is true.
+
+        Raises BenchmarkError after TIMEOUT, or when the watch has ended.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._ended or ready(self._pods), TIMEOUT)
             if self._ended is not None:
@@ -98,7 +101,7 @@ class PodWatch:
             return dict(self._pods)
 
     def now(self) -> dict[str, Json]:
-        """The pods as last reported."""
+        """Return the pods as last reported."""
         with self._changed:
             return dict(self._pods)
 
@@ -123,7 +126,7 @@ class Bench:
         return job
 
     def apply_to_pods(self, run: int, nodes: int) -> tuple[Sample, list[Json]]:
-        """The sample, and the pods that were created."""
+        """Measure from the job to its pods. Return the sample and the pods."""
         job = self.job(f"bench-{run}", nodes, schedulerName=NO_SCHEDULER)
         wanted = nodes + (job["spec"]["rendezvous"]["placement"] == "Dedicated")
         with self._applied(job) as began:
@@ -135,7 +138,7 @@ class Bench:
         """Create the same pods, all requests at once."""
         bare = [_bare(pod) for pod in pods]
         with ThreadPoolExecutor(len(bare)) as pool:
-            # Open the connections first: the operator's are open, too.
+            # Open the connections first, because the operator's are open too.
             list(pool.map(lambda _: self.core.get_api_resources(), bare))
             began = time.perf_counter()
             list(pool.map(lambda pod: self.core.create_namespaced_pod(self.namespace, pod), bare))
@@ -151,7 +154,7 @@ class Bench:
             pod = f"{name}-0-0"
             self.watch.wait(f"the container of {pod} runs", lambda pods: _is(pods.get(pod), "running", "terminated"))
             running = True
-            while running:  # A kubelet may end the log of a container that has only just begun.
+            while running:  # A kubelet may end the log of a container that has just started.
                 running = _is(self.watch.now().get(pod), "running")
                 for line in watch.Watch().stream(
                     self.core.read_namespaced_pod_log, pod, self.namespace, container="trainer"
@@ -165,15 +168,18 @@ class Bench:
 
     @contextmanager
     def _applied(self, job: Json) -> Iterator[float]:
-        """A job that exists inside the `with`; yields the time just before its creation."""
+        """Create a job for the time of the `with` block.
+
+        Yields the time just before its creation.
+        """
         began = time.perf_counter()
         self.jobs.create_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, job)
         try:
             yield began
         finally:
             self.jobs.delete_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, job["metadata"]["name"])
-            # Wait for the garbage collector: the operator would replace a pod that ends before it knows that the job
-            # is gone.
+            # Wait for the garbage collector. Otherwise the operator would replace a pod that ends
+            # before it knows that the job is gone.
             self.watch.wait("the job's pods are being deleted", lambda pods: all(_ending(pod) for pod in pods.values()))
             self._clean()
 
@@ -183,7 +189,7 @@ class Bench:
 
 
 def _bare(pod: Json) -> Json:
-    """The pod as a user would write it: without owner and without the fields that the API server adds."""
+    """Return the pod as a user would write it, without owner and the API server's own fields."""
     meta = {key: pod["metadata"][key] for key in ("name", "namespace", "labels")}
     spec = {
         key: value
@@ -204,7 +210,10 @@ def _is(pod: Json | None, *states: str) -> bool:
 
 
 def measure(bench: Bench, nodes: int, runs: int, step_runs: int, pattern: re.Pattern[str]) -> list[Sample]:
-    """The first run of each kind is not counted. Direct and applied runs alternate, so that load affects both."""
+    """Measure all runs. The first one of each kind is not counted.
+
+    Direct and applied runs alternate, so that load affects both.
+    """
     samples: list[Sample] = []
     for run in range(runs + 1 if runs else 0):
         sample, pods = bench.apply_to_pods(run, nodes)
@@ -215,7 +224,7 @@ def measure(bench: Bench, nodes: int, runs: int, step_runs: int, pattern: re.Pat
 
 
 def table(samples: list[Sample]) -> str:
-    """Medians and worst values, and the ratio to the time without the operator."""
+    """Return medians, worst values, and the ratio to the time without the operator."""
     lines = [f"{'what':<16}{'nodes':>6}{'pods':>6}{'runs':>6}{'median s':>10}{'worst s':>10}"]
     groups: dict[tuple[str, int, int], list[float]] = {}
     for sample in samples:
@@ -259,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """0 when all runs were measured, 1 when a run failed, 2 on bad input."""
+    """Return 0 if all runs were measured, 1 if a run failed, 2 on bad input."""
     arguments = parser().parse_args()
     try:
         manifest = read_job(arguments.manifest)

@@ -1,6 +1,7 @@
-"""How long the dashboard's views take with many jobs: `python -m benchmarks.dashboard_views [JOBS]`.
+"""Measures the dashboard's views with many jobs: `python -m benchmarks.dashboard_views [JOBS]`.
 
-Jobs are records of the process backend, as `ddpjob run` writes them; one that runs is held by this process.
+Jobs are records of the process backend, as `ddpjob run` writes them. This process holds the running
+ones.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _CAUSES = (
 
 
 def record(number: int, now: datetime) -> dict[str, Any]:
-    """A job's record; its kind and numbers follow from the number."""
+    """Return a job's record, whose kind and figures follow from `number`."""
     state, name = _KINDS[number * 7 % len(_KINDS)], f"{_NAMES[number % len(_NAMES)]}-{number:04d}"
     nodes, age = 1 << number % 4, 900 + number * 611 % 90_000
     created, started = now - timedelta(seconds=age), now - timedelta(seconds=age - 40)
@@ -201,7 +202,10 @@ def record(number: int, now: datetime) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def runs(root: Path, jobs: int) -> Iterator[list[str]]:
-    """Writes so many records into a folder, and holds those that have not ended while this lasts. Their names."""
+    """Write records of `jobs` jobs into a folder, and yield their names.
+
+    Those that have not ended are held as long as the context lasts.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8192), hard), hard))
     with contextlib.ExitStack() as held:
@@ -243,7 +247,7 @@ def runs(root: Path, jobs: int) -> Iterator[list[str]]:
 
 @contextlib.asynccontextmanager
 async def served(fleet: Fleet, token: str) -> Any:
-    """The dashboard of a fleet on a free port: its address without a path."""
+    """Serve the dashboard of a fleet on a free port. Yields its address without a path."""
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         serve(

@@ -37,7 +37,10 @@ time.sleep(1000)
 
 
 def measure(mode: str, folder: Path) -> list[tuple[str, float, float, float]]:
-    """(process, resident, own written, share of what is written) of each process of the node, in MiB."""
+    """Measure each process of the node, in MiB.
+
+    Returns (process, resident, written by it alone, its share of all that is written).
+    """
     name, ready = f"memory-{mode.lower()}", folder / mode
     ready.mkdir()
     (folder / "script.py").write_text(SCRIPT)
@@ -77,7 +80,7 @@ def _of_container(container: str) -> list[tuple[str, float, float, float]]:
 
 
 def table(found: dict[str, list[tuple[str, float, float, float]]]) -> str:
-    """One row per process."""
+    """Return a table with one row per process."""
     lines = ["| mode | process | resident, MiB | written, its own, MiB | written, its share, MiB |"]
     lines.append("| --- | --- | ---: | ---: | ---: |")
     for mode, rows in found.items():
@@ -87,7 +90,7 @@ def table(found: dict[str, list[tuple[str, float, float, float]]]) -> str:
 
 
 def main() -> int:
-    """0."""
+    """Measure both modes, and return 0."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_table_option(made, "memory")
     options = made.parse_args()

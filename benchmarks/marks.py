@@ -1,4 +1,4 @@
-"""Generated tables in a document, between <!-- NAME: begin --> and <!-- NAME: end -->."""
+"""Writes generated tables into a document, between <!-- NAME: begin --> and <!-- NAME: end -->."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 
 
 def add_table_option(parser: argparse.ArgumentParser, name: str, more: str = "") -> None:
-    """`--table FILE`, None by default: where `write_between` puts what was measured. `more`: the help's last words."""
+    """Add `--table FILE` (default None), the document for `write_between`.
+
+    `more`: the help's last words.
+    """
     where = f"write the table between <!-- {name}: begin --> and <!-- {name}: end --> of a document"
     parser.add_argument("--table", type=Path, metavar="FILE", help=f"{where}{more}")
 
 
 def write_between(path: Path, name: str, text: str) -> None:
-    """Replace the text between the marks. Raises ValueError when the document has none."""
+    """Replace the text between the marks. Raises ValueError if the document has none."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     document = path.read_text()
     if begin not in document or end not in document:

@@ -39,15 +39,15 @@ from benchmarks.processes import exit_on_sigterm, free_port, memory, processor_s
 
 TOKEN = "a benchmark"
 PERIOD = 0.05
-"""Seconds, of each of which a share is the coordinator's."""
+"""A period in seconds. The coordinator runs for a share of each."""
 REST = 10
-"""Seconds for which members that train are listened to."""
+"""How many seconds the coordinator is observed while members train."""
 ARRIVAL_SECONDS = 60
 """How long all members may take to reach one coordinator; a launch that takes longer has failed."""
 
 
 class Member:
-    """A member's end of a connection."""
+    """The member's end of a connection."""
 
     def __init__(self, port: int, index: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=120)
@@ -62,7 +62,7 @@ class Member:
             self._socket.sendall(protocol.encode(verb, **fields))
 
     def hear(self, verb: str) -> dict[str, Any]:
-        """The next line of this verb. Raises ConnectionError at the connection's end."""
+        """Return the next line of this verb. Raises ConnectionError when the connection ends."""
         while line := self._lines.readline():
             message: dict[str, Any] = json.loads(line)
             if message["t"] == verb:
@@ -76,9 +76,12 @@ class Member:
 
 @dataclass
 class Figures:
-    """Of one run, in seconds; of the coordinator its share of a processor while all train, the size of its report in
-    kB, its processor time for everything but that rest, and its memory in MiB at the end. `attempts`: connections that
-    all members at once and their return to a second coordinator needed, divided by the number of members.
+    """The figures of one run, in seconds.
+
+    Those of the coordinator are its share of a processor while all train, the size of its report in
+    kB, its processor time for everything but that rest, and its memory in MiB at the end.
+    `attempts`: the connections that all members needed to arrive at once and to return to a second
+    coordinator, divided by the number of members.
     """
 
     connected: float
@@ -95,7 +98,7 @@ class Figures:
 
 @contextmanager
 def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `act` in a thread; it ends soon after its event is set."""
+    """Run `act` in a thread during the context. It must end soon after its event is set."""
     ended = threading.Event()
     thread = threading.Thread(target=act, args=(ended,))
     thread.start()
@@ -107,19 +110,22 @@ def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 def heard(members: list[Member]) -> AbstractContextManager[None]:
-    """All of them send heartbeats meanwhile, as launchers do: a coordinator that is slow must not find them silent."""
+    """Send all members' heartbeats, as launchers do.
+
+    Otherwise a slow coordinator would find them silent.
+    """
 
     def beat(ended: threading.Event) -> None:
         while not ended.wait(protocol.HEARTBEAT_SECONDS):
             for member in list(members):
-                with suppress(OSError):  # It was closed meanwhile, or the coordinator has ended.
+                with suppress(OSError):  # It was closed, or the coordinator has ended.
                     member.say("hb")
 
     return beside(beat)
 
 
 def sharing(pid: int, share: float) -> AbstractContextManager[None]:
-    """The process runs for this share of the time, and is stopped for the rest."""
+    """Let the process run for this share of the time, and suspend it for the rest."""
 
     def throttle(ended: threading.Event) -> None:
         while not ended.wait(PERIOD * share):
@@ -131,7 +137,7 @@ def sharing(pid: int, share: float) -> AbstractContextManager[None]:
 
 
 def measure(count: int, share: float) -> Figures:
-    """A round of `count` members, a while of training, the loss of one, the next round."""
+    """Measure a round of `count` members, some training, the loss of one, and the next round."""
     port = free_port()
     with coordinating(port, count, share, attempt=0):
         arrived, attempts = asyncio.run(_arrive(port, count, resumes=False))
@@ -144,7 +150,7 @@ def measure(count: int, share: float) -> Figures:
 
 @contextmanager
 def coordinating(port: int, count: int, share: float, attempt: int) -> Iterator[int]:
-    """Run a coordinator with this share of a processor; yields its process id."""
+    """Run a coordinator with this share of a processor. Yields its process id."""
     command = [sys.executable, str(CHECKOUT / "runtime" / "ddpjob_runtime"), "coordinator", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--nodes", str(count), "--mode", "Fast", "--attempt", str(attempt)]
     with subprocess.Popen(command, env={**os.environ, "DDPJOB_TOKEN": TOKEN}, stderr=subprocess.DEVNULL) as process:
@@ -157,9 +163,9 @@ def coordinating(port: int, count: int, share: float, attempt: int) -> Iterator[
 
 
 async def _arrive(port: int, count: int, resumes: bool) -> tuple[float, int]:
-    """Seconds until all members and spares that connect at once are welcomed, and the connections that it took.
+    """Connect all members and spares at once. Return (seconds until all are welcomed, connections).
 
-    `resumes`: they come from round 1 of an earlier coordinator, which has to run again then.
+    `resumes`: they come from round 1 of an earlier coordinator, which must then run again.
     """
     began, kept, attempts = time.monotonic(), [], 0
 
@@ -186,7 +192,10 @@ async def _arrive(port: int, count: int, resumes: bool) -> tuple[float, int]:
 
 
 async def _try_to_arrive(port: int, index: int, hello: dict[str, Any]) -> asyncio.StreamWriter:
-    """Return the connection. Raises OSError, ValueError or TimeoutError if the coordinator does not let it in."""
+    """Return the connection.
+
+    Raises OSError, ValueError or TimeoutError if the coordinator refuses it.
+    """
     here = f"127.1.{index // 250}.{index % 250 + 1}"
     opening = asyncio.open_connection("127.0.0.1", port, local_addr=(here, 0))
     reader, writer = await asyncio.wait_for(opening, CONNECT_SECONDS)
@@ -204,7 +213,7 @@ async def _try_to_arrive(port: int, index: int, hello: dict[str, Any]) -> asynci
 
 
 def _play(count: int, port: int, coordinator: int, arrivals: tuple[float, float, float]) -> Figures:
-    """`coordinator`: its process id."""
+    """Play the members of a run. `coordinator`: its process id."""
     began = time.monotonic()
     members = [Member(port, index) for index in range(count + 1)]
     for member in members:
@@ -272,7 +281,7 @@ def _wait_for(port: int) -> None:
 
 
 def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> str:
-    """Median and worst of each figure."""
+    """Return a table with the median and the worst value of each figure."""
     percent = [100 * run.at_rest for run in runs]
     rows = {
         "all connected and welcomed, s": [run.connected for run in runs],
@@ -294,7 +303,7 @@ def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> 
 
 
 def main() -> int:
-    """0; 2 where too few files may be open."""
+    """Return 0, or 2 if too few files may be open."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--members", type=int, default=1024, help="of a round (default 1024)")
     made.add_argument("--runs", type=int, default=3, help="(default 3)")

@@ -1,4 +1,4 @@
-"""Runs benchmarks.apply_to_pods on the test cluster (`make cluster-up`), with an operator of its own on this machine.
+"""Runs benchmarks.apply_to_pods on the test cluster (`make cluster-up`), with its own operator.
 
     python -m benchmarks.on_test_cluster [OPTIONS OF benchmarks.apply_to_pods]
 
@@ -20,7 +20,7 @@ from benchmarks.testbed import steps_job, testbed
 
 
 def main() -> int:
-    """The benchmark's exit code."""
+    """Run the benchmark, and return its exit code."""
     with tempfile.TemporaryDirectory() as folder, testbed("benchmark", Path(folder)) as bed:
         manifest = Path(folder) / "job.yaml"
         manifest.write_text(json.dumps(steps_job("benchmark", 20)))

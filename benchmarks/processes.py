@@ -1,4 +1,4 @@
-"""Processes on this machine: killed as a pod's death kills them, all at once and all of them."""
+"""Kills and observes processes on this machine, as a pod's death would end them: all at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
-"""Of /proc's times, per second."""
+"""How many ticks of /proc's times are a second."""
 
 
 def descendants(pid: int) -> list[int]:
-    """The process ids of all descendants."""
+    """Return the process ids of all descendants."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -48,19 +48,22 @@ def kill_all(*processes: subprocess.Popen[bytes]) -> float:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process and its threads. proc(5): fields 14 and 15; field 2 may hold spaces."""
+    """Return the processor time of a process and its threads, in seconds.
+
+    These are fields 14 and 15 in proc(5); field 2 may contain spaces.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def memory(pid: int, what: str = "VmRSS") -> float:
-    """MiB resident; `VmHWM`: at the peak."""
+    """Return the resident memory in MiB, or its peak with `VmHWM`."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on, and that no connection of another program gets meanwhile."""
+    """Return a free TCP port of 127.0.0.1 that is not given to another program's connection."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             port = random.SystemRandom().randrange(32000, 32768)
@@ -69,5 +72,5 @@ def free_port() -> int:
 
 
 def exit_on_sigterm() -> None:
-    """Make SIGTERM raise SystemExit, so that everything that was started is ended on the way out."""
+    """Make SIGTERM raise SystemExit, so that every started process is ended on the way out."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -22,12 +22,15 @@ from typing import Any
 from benchmarks.processes import free_port
 
 Curves = dict[str, dict[int, dict[int, float]]]
-"""Of each recipe, by seed, the test accuracy after an epoch."""
+"""The test accuracy by recipe, seed and epoch."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`--config shapes` with other keys, on so many ranks, after `break_it` has put a defect into their processes."""
+    """`--config shapes` with different keys on `ranks` ranks.
+
+    `break_it` puts a defect into their processes first.
+    """
 
     name: str
     keys: tuple[str, ...] = ()
@@ -36,7 +39,7 @@ class Recipe:
 
 
 def labels_of_others() -> None:
-    """Each training image has the label of another one."""
+    """Give each training image the label of a different one."""
     from ddpjob_trainer.data import in_memory
 
     whole = in_memory.MemoryData.__init__
@@ -49,7 +52,7 @@ def labels_of_others() -> None:
 
 
 def no_normalization_layers() -> None:
-    """The model without its normalization layers."""
+    """Remove the model's normalization layers."""
     from ddpjob_trainer.model import models
 
     whole = models._convolution
@@ -57,7 +60,7 @@ def no_normalization_layers() -> None:
 
 
 def gradients_of_one_rank() -> None:
-    """Ranks do not exchange gradients: each trains by itself, on its half of each batch."""
+    """Stop the exchange of gradients, so that each rank trains on its own half of each batch."""
     from ddpjob_trainer.strategies.ddp import Ddp
 
     Ddp.wrap = lambda self, model: model  # type: ignore[method-assign]
@@ -79,7 +82,10 @@ RECIPES = (
 
 
 def train(recipe: Recipe, seed: int, more: tuple[str, ...] = ()) -> dict[int, float]:
-    """Test accuracy by epoch. Ranks are forks of this process, with one thread each."""
+    """Train, and return the test accuracy by epoch.
+
+    Ranks are forks of this process, with one thread each.
+    """
     with tempfile.TemporaryDirectory() as folder:
         keys = [*recipe.keys, f"data.seed={seed}", f"checkpoint.dir={folder}", "checkpoint.every_epochs=0", *more]
         ranks = multiprocessing.get_context("fork")
@@ -92,7 +98,7 @@ def train(recipe: Recipe, seed: int, more: tuple[str, ...] = ()) -> dict[int, fl
         if any(process.exitcode for process in started):
             output = [(Path(folder) / f"rank-{rank}.out").read_text() for rank in range(recipe.ranks)]
             if "nonfinite" in "".join(output) or "not finite" in "".join(output):
-                return {}  # It has diverged, and the trainer says so.
+                return {}  # It has diverged, as the trainer reports.
             raise RuntimeError(f"{recipe.name}: {output}")
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
@@ -114,7 +120,7 @@ def _rank(rank: int, recipe: Recipe, keys: list[str], port: int) -> None:
 
 
 def table(curves: Curves) -> str:
-    """Of each recipe, the accuracy after the last epoch: the median over the seeds, and the lowest and the highest."""
+    """Return each recipe's last accuracy: median, lowest and highest over the seeds."""
     lines = ["| recipe | test accuracy, median | lowest to highest | seeds |", "| --- | --- | --- | --- |"]
     for name, by_seed in curves.items():
         last = [curve[max(curve)] for curve in by_seed.values()]
@@ -124,7 +130,7 @@ def table(curves: Curves) -> str:
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """Medians over the seeds as lines, and bands from the lowest to the highest."""
+    """Draw the medians over the seeds as lines, and bands from the lowest to the highest."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -148,7 +154,7 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def read(paths: list[Path]) -> Curves:
-    """What `--csv` has written, in the order of RECIPES."""
+    """Read what `--csv` wrote, in the order of RECIPES."""
     found: Curves = {}
     for path in paths:
         with path.open(newline="") as file:
@@ -159,7 +165,7 @@ def read(paths: list[Path]) -> Curves:
 
 
 def measure(recipes: list[Recipe], seeds: list[int], path: Path) -> None:
-    """Train each, seed by seed, and write each curve down as soon as it is there."""
+    """Train each recipe, seed by seed, and write each curve as soon as it is complete."""
     import ddpjob_trainer.train  # noqa: F401  Once, before the forks.
     import torch
 
@@ -176,7 +182,7 @@ def measure(recipes: list[Recipe], seeds: list[int], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, or read what was measured; then the table and the picture."""
+    """Measure, or read earlier measurements, and produce the table and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="draw the curves")
     parser.add_argument(

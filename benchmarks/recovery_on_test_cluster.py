@@ -31,7 +31,10 @@ CASES = (*on_cluster.ON_CLUSTER, on_cluster.CUT)
 
 @contextmanager
 def backend(folder: Path, patience: float) -> Iterator[on_cluster.Cluster]:
-    """The test cluster with an operator; both the operator and its namespace are gone at the end."""
+    """Provide the test cluster with an operator.
+
+    The operator and its namespace are removed at the end.
+    """
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir()
     folder.chmod(0o755)
@@ -47,7 +50,7 @@ def backend(folder: Path, patience: float) -> Iterator[on_cluster.Cluster]:
 
 
 def main() -> int:
-    """0 when everything was measured, 1 when a case did not recover, 2 on bad input."""
+    """Return 0 if everything was measured, 1 if a case did not recover, 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     interleaved.add_options(parser, CASES)
     options = parser.parse_args()

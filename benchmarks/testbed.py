@@ -1,4 +1,4 @@
-"""The test cluster (`make cluster-up`), with a namespace and an operator process of the benchmark's own."""
+"""The test cluster (`make cluster-up`) with a benchmark's own namespace and operator process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class Testbed:
     operator: OperatorProcess
 
     def start_operator(self) -> None:
-        """Return once the operator's health probe answers. Raises SystemExit with its log when it has ended."""
+        """Start the operator, and wait for its health probe.
+
+        Raises SystemExit with its log if it ends.
+        """
         port = free_port()
         self.operator.start(DDPJOB_OPERATOR_NAMESPACES=self.namespace, DDPJOB_OPERATOR_HEALTH_PORT=str(port))
         for _ in range(300):
@@ -67,7 +70,7 @@ class Testbed:
 
 @contextmanager
 def testbed(name: str, folder: Path) -> Iterator[Testbed]:
-    """A namespace `NAME-...` and an operator, both removed at the end; `folder` takes the operator's log.
+    """Provide a namespace `NAME-...` and an operator that logs to `folder`; remove both at the end.
 
     Exits with 2 when the test cluster is not running.
     """

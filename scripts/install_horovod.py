@@ -37,7 +37,7 @@ REQUIRES = {
     "packaging": "packaging",
     "cffi": "cffi",
 }
-"""Module that Horovod imports -> distribution, installed only where it is missing."""
+"""The distribution of each module that Horovod imports. It is installed only if it is missing."""
 _PROBE = """
 import importlib.util, json, platform, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
@@ -83,7 +83,7 @@ def install(python: str, target: Path | None = None) -> Path | None:
 
 
 def probe(python: str) -> dict[str, object]:
-    """The environment's versions and missing modules."""
+    """Return the environment's versions and missing modules."""
     ended = subprocess.run([python, "-c", _PROBE, *REQUIRES, "setuptools"], capture_output=True, text=True)
     if ended.returncode:
         raise SystemExit(
@@ -96,7 +96,7 @@ def probe(python: str) -> dict[str, object]:
 
 
 def cache_folder() -> Path:
-    """The folder of cached wheels."""
+    """Return the folder of cached wheels, and create it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "ddpjob" / "horovod"
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def cache_folder() -> Path:
 
 
 def wheel_folder(facts: dict[str, object]) -> Path:
-    """The cache folder for these versions of torch and Python, and these build options of Horovod."""
+    """Return the cache folder for these versions of torch and Python, and these build options."""
     options = [
         f"{name}={value}" for name, value in sorted(os.environ.items()) if re.match(r"HOROVOD_(GPU|CPU|WITH)", name)
     ]
@@ -113,12 +113,12 @@ def wheel_folder(facts: dict[str, object]) -> Path:
 
 
 def cached_wheel(facts: dict[str, object]) -> Path | None:
-    """The wheel of an earlier build for the same versions."""
+    """Return the wheel of an earlier build for the same versions; None if there is none."""
     return next(wheel_folder(facts).glob("horovod-*.whl"), None)
 
 
 def missing_tools() -> list[str]:
-    """Descriptions of the build tools that this machine lacks."""
+    """Describe the build tools that this machine lacks."""
     compiler = os.environ.get("CXX") or "c++"
     tools = {
         "cmake": "CMake (Debian: apt-get install cmake; or pip install cmake)",
@@ -169,7 +169,7 @@ def build(python: str, facts: dict[str, object]) -> Path:
             **({} if "HOROVOD_WITH_MPI" in os.environ else {"HOROVOD_WITHOUT_MPI": "1"}),
             **os.environ,
             "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-            # Not those of a make that runs this, which mean one job at a time.
+            # Not the flags of a make that runs this, which allow one job at a time.
             "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
         }
         pip(
@@ -189,11 +189,11 @@ def build(python: str, facts: dict[str, object]) -> Path:
 
 
 def patch(source: Path) -> int:
-    """Set C++20 wherever a CMakeLists.txt of Horovod sets the standard. Returns the number of lines changed.
+    """Set C++20 in every CMakeLists.txt of Horovod. Return the number of changed lines.
 
-    Also no -O3 and no debug information, which take a quarter of the time that it takes to compile.
+    It also removes -O3 and debug information, which take a quarter of the compilation.
 
-    Raises SystemExit when none does.
+    Raises SystemExit if no file sets a standard.
     """
     changed = 0
     for file in [source / "CMakeLists.txt", *(source / "horovod").rglob("CMakeLists.txt")]:
@@ -206,7 +206,7 @@ def patch(source: Path) -> int:
 
 
 def pip(python: str, *arguments: str, env: dict[str, str] | None = None) -> None:
-    """Run pip for the environment of `python`. Raises SystemExit with its output when it fails."""
+    """Run pip for the environment of `python`. Raises SystemExit with its output if it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, *arguments]
     ended = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env

@@ -30,7 +30,7 @@ exit 2
 
 
 def archive(version: str) -> bytes:
-    """The same bytes for the same version: krew compares a checksum."""
+    """Return the archive, with the same bytes for the same version, as krew compares a checksum."""
     files = {"kubectl-ddp": (LAUNCHER.format(version=version).encode(), 0o755)}
     files["LICENSE"] = ((ROOT / "LICENSE").read_bytes(), 0o644)
     made = io.BytesIO()
@@ -43,7 +43,7 @@ def archive(version: str) -> bytes:
 
 
 def manifest(tag: str, url: str, packed: bytes) -> dict[str, object]:
-    """krew's Plugin object."""
+    """Return krew's Plugin object."""
     systems = {"matchExpressions": [{"key": "os", "operator": "In", "values": ["linux", "darwin"]}]}
     platform = {
         "selector": systems,

@@ -31,15 +31,15 @@ LOCKS = ROOT / "locks"
 OPTIONS = ("--universal", "--python-version=3.11", "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links",
            "--no-annotate", "--only-binary=:all:", "--custom-compile-command=make locks")  # fmt: skip
 FROM_SOURCE = ("deepspeed",)
-"""Has no wheels. A package that is built when it is installed would bring a build environment that nothing locks, so
-no image holds one."""
+"""Packages without wheels. A package that is built when it is installed would bring a build
+environment that nothing locks, so no image contains one."""
 PINNED = re.compile(r"^([a-z0-9][a-z0-9-]*)==([^ ;\\]+)", re.MULTILINE)
-"""Name and version at the beginning of a requirement. A package has several, with markers, where a version does not
-suit all Pythons."""
+"""Name and version at the beginning of a requirement. A package has several requirements, with
+markers, if one version does not suit all Pythons."""
 
 
 def pins(name: str) -> dict[str, set[str]]:
-    """The versions of each package in the lock file of this name."""
+    """Return the versions of each package in the lock file of this name."""
     found: dict[str, set[str]] = {}
     for package, version in PINNED.findall((LOCKS / name).read_text()):
         found.setdefault(package, set()).add(version)
@@ -47,7 +47,7 @@ def pins(name: str) -> dict[str, set[str]]:
 
 
 def compile_lock(name: str, words: Iterable[str], requirements: Iterable[str] = ()) -> None:
-    """Write one lock file, of extras and groups of pyproject.toml that `words` choose, or of `requirements`."""
+    """Write one lock file, of `requirements` or of the extras and groups that `words` choose."""
     listed = subprocess.run([*install.PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
     command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", *OPTIONS]
     command += [f"--no-binary={package}" for package in FROM_SOURCE]
@@ -59,7 +59,7 @@ def compile_lock(name: str, words: Iterable[str], requirements: Iterable[str] = 
 
 
 def main(arguments: list[str]) -> None:
-    """Write all lock files. `arguments` are uv's, instead of --upgrade."""
+    """Write all lock files. `arguments` go to uv, instead of --upgrade."""
     LOCKS.mkdir(exist_ok=True)
     chosen = ["--exclude-newer=7 days", *(arguments or ["--upgrade"])]
     tested = [*chosen, f"--constraint={LOCKS / 'dev.txt'}"]

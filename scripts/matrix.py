@@ -10,9 +10,9 @@ that cannot run (no interpreter, no wheel, no registry) is skipped with the reas
 Environments are kept in ~/.cache/ddpjob/matrix (XDG_CACHE_HOME), by the versions of Python, torch and pytest.
 """
 
-# Neither nox nor tox: they keep environments and find interpreters on PATH, which is a fifth of this file.
-# Which torch has wheels for which Python, an installation without CUDA's gigabytes, and the table would be
-# ours all the same.
+# This uses neither nox nor tox. They keep environments and find interpreters on PATH, which is a
+# fifth of this file. Which torch has wheels for which Python, an installation without CUDA's
+# gigabytes, and the table would be our own code anyway.
 from __future__ import annotations
 
 import argparse
@@ -38,10 +38,11 @@ TESTS = ROOT / "tests" / "runtime"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = (2, 6)
 PYTEST = "8.4.2"
-"""The last one for Python 3.9; the same for all, so that a difference between rows is the interpreter's or torch's."""
+"""The last version for Python 3.9. All rows use it, so that rows differ only by interpreter and
+torch."""
 ROW_SECONDS = 3600
 QUICK = (
-    # Start, loss of a node and finish, then failures of workers: in both modes.
+    # Start, loss of a node and finish, then failures of workers, in both modes.
     "test_runtime_standard.py::test_a_killed_node_is_replaced_and_the_job_continues",
     "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
     "test_runtime_fast.py::test_a_spare_takes_over_at_once",
@@ -66,19 +67,21 @@ LONG = (
     "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
     "test_coordinator_sockets.py::test_the_silence_of_a_host_is_death",
 )
-"""Tests of a row without torch that the short form leaves out: they wait, which no version of Python does otherwise."""
+"""Tests without torch that the short form leaves out, because they wait, which is the same on
+every Python."""
 TRAINER_PYTHON = "3.11.2"
-"""python3 of Debian 12. Its patch release pickles otherwise than later ones, and CI's 3.11 is a late one."""
+"""Debian 12's python3. Its patch release pickles differently from later ones, and CI's 3.11 is a
+late one."""
 TRAINER = (
-    # What is saved comes back, in both formats, from fsdp to ddp to one process; and what other Pythons have written.
+    # Saved content comes back in both formats, from fsdp to ddp to one process, and from other Pythons.
     "test_checkpoint_dcp.py::test_content_comes_back_with_its_types",
     "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_one_continue_from_each_other",
     "test_manifest.py",
     "test_other_pythons.py",
 )
-"""Its tests."""
+"""The tests of the row of TRAINER_PYTHON."""
 CALLER = "MATRIX_CALLER"
-"""Names the Python that runs the matrix, for the row's tests."""
+"""The variable that names the Python that runs the matrix, for a row's tests."""
 CUDA_PACKAGES = re.compile(r"(nvidia|cuda|triton|pytorch-triton)\b", re.IGNORECASE)
 CUDA_LIBRARY = re.compile(r"\(NEEDED\).*\[(lib(?:cu|nccl|nv)[^\]]*)\]")
 CUDA_SYMBOL = re.compile(r" U ((?:cu|nccl|nv|__cuda)\w*)(?:@+(\S+))?$", re.MULTILINE)
@@ -86,12 +89,15 @@ BINUTILS = ("gcc", "nm", "readelf")
 
 
 class NotHere(Exception):
-    """Why a row cannot run on this machine."""
+    """A row cannot run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """`torch` is a full version, None for the standard library alone. `trainer`: the row of TRAINER_PYTHON.
+    """One row of the matrix.
+
+    `torch` is a full version, or None for the standard library alone. `trainer`: it is the row of
+    TRAINER_PYTHON.
 
     `pre`: torch is a pre-release, which may lack what the runtime needs.
     """
@@ -104,7 +110,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a row; `skipped_because` is empty when it ran."""
+    """The outcome of a row. `skipped_because` is empty if it ran."""
 
     row: Row
     passed: int = 0
@@ -116,17 +122,17 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it ran and nothing failed, or could not run, or may fail."""
+        """Whether it ran without failures, could not run, or may fail."""
         return self.row.pre or self.went_well
 
     @property
     def went_well(self) -> bool:
-        """Whether it ran and nothing failed, or could not run."""
+        """Whether it ran without failures, or could not run."""
         return bool(self.skipped_because) or (self.failed == 0 and self.passed > 0)
 
 
 def main() -> int:
-    """Run the rows that the arguments choose; returns the exit code."""
+    """Run the rows that the arguments choose, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every Python with each torch, and all tests")
     parser.add_argument("--python", action="append", help="only this one (3.9), repeatable")
@@ -149,7 +155,10 @@ def main() -> int:
 
 
 def choose(everything: bool, pythons: Sequence[str] | None = None, torches: Sequence[str] | None = None) -> list[Row]:
-    """The rows, standard library first, then torch from the oldest on, then the trainer's."""
+    """Return the rows.
+
+    The standard library is first, then torch from the oldest on, then the trainer's row.
+    """
     chosen = [python for python in PYTHONS if not pythons or python in pythons]
     rows = [Row(python) for python in chosen] if not torches or "none" in torches else []
     if torches and set(torches) == {"none"}:
@@ -170,7 +179,10 @@ def choose(everything: bool, pythons: Sequence[str] | None = None, torches: Sequ
 
 
 def pre_release(python: str, newest: tuple[int, ...]) -> list[Row]:
-    """The row of the newest pre-release of torch, if there is one after the `newest` minor that was released."""
+    """Return the row of torch's newest pre-release.
+
+    It must be later than the `newest` released minor.
+    """
     found = newest_patches(list_versions(python, "--pre", *index("TORCH_PRE_INDEX_URL")))
     minor = max(found, default=())
     is_pre = minor > newest and re.search("[a-z]", found[minor])
@@ -182,13 +194,16 @@ def pre_release(python: str, newest: tuple[int, ...]) -> list[Row]:
 def of_minor(
     minor: tuple[int, ...], wheels: Mapping[str, Mapping[tuple[int, ...], str]], everything: bool
 ) -> list[Row]:
-    """Rows of one minor of torch. `wheels`: by Python in ascending order, the newest patch of every minor."""
+    """Return the rows of one minor of torch.
+
+    `wheels`: the newest patch of every minor, by Python in ascending order.
+    """
     rows = [Row(python, versions[minor]) for python, versions in wheels.items() if minor in versions]
     return rows if everything else list(dict.fromkeys([rows[0], rows[-1]]))
 
 
 def torch_versions(python: str) -> dict[tuple[int, ...], str]:
-    """The newest patch of every minor of torch that has wheels for a Python; empty without a registry."""
+    """Return the newest patch of every minor of torch with wheels for a Python; empty offline."""
     return newest_patches(list_versions(python, *index()))
 
 
@@ -202,7 +217,10 @@ def list_versions(python: str, *options: str) -> str:
 
 
 def newest_patches(text: str) -> dict[tuple[int, ...], str]:
-    """From the output of `pip index versions`, which lists the newest first."""
+    """Return the newest patch of each minor in the output of `pip index versions`.
+
+    pip lists the newest version first.
+    """
     found = re.search(r"Available versions: (.*)", text)
     newest: dict[tuple[int, ...], str] = {}
     for version in found.group(1).split(", ") if found else []:
@@ -213,7 +231,7 @@ def newest_patches(text: str) -> dict[tuple[int, ...], str]:
 
 
 def index(variable: str = "TORCH_INDEX_URL") -> list[str]:
-    """pip's arguments for torch. `variable`: names the index in the environment."""
+    """Return pip's arguments for torch's index, which the environment variable `variable` names."""
     url = os.environ.get(variable, "")
     return ["--index-url", url] if url else []
 
@@ -222,9 +240,9 @@ def index(variable: str = "TORCH_INDEX_URL") -> list[str]:
 
 
 def interpreter(python: str) -> str | None:
-    """Path of an interpreter of a version, such as 3.11 or 3.11.2.
+    """Return an interpreter of a version, such as 3.11 or 3.11.2; None if there is none.
 
-    That is pythonX.Y on PATH, else the newest of pyenv's, else the system's python3.
+    That is pythonX.Y on PATH, otherwise pyenv's newest, otherwise the system's python3.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     found = [*pyenv.glob(f"{python}.*"), *pyenv.glob(python)]
@@ -232,7 +250,7 @@ def interpreter(python: str) -> str | None:
     minor = ".".join(python.split(".")[:2])
     pyenvs = [str(patch / "bin" / "python") for patch in reversed(patches)]
     for path in (shutil.which(f"python{minor}"), *pyenvs, "/usr/bin/python3"):
-        # On PATH may be a shim that has no interpreter behind it.
+        # PATH may have a shim without an interpreter behind it.
         code = "import ensurepip, platform, sys; print(platform.python_version(), sys.executable)"
         with contextlib.suppress(OSError):
             done = subprocess.run([path or "", "-c", code], capture_output=True, text=True)
@@ -243,14 +261,14 @@ def interpreter(python: str) -> str | None:
 
 
 def environment_of(row: Row) -> Path:
-    """Where a row's environment is or will be."""
+    """Return where a row's environment is or will be."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     torch = f"-torch{row.torch}" if row.torch else ""
     return cache / "ddpjob" / "matrix" / f"python{row.python}{torch}-pytest{PYTEST}"
 
 
 def prepare(row: Row) -> Path:
-    """The row's interpreter in its environment, which is built at the first call.
+    """Return the interpreter of the row's environment, which the first call builds.
 
     Raises:
         NotHere: there is no interpreter, no wheel or no registry.
@@ -278,14 +296,18 @@ def prepare(row: Row) -> Path:
 
 
 def works(python: Path) -> bool:
-    """Whether the interpreter behind an environment is still there."""
+    """Whether the interpreter behind an environment still exists."""
     with contextlib.suppress(OSError):
         return subprocess.run([python, "-c", ""], capture_output=True).returncode == 0
     return False
 
 
 def install_torch(python: Path, version: str, pre: bool = False) -> None:
-    """torch without CUDA: a wheel for CPUs where TORCH_INDEX_URL has one, else the usual one with empty libraries."""
+    """Install torch without CUDA.
+
+    That is a wheel for CPUs if TORCH_INDEX_URL has one, otherwise the usual one with empty
+    libraries.
+    """
     source = ["--pre", *index("TORCH_PRE_INDEX_URL")] if pre else index()
     if not all(map(shutil.which, BINUTILS)):
         pip(python, f"torch=={version}", "numpy", *source)
@@ -302,8 +324,9 @@ def install_torch(python: Path, version: str, pre: bool = False) -> None:
 def replace_cuda(lib: Path) -> None:
     """Put an empty library under every name of CUDA's that torch is linked with.
 
-    The real ones are 2 to 3 GB for each torch. Loading torch needs their names, symbols and symbol versions;
-    without a GPU it calls next to nothing of them. Every function returns 100, CUDA's "no device".
+    The real ones take 2 to 3 GB for each torch. Loading torch needs their names, symbols and symbol
+    versions, but without a GPU it calls almost none of them. Every function returns 100, CUDA's "no
+    device".
     """
     libraries = [str(path) for path in lib.glob("*.so")]
     needed = set(CUDA_LIBRARY.findall(output_of(["readelf", "--dynamic", "--wide", *libraries])))
@@ -331,18 +354,18 @@ def replace_cuda(lib: Path) -> None:
 
 
 def pip(python: Path, *what: str) -> None:
-    """Install into an environment. torch's wheel is kept nowhere else: the environment is the cache."""
+    """Install into an environment, which is the cache: torch's wheel is kept nowhere else."""
     options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--no-cache-dir"]
     output_of([str(python), "-m", "pip", "install", *options, *what])
 
 
 def output_of(command: list[str]) -> str:
-    """Standard output of a command that must succeed."""
+    """Return the standard output of a command that must succeed."""
     return subprocess.run(command, check=True, capture_output=True, text=True, env=clean_environment()).stdout
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what would bring this environment's packages or options into a row."""
+    """Return this environment, without what would bring its packages or options into a row."""
     unwanted = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "DDPJOB_TEST_PYTHON", "VIRTUAL_ENV")
     return {k: v for k, v in os.environ.items() if k not in unwanted and not k.startswith("PYTEST_")}
 
@@ -351,7 +374,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Result:
-    """Run the tests of one row; `tests` instead of those that the form has."""
+    """Run the tests of one row. `tests` replace those of the form."""
     try:
         if row.trainer:
             return run_trainer(row, tests or TRAINER)
@@ -361,7 +384,7 @@ def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Re
     quick = QUICK if row.torch and not everything else ("",)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # tests/conftest.py and pyproject.toml need more than pytest: neither counts here.
+        # tests/conftest.py and pyproject.toml need more than pytest, so they are left out here.
         command = [
             str(python),
             "-m",
@@ -379,10 +402,13 @@ def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Re
 
 
 def run_trainer(row: Row, tests: Sequence[str]) -> Result:
-    """Run the trainer's tests with the row's interpreter and this environment's packages, which fit its minor version.
+    """Run the trainer's tests with the row's interpreter and this environment's packages.
+
+    The packages fit its minor version.
 
     Raises:
-        NotHere: there is no such interpreter, or this environment's packages are for another version, or lack torch.
+        NotHere: there is no such interpreter, or this environment's packages are for a different
+        version or lack torch.
     """
     base, own = interpreter(row.python), f"{sys.version_info.major}.{sys.version_info.minor}"
     if base is None:
@@ -402,7 +428,7 @@ def run_trainer(row: Row, tests: Sequence[str]) -> Result:
 
 
 def run_tests(row: Row, command: list[str], report: Path, folder: Path, environment: dict[str, str]) -> Result:
-    """Run pytest, which writes a report, in a folder."""
+    """Run pytest in a folder, with a report."""
     began = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=ROW_SECONDS)
@@ -416,7 +442,10 @@ def run_tests(row: Row, command: list[str], report: Path, folder: Path, environm
 
 
 def counts(report: Path) -> tuple[int, int, int]:
-    """(passed, failed, skipped) of a JUnit file; a module that cannot be imported is a failure."""
+    """Return (passed, failed, skipped) of a JUnit file.
+
+    A module that cannot be imported is a failure.
+    """
     suites = ElementTree.parse(report).getroot().iter("testsuite")
     totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     for suite in suites:
@@ -427,14 +456,14 @@ def counts(report: Path) -> tuple[int, int, int]:
 
 
 def describe(result: Result) -> str:
-    """One line about a row that has not failed."""
+    """Describe a row that has not failed, in one line."""
     if result.skipped_because:
         return f"  skipped: {result.skipped_because}"
     return f"  {result.passed} passed, {result.skipped} skipped in {result.seconds:.0f} s"
 
 
 def table(results: Sequence[Result]) -> str:
-    """All rows, for people."""
+    """Return all rows as a table for people."""
     lines = [f"{'Python':8}{'torch':10}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
     for result in results:
         start = f"{result.row.python:8}{result.row.torch or '-':10}"
@@ -447,7 +476,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something: pip's own error."""
+    """Return the last line with content, which is pip's own error."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("[notice]")]
     return lines[-1].strip() if lines else "no reason given"
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 CHART = Path(__file__).resolve().parent.parent / "charts" / "ddpjob-operator"
 UNSET = '\n  digest: ""\n'
-"""image.digest in values.yaml."""
+"""The line of image.digest in values.yaml."""
 
 
 def package(digest: str, folder: Path) -> None:
-    """Write the chart's archive into `folder`. Raises SystemExit where the digest is not one."""
+    """Write the chart's archive into `folder`. Raises SystemExit if the digest is not one."""
     if not re.fullmatch("sha256:[0-9a-f]{64}", digest):
         raise SystemExit(f"DIGEST={digest}: not the digest of an image; write sha256: and 64 hexadecimal digits")
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,8 +1,8 @@
-"""Prints the notes of a release from CHANGELOG.md, if every file that states the version agrees with the tag.
+"""Prints a release's notes from CHANGELOG.md, if all files agree with the tag on the version.
 
     python scripts/release_notes.py v1.2.3 [--registry ghcr.io/OWNER]
 
-Otherwise prints every disagreement to stderr, with exit code 1.
+Otherwise it prints every disagreement to stderr, and exits with 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHART = Path("charts/ddpjob-operator")
 
 
 def problems(root: Path, tag: str, registry: str | None = None) -> list[str]:
-    """The files of the checkout at `root` that do not agree with `tag`, each with its remedy.
+    """Return the files below `root` that do not agree with `tag`, each with its remedy.
 
     `registry`: where this release pushes its images, from which the chart must pull the operator.
     """
@@ -54,7 +54,7 @@ def problems(root: Path, tag: str, registry: str | None = None) -> list[str]:
 
 
 def notes(root: Path, tag: str) -> str:
-    """The text under the version's heading in CHANGELOG.md.
+    """Return the text under the version's heading in CHANGELOG.md.
 
     Each item becomes one line, because GitHub keeps the line breaks of release notes.
     """
@@ -62,7 +62,7 @@ def notes(root: Path, tag: str) -> str:
 
 
 def _section(root: Path, version: str) -> tuple[str, str]:
-    """The heading of a version and the text below it; both empty when CHANGELOG.md has none."""
+    """Return (heading, text) of a version; both are empty if CHANGELOG.md does not have it."""
     for section in re.split(r"^(?=## )", (root / "CHANGELOG.md").read_text(), flags=re.MULTILINE):
         heading, _, text = section.partition("\n")
         if heading.startswith(f"## [{version}]"):
@@ -71,7 +71,7 @@ def _section(root: Path, version: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Print a release's notes from CHANGELOG.md.")
     parser.add_argument("tag", help="v and the version, such as v0.1.0")
     parser.add_argument("--registry", help="where the release pushes images, such as ghcr.io/OWNER")

@@ -1,1 +1,1 @@
-"""Faults of the control plane, on the test cluster: the operator stays, no job is hurt, and it acts again."""
+"""Faults of the control plane, on the test cluster, which operator and jobs must survive."""

@@ -28,11 +28,11 @@ from benchmarks.testbed import Cluster
 
 @dataclass
 class Result:
-    """Of all runs of a fault."""
+    """The result of all runs of a fault."""
 
     fault: Fault
     seconds: list[float] = field(default_factory=list)
-    """Until the operator acted again."""
+    """How long each run took until the operator acted again."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -47,7 +47,7 @@ class Result:
 
 
 def once(stage: Scene, fault: Fault, seconds: float | None = None) -> float:
-    """Bring a fault about, and check what it has left. Returns the seconds until the operator acted again."""
+    """Cause a fault, and check its effects. Return the seconds until the operator acted again."""
     took = fault.bring(stage, fault.seconds if seconds is None else seconds)
     if took is None:
         took = stage.probe()
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """0 when nothing was hurt, 1 when something was, 2 without a cluster."""
+    """Return 0 if nothing was damaged, 1 if something was, 2 without a cluster."""
     options = parser().parse_args()
     words = [word for word in options.only.split(",") if word]
     chosen = [f for f in FAULTS if not words or any(word.lower() in f.name.lower() for word in words)]
@@ -81,7 +81,7 @@ def main() -> int:
                 began = time.monotonic()
                 try:
                     result.seconds.append(once(stage, fault))
-                except Exception as problem:  # The other faults are tried all the same.
+                except Exception as problem:  # Try the other faults anyway.
                     result.problems.append((str(problem) or repr(problem)).splitlines()[0])
                     print(problem, file=sys.stderr)
                 print(f"{time.monotonic() - began:.0f} s: {result.row}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The faults: each brings itself about for some seconds, and undoes itself."""
+"""The faults. Each lasts for some seconds and then undoes itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from benchmarks.testbed import processes
 
 POLICY = "ddpjob-faults-deny-pods"
 MANY, PENDING = 100, 200
-"""Kills of the operator, and jobs at a failover."""
+"""How often the operator is killed, and how many jobs there are at a failover."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`bring` returns the seconds until the operator acted again, measured by itself; None: a new job measures them."""
+    """A fault. `bring` causes it, and returns the seconds until the operator acted again.
+
+    None means that a new job has to measure them.
+    """
 
     name: str
     seconds: float
@@ -39,7 +42,7 @@ def api_killed(scene: Scene, seconds: float) -> None:
 
 
 def compacted(scene: Scene, seconds: float) -> None:
-    """The API server starts without the history that the operator's watches want to continue from: 410 Gone."""
+    """Restart the API server without the history that the operator's watches need (410 Gone)."""
 
     def compact() -> None:
         header = scene.etcd("kv/range", {"key": "AA=="})["header"]
@@ -52,13 +55,16 @@ def compacted(scene: Scene, seconds: float) -> None:
 
 
 def refused(scene: Scene, seconds: float) -> float:
-    """A pod is lost meanwhile, and must be replaced meanwhile."""
+    """Refuse a third of the requests.
+
+    A pod that is lost during that time must be replaced in it.
+    """
     before, scene.proxy.refuse = scene.proxy.refused, 1 / 3
     try:
         replacement = scene.kill_pod("standard")
         took = scene.wait_pod(replacement)
         pause(seconds)
-        # At rest there are few requests but those of the Lease.
+        # At rest there are few requests other than those of the Lease.
         scene.jobs.wait("requests that were refused", lambda: scene.proxy.refused - before >= 5, timeout=90)
     finally:
         scene.proxy.refuse = 0.0
@@ -66,7 +72,10 @@ def refused(scene: Scene, seconds: float) -> float:
 
 
 def silent(scene: Scene, seconds: float) -> float:
-    """A pod is lost that no watch shows. The launchers and the coordinator notice; the operator when it lists again."""
+    """Lose a pod that no watch reports.
+
+    The launchers and the coordinator notice that; the operator does when it lists again.
+    """
     if scene.proxy.silence_watches() < 6:
         raise Problem("hardly a watch was open")
     began = time.monotonic()
@@ -80,7 +89,7 @@ def watch_errors(scene: Scene, seconds: float) -> None:
 
 
 def dns_down(scene: Scene, seconds: float) -> float:
-    """A job starts meanwhile: its pods are there, and it runs when names are found again."""
+    """Suspend DNS while a job starts. It gets its pods, and runs once names are resolved again."""
     scene.signal_program("coredns", signal.SIGSTOP)
     try:
         took = scene.probe()
@@ -91,7 +100,7 @@ def dns_down(scene: Scene, seconds: float) -> float:
 
 
 def clocks(scene: Scene, seconds: float) -> float:
-    """The times that kubelets write are a minute ahead, then a minute behind; a pod is lost each time."""
+    """Put kubelets' times a minute ahead, then a minute behind. A pod is lost each time."""
     took = 0.0
     for shift in (60, -60):
         scene.proxy.shift = shift
@@ -104,7 +113,7 @@ def clocks(scene: Scene, seconds: float) -> float:
 
 
 def denied(scene: Scene, seconds: float) -> float:
-    """A policy denies all pods of the namespace, while one is lost."""
+    """Have a policy deny all pods of the namespace, while one is lost."""
     created = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
     policy = {
         "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy",
@@ -138,7 +147,7 @@ def denied(scene: Scene, seconds: float) -> float:
 
 
 def over_quota(scene: Scene, seconds: float) -> float:
-    """A quota admits no more pods than there are, and then fewer; a pod is lost."""
+    """Have a quota admit no new pods, and then fewer than exist, while a pod is lost."""
     hard = {"pods": "0"}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "faults"}, "spec": {"hard": hard}}
     scene.cluster.apply(quota, namespace=scene.namespace)
@@ -161,7 +170,7 @@ def over_quota(scene: Scene, seconds: float) -> float:
 
 
 def namespace_deleted(scene: Scene, seconds: float) -> None:
-    """With jobs in it, of which one is just being created."""
+    """Delete a namespace with jobs while one of them is being created."""
     name = scene.create_namespace("faults-deleted")
     scene.cluster.apply(command_job("running", "sleep 1000"), namespace=name)
     pods = ("get", "pod", "running-0-0", "--namespace", name)
@@ -173,7 +182,10 @@ def namespace_deleted(scene: Scene, seconds: float) -> None:
 
 
 def operator_killed(scene: Scene, seconds: float, kills: int = MANY) -> float:
-    """At random moments, while jobs are created, run and end. Nothing may be there twice."""
+    """Kill the operator at random times, while jobs are created, run and end.
+
+    Nothing may exist twice.
+    """
     chance, names = random.Random(17), list[str]()
     for number in range(kills):
         if number % 5 == 0:
@@ -194,7 +206,7 @@ def operator_killed(scene: Scene, seconds: float, kills: int = MANY) -> float:
 
 
 def failover(scene: Scene, seconds: float, jobs: int = PENDING) -> float:
-    """The leader of two replicas is killed, with many jobs whose pods find no place."""
+    """Kill the leader of two replicas, with many jobs whose pods cannot be scheduled."""
     scene.operator.kill()
     replicas = {}
     lease = {"DDPJOB_OPERATOR_LEASE_NAMESPACE": scene.namespace, "DDPJOB_OPERATOR_LEASE_NAME": "faults"}

@@ -1,4 +1,4 @@
-"""A proxy between the operator and the API server, which can refuse, fall silent, send errors and change clocks."""
+"""A proxy before the API server that refuses, falls silent, sends errors and changes clocks."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _PASSED_ON = ("Content-Type", "Retry-After")
 class Proxy:
     """Serves plain HTTP on a port of loopback, in a thread of its own, with the rights of a kubeconfig.
 
-    `refuse`: the share of requests that are answered by 429 or 5xx. `delay`: seconds until an answer, but for watches
-    and Leases, which an API server serves in turns of their own. `shift`: seconds that the clocks of the cluster's
-    nodes are ahead, as the times in their pods' statuses show it.
+    `refuse`: the share of requests that are answered with 429 or 5xx. `delay`: seconds until an
+    answer, except for watches and Leases, which an API server serves in turns of their own.
+    `shift`: by how many seconds the clocks of the cluster's nodes are ahead, as the times in their
+    pods' statuses show it.
     """
 
     def __init__(self, kubeconfig: Path) -> None:
         self.refuse, self.delay, self.shift = 0.0, 0.0, 0
         self.refused = 0
-        """Requests refused so far."""
+        """How many requests were refused so far."""
         self.gone = 0
-        """Answers of 410, and such events of watches, so far."""
+        """How many answers and watch events were 410 so far."""
         self.port = 0
         self._upstream, self._ssl = _upstream(kubeconfig)
         self._streams: dict[web.StreamResponse, bool] = {}
-        """Watches, and whether they are silent."""
+        """Whether each watch is silent."""
         self._loop = asyncio.new_event_loop()
         self._random = random.Random(1)
         ready = threading.Event()
@@ -52,7 +53,7 @@ class Proxy:
         ready.wait()
 
     def kubeconfig(self, folder: Path) -> Path:
-        """A kubeconfig whose API server is the proxy."""
+        """Write a kubeconfig whose API server is the proxy."""
         content = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -66,13 +67,13 @@ class Proxy:
         return path
 
     def silence_watches(self) -> int:
-        """From now on the watches that are open bring nothing more, and stay open. Returns how many."""
+        """Silence the open watches without closing them, and return their number."""
         for stream in self._streams:
             self._streams[stream] = True
         return len(self._streams)
 
     def send_errors(self) -> int:
-        """Each open watch brings an ERROR event. Returns how many."""
+        """Send an ERROR event on each open watch, and return their number."""
         asyncio.run_coroutine_threadsafe(self._send_errors(), self._loop).result(10)
         return len(self._streams)
 
@@ -168,7 +169,7 @@ class Proxy:
 
 
 def _upstream(kubeconfig: Path) -> tuple[str, ssl.SSLContext]:
-    """The API server's address, and the credentials for it."""
+    """Return the API server's address and its credentials."""
     content: dict[str, Any] = yaml.safe_load(kubeconfig.read_text())
     cluster, user = content["clusters"][0]["cluster"], content["users"][0]["user"]
     with tempfile.TemporaryDirectory() as folder:

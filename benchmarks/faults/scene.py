@@ -1,4 +1,4 @@
-"""What the faults befall: jobs that train, an operator behind a proxy, and the checks that nothing of it was hurt."""
+"""The scene of the faults: jobs that train, an operator behind a proxy, and checks for damage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINING = ("fast", "standard")
 
 
 def command_job(name: str, command: str, **spec: Any) -> Json:
-    """A job of a shell command, in one pod without torch."""
+    """Return a job with a shell command, in one pod without torch."""
     one = {"nodes": 1, "rendezvous": {"placement": "Master"}, "recovery": {"maxRestarts": 0}}
     made = job(name, **{**one, "command": ["sh", "-c", command], **spec})
     made["spec"]["podTemplate"]["spec"]["terminationGracePeriodSeconds"] = 1
@@ -29,11 +29,11 @@ def command_job(name: str, command: str, **spec: Any) -> Json:
 
 
 class Problem(AssertionError):
-    """The operator or a job was hurt."""
+    """The operator or a job was damaged."""
 
 
 class Scene:
-    """Jobs `fast` and `standard` train in one namespace, throughout all faults."""
+    """Jobs `fast` and `standard`, which train in one namespace throughout all faults."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -44,7 +44,7 @@ class Scene:
         self.jobs = Jobs(cluster, self.namespace)
         self.uids: dict[str, str] = {}
         self.kills: Counter[str] = Counter()
-        """Pods of each job that were deleted on purpose: each is one uncounted restart."""
+        """How many pods of each job were deleted on purpose. Each is one uncounted restart."""
         self._probes = 0
         self._pid: int | None = None
 
@@ -66,7 +66,7 @@ class Scene:
     # --- the cluster
 
     def create_namespace(self, name: str) -> str:
-        """A namespace in which pods can be created."""
+        """Create a namespace, and wait until pods can be created in it."""
         full = f"{name}-{secrets.token_hex(2)}"
         self.cluster.kubectl("create", "namespace", full)
         account = ("get", "serviceaccount", "default", "--namespace", full)
@@ -74,7 +74,7 @@ class Scene:
         return full
 
     def signal_program(self, name: str, number: int) -> None:
-        """Of a program of the cluster, such as kube-apiserver."""
+        """Send a signal to a program of the cluster, such as kube-apiserver."""
         found = next(p for p in processes.recorded(self.cluster.settings) if p.name == name)
         os.kill(found.pid, number)
 
@@ -86,7 +86,7 @@ class Scene:
         controlplane.wait_for_api(self.cluster.settings, self.cluster.programs)
 
     def etcd(self, path: str, body: Json) -> Json:
-        """etcd's gateway, which listens in the control plane's network only."""
+        """Call etcd's gateway, which listens only in the control plane's network."""
         netns = f"/run/netns/{self.cluster.settings.control_plane_netns}"
         program = (
             "import sys, urllib.request as u; "
@@ -109,24 +109,24 @@ class Scene:
         self.uids = self.pods()
 
     def pods(self) -> dict[str, str]:
-        """Names and uids of the training jobs' pods."""
+        """Return the uids of the training jobs' pods, by name."""
         found = [*self.jobs.pods().items(), *self.jobs.pods("coordinator").items()]
         return {n: p["metadata"]["uid"] for n, p in found if p["metadata"]["labels"]["ddpjob.io/job"] in TRAINING}
 
     def kill_pod(self, name: str, index: int = 1) -> str:
-        """Delete the pod of a slot by force. Returns the name that its replacement will have."""
+        """Delete the pod of a slot by force. Return the name that its replacement will have."""
         self.kills[name] += 1
         self.jobs.kill(f"{name}-{index}-{self.kills[name] - 1}")
         return f"{name}-{index}-{self.kills[name]}"
 
     def wait_pod(self, name: str, timeout: float = 60) -> float:
-        """Seconds until a pod exists."""
+        """Wait until a pod exists, and return the seconds."""
         return self.jobs.wait(
             f"pod {name}", lambda: self.cluster.succeeds("get", "pod", name, "-n", self.namespace), timeout
         )
 
     def probe(self, timeout: float = 90) -> float:
-        """Seconds until a new job has its pod."""
+        """Create a job, and return the seconds until it has its pod."""
         self._probes += 1
         name = f"probe-{self._probes}"
         self.jobs.apply(command_job(name, "sleep 1"))
@@ -138,7 +138,7 @@ class Scene:
     # --- checks
 
     def check(self) -> None:
-        """Nothing was hurt. Raises Problem or AssertionError."""
+        """Check that nothing was damaged. Raises Problem or AssertionError."""
         if self.operator.process is None or self.operator.process.pid != self._pid or not self.operator.running():
             raise Problem("the operator has ended")
         steps = {name: self.jobs.step(name) for name in TRAINING}
@@ -177,7 +177,7 @@ class Scene:
 
 @contextmanager
 def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
-    """Jobs that train under an operator of their own; all of it is removed at the end."""
+    """Provide jobs that train under an operator of their own. Everything is removed at the end."""
     install_crd(cluster)
     made = Scene(cluster, folder)
     try:
@@ -189,5 +189,5 @@ def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
 
 
 def pause(seconds: float) -> None:
-    """For as long as a fault lasts; longer on a busy machine, where all is slower."""
+    """Sleep for the time of a fault, or longer on a busy machine, on which everything is slower."""
     time.sleep(seconds * min(2.0, processes.slowness()))

@@ -24,4 +24,4 @@ Input N of a parser depends on the seed, the parser's name and N alone, so a run
 from benchmarks import CHECKOUT
 
 CORPUS = CHECKOUT / "tests" / "corpus" / "fuzz"
-"""PARSER/NAME: inputs that were findings once. They are replayed by the tests, and mutated here."""
+"""Inputs that once were findings, as PARSER/NAME. Tests replay them, and they are mutated here."""

@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def replay(file: Path, parser: Parser | None, seconds: float) -> int:
-    """Run one input here, where a debugger can look at it. Returns the exit code."""
+    """Run one input in this process, where a debugger can look at it. Return the exit code."""
     if parser is None:
         parser = PARSERS.get(file.resolve().parent.name)
     if parser is None:
@@ -60,7 +60,7 @@ def replay(file: Path, parser: Parser | None, seconds: float) -> int:
 
 
 def run(parsers: list[Parser], options: argparse.Namespace) -> int:
-    """Soak the parsers and print what came of it. Returns the exit code."""
+    """Soak the parsers and print the results. Return the exit code."""
     began, used = time.monotonic(), os.times()
     seconds = 60 * (options.minutes or 10.0)
 
@@ -93,7 +93,7 @@ def run(parsers: list[Parser], options: argparse.Namespace) -> int:
 
 
 def table_of(results: list[Result]) -> str:
-    """Markdown, with a row of sums."""
+    """Return a Markdown table with a row of sums."""
     rows = ["| parser | what it reads | inputs | refused | findings | slowest, ms | growth, MiB |"]
     rows += ["| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for r in results:

@@ -23,11 +23,11 @@ from typing import Any
 
 _Reader = Callable[[bytes], Any]
 LONGEST = 64 * 1024
-"""Bytes of an input."""
+"""The most bytes of an input."""
 _COUNTS = (1, 1, 2, 3, 8)
-"""Changes of an input."""
+"""Possible numbers of changes to an input, one of which is drawn."""
 _RAW = 0.2
-"""Share of the inputs that are changed as bytes, whatever they are."""
+"""The share of inputs that are changed as bytes, whatever their form."""
 _BYTES = [
     b"", b"\x00", b"\xff", b"\xff\xff\xff\xff", b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b"NaN", b"Infinity",
     b"1e999", b"-0", b"-1", b"1.5", b"9" * 400, b"9" * 5000, b"0x" + b"f" * 5000, b"18446744073709551616", b"null",
@@ -52,7 +52,7 @@ _OPCODES = [
 
 
 class Form(Enum):
-    """What the parts of an input are."""
+    """The kind of an input's parts."""
 
     BYTES = "bytes"
     TEXT = "words of a text"
@@ -62,7 +62,7 @@ class Form(Enum):
 
 
 class Mutator:
-    """Makes changed copies of `seeds`. Seeds that do not have the form are changed as bytes."""
+    """Makes changed copies of `seeds`. A seed without the form is changed as bytes."""
 
     def __init__(self, form: Form, seeds: list[bytes]) -> None:
         self._seeds = seeds
@@ -79,7 +79,7 @@ class Mutator:
         self._parts = [part for value, _ in self._values for part in _parts_of(value)]
 
     def make(self, rng: random.Random) -> bytes:
-        """One input."""
+        """Return one input."""
         if rng.random() < _RAW or not (self._tokens or self._values):
             return self._changed_bytes(rng)[:LONGEST]
         if self._tokens:
@@ -143,7 +143,7 @@ class Mutator:
         return made
 
     def _changed(self, rng: random.Random, value: Any, share: float) -> Any:
-        """Return the value with some of its parts replaced, removed or joined by new ones, at random."""
+        """Return the value with some parts replaced, removed or added at random."""
         if rng.random() < share:
             return self._instead(rng, value)
         if isinstance(value, dict):
@@ -197,6 +197,6 @@ def _count(value: Any) -> int:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """The value and everything in it."""
+    """Return the value and everything in it."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [value, *(part for item in inside for part in _parts_of(item))]

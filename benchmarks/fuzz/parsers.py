@@ -1,4 +1,4 @@
-"""All parsers of untrusted input, by their names."""
+"""All parsers of untrusted input, by name."""
 
 from benchmarks.fuzz import parsers_of_operator, parsers_of_runtime, parsers_of_trainer
 

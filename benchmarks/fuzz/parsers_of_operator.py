@@ -1,6 +1,6 @@
-"""The parsers of the operator and of the command line: reports of coordinators, jobs of tenants, users' files.
+"""The parsers of operator and command line: reports of coordinators, tenants' jobs, users' files.
 
-Each `make` imports what it calls, so that a process pays for its own parser only.
+Each `make` imports what it calls, so that a process pays only for its own parser.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ spec:
 
 
 def as_json(value: Any) -> bytes:
-    """For a seed, or to see that a result can be written as strict JSON."""
+    """Return a seed in JSON, or check that a result can be written as strict JSON."""
     return json.dumps(value, allow_nan=False).encode()
 
 
 def loads(data: bytes) -> Any:
-    """The value of JSON. Raises ValueError."""
+    """Return the value of JSON. Raises ValueError."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -88,7 +88,7 @@ def _manifest_files() -> list[bytes]:
 
 
 def _jobs() -> list[dict[str, Any]]:
-    """The DDPJobs of all good manifests, as the API server stores them."""
+    """Return the DDPJobs of all good manifests, as the API server stores them."""
     from ddpjob.api.reader import read_manifests
 
     made = []
@@ -110,7 +110,7 @@ def _reports() -> Target:
 
 
 def _decisions() -> Target:
-    """What the operator decides from a report: twice, the second time from the status of the first."""
+    """Fuzz the operator's decision on a report, and a second one on the status of the first."""
     from ddpjob.api.job import DDPJob
     from ddpjob.api.job_status import SlotState
     from ddpjob.core.decide import decide
@@ -142,7 +142,7 @@ def _decisions() -> Target:
 
 
 def _stored_jobs() -> Target:
-    """A job that the API server's schema admits, up to its pods."""
+    """Fuzz a job that the API server's schema admits, up to its pods."""
     from ddpjob.api.job import DDPJob
     from ddpjob.api.reader import validate
     from ddpjob.core.decide import decide
@@ -168,7 +168,7 @@ def _stored_jobs() -> Target:
 
 
 def _classes() -> Target:
-    """A class of the platform team's, and a tenant's job of that class."""
+    """Fuzz a class of the platform team, with a tenant's job of that class."""
     from ddpjob.api.job import DDPJob
     from ddpjob.api.job_classes import JobClasses
     from ddpjob.api.reader import validate
@@ -196,7 +196,7 @@ def _classes() -> Target:
 
 
 def _manifests() -> Target:
-    """A manifest through `ddpjob validate`."""
+    """Fuzz a manifest through `ddpjob validate`."""
     from ddpjob.api.reader import ManifestError, read_manifests
     from ddpjob.client.backends.backend import Mistake
     from ddpjob.client.manifests.manifest_sources import checked
@@ -209,12 +209,12 @@ def _manifests() -> Target:
 
 
 def _manifests_as_json() -> Target:
-    """The same with the parts of the document changed, and not its words: more of these are valid."""
+    """Fuzz the same with changed parts of the document, not words, so that more are valid."""
     return replace(_manifests(), seeds=[as_json(job) for job in _jobs()])
 
 
 def _conversions() -> Target:
-    """Another operator's manifest through `ddpjob convert`."""
+    """Fuzz another operator's manifest through `ddpjob convert`."""
     from ddpjob.api.yamltext import YamlError, read_documents, write_document
     from ddpjob.client.backends.backend import Mistake
     from ddpjob.client.manifests.convert_jobs import convert
@@ -241,7 +241,7 @@ def _metrics() -> Target:
 
 
 def _ends() -> Target:
-    """A container's termination message, of a launcher and of a rank of torchrun in a `command`."""
+    """Fuzz a container's termination message, of a launcher or of a rank in a `command`."""
     from ddpjob.core.failures.classify import why_ended
     from ddpjob.core.world import ContainerView, PodView, Role
 
@@ -260,7 +260,7 @@ def _ends() -> Target:
 
 
 def _rounds() -> Target:
-    """A job's record of rounds, as `ddpjob show` prints it and `ddpjob get --local` lists it."""
+    """Fuzz a job's record of rounds, as `ddpjob show` and `ddpjob get --local` read it."""
     from ddpjob.client.backends.backend import Mistake
     from ddpjob.client.backends.left_behind import in_words, read_left_behind
     from ddpjob.client.backends.past_jobs import PastJobs

@@ -1,4 +1,4 @@
-"""The parsers of the runtime: the coordinator's port, buckets, and indexes that other programs have written."""
+"""The parsers of the runtime: the coordinator's port, buckets, and other programs' indexes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START = 1.7e9
 
 
 class _Call:
-    """A call that is due at a time, unless it is cancelled."""
+    """A call that is due at a time unless it is cancelled."""
 
     def __init__(self, when: float, act: Callable[[], Any]) -> None:
         self.when, self.act = when, act
@@ -42,7 +42,7 @@ class _Time:
         return self._calls[-1]
 
     def pass_by(self, seconds: float) -> None:
-        """At most a hundred calls are made, since some plan the next one."""
+        """Advance the clock. At most a hundred calls are made, since some plan the next one."""
         until = self.now + seconds
         for _ in range(100):
             due = min((call for call in self._calls if call.when <= until), key=lambda call: call.when, default=None)
@@ -55,7 +55,10 @@ class _Time:
 
 
 def _server(coordinator: Any) -> Any:
-    """The coordinator's port without a socket. Tells by AssertionError what it would log of a failed connection."""
+    """Return the coordinator's port without a socket.
+
+    It raises AssertionError with what it would log about a failed connection.
+    """
     from ddpjob_runtime.coordinator import server
 
     class Strangers(server.Strangers):
@@ -70,7 +73,7 @@ def _server(coordinator: Any) -> Any:
 
 
 def _check_report(coordinator: Any, now: float) -> None:
-    """Whatever has happened, the operator can read the coordinator's report, and Prometheus its metrics."""
+    """Check that the operator can read the coordinator's report, and Prometheus its metrics."""
     from ddpjob.engine.coordinator_client import read_report
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator import http_api, metrics
@@ -85,7 +88,7 @@ def _check_report(coordinator: Any, now: float) -> None:
 
 
 def _members() -> Target:
-    """Lines of pods that know the token, each with `from` (0 to 3) and `wait` (seconds before it)."""
+    """Fuzz lines of pods that know the token, with `from` (0 to 3) and `wait` (seconds before)."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
     from ddpjob_runtime.coordinator.settings import CoordinatorSettings
@@ -124,7 +127,7 @@ def _members() -> Target:
 
 
 def _stories() -> list[list[dict[str, Any]]]:
-    """Lives of a job of two nodes: a failure and another round; members of an earlier coordinator; a stop."""
+    """Return stories of a job of two nodes: a failure and a new round, a takeover, a stop."""
     hellos = [
         {"t": "hello", "from": i, "pod": f"a-{i}-0", "index": i, "attempt": 0, "pid": 5, "generation": 0, "grace": 30}
         for i in range(2)
@@ -156,7 +159,7 @@ def _stories() -> list[list[dict[str, Any]]]:
 
 
 class _Writer:
-    """The other end of a connection, which swallows everything."""
+    """The other end of a connection, which discards everything."""
 
     transport = property(lambda self: self)
 
@@ -167,13 +170,13 @@ class _Writer:
         return self if name == "socket" else ("10.0.0.9", 4711)
 
     def setsockopt(self, *arguments: Any) -> None:
-        """A socket's."""
+        """Do nothing, as a socket."""
 
     def write(self, content: bytes) -> None:
         self.sent += content
 
     async def drain(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing, because nothing is buffered."""
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -182,13 +185,13 @@ class _Writer:
         return False
 
     def close(self) -> None:
-        """The connection's end."""
+        """End the connection."""
 
     abort = close
 
 
 def _connections() -> Target:
-    """All bytes of one connection to the coordinator's port, by somebody who may know the token."""
+    """Fuzz all bytes of a connection to the coordinator's port. The peer may know the token."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
     from ddpjob_runtime.coordinator.settings import CoordinatorSettings
@@ -243,13 +246,13 @@ _LISTING = (
 
 
 class _Connection:
-    """An HTTP connection on which one answer comes; its own socket."""
+    """An HTTP connection with one answer, which is its own socket too."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
 
     def request(self, *arguments: Any, **more: Any) -> None:
-        """Whatever is asked."""
+        """Accept any request."""
 
     def getresponse(self) -> http.client.HTTPResponse:
         response = http.client.HTTPResponse(self)  # type: ignore[arg-type]
@@ -260,11 +263,11 @@ class _Connection:
         return io.BytesIO(self._answer)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 def _answers() -> Target:
-    """The HTTP answers of a bucket: a listing, an object, an error."""
+    """Fuzz the HTTP answers of a bucket: a listing, an object, an error."""
     from ddpjob_runtime.launcher import s3_reader
     from ddpjob_runtime.launcher.fetch_data import check_names
 
@@ -304,13 +307,13 @@ def _answer(body: bytes, status: str = "200 OK", more: str = "") -> bytes:
 
 
 def _listings() -> Target:
-    """The same, where the answer's head is right and its body may not be."""
+    """Fuzz the same with a correct head of the answer."""
     answers = _answers()
     return replace(answers, read=lambda data: answers.read(_answer(data)), seeds=[_LISTING])
 
 
 def _bucket_manifests() -> Target:
-    """The list of a checkpoint's files in a bucket."""
+    """Fuzz the list of a checkpoint's files in a bucket."""
     from ddpjob_bucket import CopyManifest, Stored
 
     def read(data: bytes) -> None:
@@ -327,14 +330,14 @@ def _bucket_manifests() -> Target:
 
 
 class _StorageInfo:
-    """torch's, by its name in a pickle."""
+    """Stands for torch's class of this name in a pickle."""
 
     def __init__(self, name: str) -> None:
         self.relative_path, self.offset, self.length = name, 0, 10
 
 
 def _script_indexes() -> Target:
-    """torch's index of a checkpoint that a script of the user's has written, read without torch."""
+    """Fuzz torch's index of a checkpoint that a user's script has written, read without torch."""
     from ddpjob_report import copies
 
     folder = scratch("script")

@@ -1,4 +1,4 @@
-"""The parsers of the trainer: checkpoints that somebody else may have written, and data sets."""
+"""The parsers of the trainer: checkpoints that anyone may have written, and data sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.fuzz.mutate import Form
 from benchmarks.fuzz.watch import Parser, Target, scratch
 
 _SIDE = 24
-"""Pixels that the images are scaled to."""
+"""The side in pixels to which images are scaled."""
 
 
 class _Untouched:
@@ -26,7 +26,7 @@ class _Untouched:
         self._before = {kind: dict(vars(kind)) for kind in classes}
 
     def check(self) -> None:
-        """Raise AssertionError naming a change, after undoing all: else later inputs would be findings, too."""
+        """Undo all changes, which would spoil later inputs, and raise AssertionError for one."""
         changed, nothing = [], object()
         for kind, before in self._before.items():
             after = dict(vars(kind))
@@ -38,7 +38,7 @@ class _Untouched:
 
 
 def _checkpoint_files() -> Target:
-    """A checkpoint that is one file, whose checksum is right; the sum protects from accidents only."""
+    """Fuzz a checkpoint of one file with a correct checksum, which protects only from accidents."""
     import torch
     from ddpjob_trainer.checkpoints import torch_file
     from ddpjob_trainer.checkpoints.metadata import Metadata
@@ -67,7 +67,7 @@ def _checkpoint_files() -> Target:
 
 
 def _weights() -> Target:
-    """Any file that is given as checkpoint.load."""
+    """Fuzz any file that is given as checkpoint.load."""
     import argparse
 
     import torch
@@ -93,7 +93,7 @@ def _weights() -> Target:
 
 
 def _checkpoint_folder(name: str) -> Path:
-    """A whole checkpoint of format dcp."""
+    """Write a whole checkpoint of format dcp, and return its path."""
     import torch
     from ddpjob_trainer.checkpoints import dcp
     from ddpjob_trainer.checkpoints.metadata import Metadata
@@ -105,14 +105,14 @@ def _checkpoint_folder(name: str) -> Path:
 
 
 def _record(path: Path, recorded: dict[str, Any]) -> None:
-    """Write a manifest with its own checksum, which anybody can calculate."""
+    """Write a manifest with its own checksum, which anyone can calculate."""
     recorded = {key: value for key, value in recorded.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(recorded).encode()).hexdigest()
     path.write_text(json.dumps({**recorded, "sha256": digest}))
 
 
 def _dcp_manifests() -> Target:
-    """The manifest of a checkpoint that is a folder, and what it makes the trainer read."""
+    """Fuzz the manifest of a checkpoint folder, and what it makes the trainer read."""
     from ddpjob_trainer.checkpoints import dcp
     from ddpjob_trainer.errors import CheckpointError
 
@@ -169,7 +169,7 @@ def _cifar_binary() -> Target:
 
 
 def _images() -> Target:
-    """An image of a data set, through a training crop, a test crop and its size."""
+    """Fuzz an image of a data set, through a training crop, a test crop and its size."""
     import numpy as np
     import torch
     from ddpjob_trainer.data import decode
@@ -209,7 +209,7 @@ def _images() -> Target:
 
 
 def _shards() -> Target:
-    """A tar of images with their class numbers."""
+    """Fuzz a tar of images with their class numbers."""
     from ddpjob_trainer.data import shard_index
     from ddpjob_trainer.errors import DataError
 
@@ -233,7 +233,7 @@ def _shards() -> Target:
 
 
 def _shard_indexes() -> Target:
-    """The index beside shards, which may lie in a bucket."""
+    """Fuzz the index of shards, which may be in a bucket."""
     import numpy as np
     from ddpjob_trainer.data import shard_index
     from ddpjob_trainer.errors import DataError

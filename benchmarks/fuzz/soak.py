@@ -1,7 +1,7 @@
 """Run parsers for a long time, each in a process of its own, which may die, hang or grow.
 
-Parsers take turns of the same processor time. Their processes stay, so that memory which grows from
-turn to turn is seen.
+Parsers take turns of equal processor time. Their processes stay, so that memory that grows from
+turn to turn is noticed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ from benchmarks.fuzz.watch import SECONDS, Finding, Parser, Target, attempt, scr
 from benchmarks.processes import memory, processor_seconds
 
 TURN = 2.0
-"""Seconds of the processor that a parser gets before it is the next one's turn."""
+"""How many processor seconds a parser gets in one turn."""
 GROWTH = 32.0
-"""MiB between the first and the last tenth of a process's turns."""
+"""The growth in MiB that is a finding, from the first to the last tenth of a process's turns."""
 _FEWEST_TURNS = 10
 _MOST_DEATHS = 10
-"""After which a parser gets no more turns, since each start takes seconds."""
+"""After this many deaths a parser gets no more turns, since each start takes seconds."""
 
 
 class _Current(ctypes.Structure):
-    """The input that a process is trying, for whoever finds the process dead."""
+    """The input that a process is trying, for the parent that finds the process dead."""
 
     _fields_ = (("number", ctypes.c_longlong), ("length", ctypes.c_int), ("content", ctypes.c_ubyte * LONGEST))
 
 
 @dataclass
 class _Turn:
-    """What has come of one turn. `findings`: by what they have in common, how many, and the first with its input."""
+    """The result of one turn.
+
+    `findings`: by what they have in common, (count, the first, its input).
+    """
 
     inputs: int = 0
     refused: int = 0
@@ -57,7 +60,7 @@ class _Turn:
 
 @dataclass
 class Result:
-    """What has come of a parser. `memory`: MiB after each turn of its newest process."""
+    """The result of a parser. `memory`: MiB after each turn of its newest process."""
 
     parser: Parser
     inputs: int = 0
@@ -77,14 +80,14 @@ class Result:
 
     @property
     def growth(self) -> float:
-        """MiB from the first tenth of the turns to the last one."""
+        """Return the growth in MiB from the first tenth of the turns to the last one."""
         tenth = max(1, len(self.memory) // 10)
         # The first turn fills caches.
         return median(self.memory[-tenth:]) - median(self.memory[1 : 1 + tenth]) if len(self.memory) > 1 else 0.0
 
 
 def inputs_of(parser: Parser, target: Target, seed: int, first: int = 0) -> Iterator[bytes]:
-    """The parser's inputs from a number on, without end: good inputs and earlier findings, changed."""
+    """Yield the parser's inputs from a number on, without end: changed good inputs and findings."""
     mutator = Mutator(parser.form, [*target.seeds, *(file.read_bytes() for file in corpus_of(parser))])
     number = first
     while True:
@@ -93,7 +96,7 @@ def inputs_of(parser: Parser, target: Target, seed: int, first: int = 0) -> Iter
 
 
 def corpus_of(parser: Parser) -> list[Path]:
-    """Inputs of a parser that were findings once."""
+    """Return inputs of a parser that once were findings."""
     return sorted((CORPUS / parser.name).glob("*"))
 
 
@@ -106,7 +109,7 @@ def soak(
     limit: float = SECONDS,
     progress: Callable[[list[Result]], None] = lambda results: None,
 ) -> list[Result]:
-    """Give each parser one turn after the other until it `is_over`, which is asked after each round of turns."""
+    """Give the parsers turns until `is_over`, which is asked after each round of turns."""
     results = [Result(parser) for parser in parsers]
     with ExitStack() as stack:
         runners = [_Runner(result, seed, turn, limit) for result in results]
@@ -145,7 +148,7 @@ class _Runner:
             used = processor_seconds(self._process.pid)
             if self._current.number != before:
                 before, since = self._current.number, used
-            elif before >= 0 and used - since > 2 * self._limit + 1:  # Within a function of C, no signal arrives.
+            elif before >= 0 and used - since > 2 * self._limit + 1:  # No signal arrives within a C function.
                 self._process.kill()
                 self._process.join()
                 self._bury(Finding("hang", f"more than {2 * self._limit:g} s of processor time in a function of C"))
@@ -182,7 +185,7 @@ class _Runner:
         if current.number < 0:
             raise RuntimeError(f"the parser {self.result.parser.name} cannot be started: {self._ending()}")
         content = bytes(current.content[: current.length])
-        # Inputs of the turn that were tried before this one count for nothing.
+        # The turn's earlier inputs are not counted.
         self.result.add(_Turn(1, findings={f"{finding} {current.number}": (1, finding, content)}))
         self.result.deaths += 1
         self.end()
@@ -194,7 +197,7 @@ class _Runner:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Libraries that compute in threads would need the other processors."""
+    """Allow libraries one thread, because more would need the other processors."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

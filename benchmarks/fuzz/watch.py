@@ -1,4 +1,4 @@
-"""Run a parser on one input, and say what it did that no input may make it do."""
+"""Runs a parser on one input, and reports what no input may make it do."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from benchmarks import CHECKOUT
 from benchmarks.fuzz.mutate import Form
 
 SECONDS = 5.0
-"""Processor time that one input may take, far more than any known input needs."""
+"""How many processor seconds one input may take, far more than any known input needs."""
 MEMORY = 2**32
-"""Bytes that one input may take: an image of the most pixels that are decoded takes 3.3 GiB."""
+"""How many bytes one input may take. The largest image that is decoded takes 3.3 GiB."""
 _ACTS = frozenset({
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "pty.spawn", "os.kill",
     "socket.connect", "socket.getaddrinfo", "socket.bind", "shutil.rmtree", "os.putenv", "builtins.input",
@@ -33,7 +33,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def scratch_of(pid: int) -> Path:
-    """The only folder in which the parsers of a process write files."""
+    """Return the only folder in which the parsers of a process write files."""
     return Path(tempfile.gettempdir()) / f"ddpjob-fuzz-{pid}"
 
 
@@ -42,11 +42,11 @@ SCRATCH = scratch_of(os.getpid())
 
 @dataclass(frozen=True)
 class Target:
-    """A parser that is ready to be called. `refusals`: what its docstring says that it raises."""
+    """A parser that can be called. `refusals`: the exceptions that its docstring names."""
 
     read: Callable[[bytes], object]
     seeds: list[bytes]
-    """Good inputs, which it accepts."""
+    """Good inputs that it accepts."""
     refusals: tuple[type[Exception], ...]
 
 
@@ -62,7 +62,7 @@ class Parser:
 
 @dataclass(frozen=True)
 class Finding:
-    """What an input made a parser do. `where`: the file and line of the project that it came from."""
+    """A parser's fault on an input. `where`: the project's file and line from which it came."""
 
     kind: str
     what: str
@@ -74,7 +74,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an input ended."""
+    """The outcome of an input."""
 
     refused: bool
     seconds: float
@@ -82,18 +82,21 @@ class Outcome:
 
 
 def scratch(name: str) -> Path:
-    """A folder for a parser that reads files. The outermost `watching` removes it at its end."""
+    """Create a folder for a parser that reads files. The outermost `watching` removes it."""
     folder = SCRATCH / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 class _Overdue(BaseException):
-    """The input takes too much processor time. Not an Exception, so that parsers do not catch it."""
+    """The input takes too much processor time.
+
+    It is not an Exception, so that parsers do not catch it.
+    """
 
 
 class _Nothing(io.TextIOBase):
-    """Swallows what parsers log."""
+    """Discards the logs of parsers."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -101,7 +104,7 @@ class _Nothing(io.TextIOBase):
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Prepare the process for `warm` and `attempt`. In a process's main thread only."""
+    """Prepare the process for `warm` and `attempt`. Works only in the main thread."""
     _install_hook()
     before = signal.signal(signal.SIGPROF, _interrupt)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -138,7 +141,7 @@ def attempt(target: Target, data: bytes, seconds: float = SECONDS) -> Outcome:
     try:
         with contextlib.redirect_stderr(_Nothing()):
             _State.armed = True
-            # Again and again, since a parser may catch everything.
+            # Repeatedly, since a parser may catch everything.
             signal.setitimer(signal.ITIMER_PROF, seconds, 0.2)
             try:
                 target.read(data)
@@ -169,7 +172,7 @@ class _State:
 
 
 def _install_hook() -> None:
-    """An audit hook stays for the life of the process."""
+    """Install the audit hook once, since it stays as long as the process."""
     if not _State.hooked:
         sys.addaudithook(_note_act)
         _State.hooked = True
@@ -195,7 +198,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _hidden(error: BaseException | None) -> Finding | None:
-    """What a refusal hides: without the limit of memory, this process would have been killed."""
+    """Return the finding that a refusal hides, since only the memory limit prevented a kill."""
     for _ in range(20):
         if isinstance(error, MemoryError):
             return Finding("memory", f"more than {MEMORY >> 20} MiB", _place(error))
@@ -204,7 +207,7 @@ def _hidden(error: BaseException | None) -> Finding | None:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the project that the exception passed."""
+    """Return the innermost line of the project that the exception passed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     ours = [frame for frame in frames if frame.filename.startswith(str(CHECKOUT)) and ".venv" not in frame.filename]
     if not frames:

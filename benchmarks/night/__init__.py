@@ -1,1 +1,1 @@
-"""A night of jobs on simulated GPU nodes, under Kubernetes' own scheduler (`python -m benchmarks.night`)."""
+"""A night of jobs on simulated GPU nodes under Kubernetes' own scheduler."""

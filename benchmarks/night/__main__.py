@@ -56,12 +56,12 @@ from benchmarks.testbed import (
 
 DEFECTS = ("forgets", "asleep")
 LIMIT = 4.0
-"""A night may take so many times the minutes in which its jobs arrive."""
+"""How many times longer a night may take than the time in which its jobs arrive."""
 
 
 @contextmanager
 def control_plane() -> Iterator[Cluster]:
-    """Everything but nodes and DNS, in a slot where no cluster is up."""
+    """Start everything except nodes and DNS, in a slot where no cluster is up."""
     first = Cluster()
     slots = (Cluster(replace(first.settings, slot=slot)) for slot in range(first.settings.slot, 16))
     cluster = next((free for free in slots if free.state() is None), first)
@@ -100,7 +100,7 @@ def scheduler_of(cluster: Cluster) -> int:
 
 
 def put_to_sleep(cluster: Cluster, seconds: float) -> None:
-    """Deliberate defect: kube-scheduler stands still, in the middle of the arrivals."""
+    """Suspend kube-scheduler in the middle of the arrivals, as a deliberate defect."""
     scheduler = scheduler_of(cluster)
     for _ in range(3):
         time.sleep(seconds)
@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """0; 1 when a check has failed."""
+    """Run a night. Return 0, or 1 if a check has failed."""
     given = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="night-") as name, control_plane() as cluster:
         folder, namespace = Path(name), f"night-{secrets.token_hex(2)}"

@@ -1,4 +1,4 @@
-"""The picture of a night."""
+"""Draws the picture of a night."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.night.schedule import GPUS, HOSTS, FaultKind
 
 
 def draw(record: Record, path: Path, seed: int) -> None:
-    """GPUs by job, what the nodes offer, the losses; and for how long somebody has waited although there is room."""
+    """Draw the GPUs by job and on offer, the losses, and how long jobs wait despite room."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,11 @@
-"""Eight Kubernetes nodes without machines: kubelets that are played, on the real API server.
+"""Eight Kubernetes nodes without machines: kubelets are played, on the real API server.
 
-What a kubelet does with a pod, its containers and its end is the simulation's (`tests/simulation/kubelet.py`), and so
-is what the containers do: the production coordinator, whose HTTP port the operator reaches at a loopback address, and
-launchers that say on the wire what the real ones say. What is not simulated is who binds pods, notices silent nodes and
-deletes: kube-scheduler, kube-controller-manager and the operator. A kubelet sees its pods through a watch, keeps its
-node's Lease, and writes and deletes as a kubelet does.
+The simulation (`tests/simulation/kubelet.py`) decides what a kubelet does with a pod, its
+containers and its end, and what the containers do. They are the production coordinator, whose HTTP
+port the operator reaches at a loopback address, and launchers that send the same lines as real
+ones. Real are kube-scheduler, kube-controller-manager and the operator, which bind pods, notice
+silent nodes and delete. A kubelet sees its pods through a watch, renews its node's Lease, and
+writes and deletes as a kubelet does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage":
 
 
 class WallClock(Clock):
-    """The simulation's clock is the time of day, and what is due is called by the event loop."""
+    """The simulation's clock as the time of day. The event loop calls what is due."""
 
     @property
     def now(self) -> float:  # type: ignore[override]
@@ -49,7 +50,7 @@ class WallClock(Clock):
 
 @dataclass
 class _ApiStore:
-    """The store that the simulated kubelets write to: here what they write is sent to the API server."""
+    """The store of the simulated kubelets, which sends their writes to the API server."""
 
     clock: Clock
     write: Callable[[Json], None]
@@ -58,7 +59,7 @@ class _ApiStore:
     secrets: dict[str, Json] = field(default_factory=dict)
 
     def get(self, kind: str, name: str) -> Json:
-        """A Secret that was read before the container started."""
+        """Return a Secret that was read before the container started."""
         return self.secrets[name]
 
     def changed(self, kind: str, body: Json) -> None:
@@ -69,7 +70,7 @@ class _ApiStore:
 
 
 class Kubelets(Machines):
-    """Those of all hosts, for the pods of one namespace."""
+    """The kubelets of all hosts, for the pods of one namespace."""
 
     def __init__(self, rest: Rest, namespace: str, network: Network, trainings: Trainings) -> None:
         store = _ApiStore(network.clock, self._send_status, self._confirm_end)
@@ -79,7 +80,7 @@ class Kubelets(Machines):
         self.address = lambda number: f"127.{10 + number // 62500}.{number // 250 % 250}.{1 + number % 250}"
         self.on_pod = self._serve
         self.ready: set[str] = set()
-        """Names of the nodes that the API server says are Ready."""
+        """Names of the nodes that are Ready according to the API server."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._servers: dict[str, asyncio.AbstractServer] = {}
         self._work: set[asyncio.Task[None]] = set()
@@ -103,7 +104,7 @@ class Kubelets(Machines):
     # ---- nodes
 
     async def register(self, name: str) -> None:
-        """A node joins the cluster, as its kubelet registers it."""
+        """Register a node as its kubelet does."""
         labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
         status = {"capacity": _CAPACITY, "allocatable": _CAPACITY, "conditions": [_ready()]}
         body = {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status}
@@ -113,7 +114,7 @@ class Kubelets(Machines):
         self.hosts[name] = Host(name, body)
 
     async def keep_alive(self, name: str) -> None:
-        """Runs until cancelled: renews the node's Lease, and says that it is Ready where that was doubted."""
+        """Renew the node's Lease until cancelled, and report it Ready again if that was doubted."""
         host = self.hosts[name]
         while True:
             try:
@@ -133,10 +134,10 @@ class Kubelets(Machines):
         return host.name in self.ready
 
     def _say_ready(self, host: Host, ready: bool) -> None:
-        """`keep_alive` does."""
+        """Do nothing, because `keep_alive` reports it."""
 
     def bring_back(self, host: Host) -> None:
-        """Its power or its network is there again, and its kubelet catches up."""
+        """Give the host its power or network back, so that its kubelet catches up."""
         host.cut = False
         self.network.changed()
         for pod in [p for p in self.pods.values() if p.host is host]:
@@ -152,7 +153,7 @@ class Kubelets(Machines):
     # ---- pods
 
     def pod_changed(self, before: Json | None, after: Json | None) -> None:
-        """What the watch of pods shows."""
+        """Handle a change that the watch of pods shows."""
         body = after or before
         assert body is not None
         self._observe("Pod", "DELETED" if after is None else "MODIFIED", body)
@@ -178,7 +179,7 @@ class Kubelets(Machines):
             self._terminate_if_reachable(pod)
 
     async def _begin(self, pod: Pod) -> None:
-        """Reads the Secrets that its containers want, and starts them."""
+        """Read the Secrets of the pod's containers, and start them."""
         for container in pod.body["spec"]["containers"]:
             for entry in container.get("env", ()):
                 reference = entry.get("valueFrom", {}).get("secretKeyRef")
@@ -196,7 +197,7 @@ class Kubelets(Machines):
         return True
 
     async def _repeat(self, method: str, path: str, **more: Any) -> Json | None:
-        """The answer, however often it must be asked for; None where there is no such object (any more)."""
+        """Repeat a request until it succeeds, and return the answer; None if the object is gone."""
         while True:
             try:
                 return await self.rest.request(method, path, **more)
@@ -226,12 +227,12 @@ class Kubelets(Machines):
             {**c, "image": images[c["name"]], "imageID": "", "restartCount": 0, "ready": "running" in c["state"]}
             for c in status["containerStatuses"]
         ]
-        # Without conditions: they are the scheduler's, and of who disrupts the pod.
+        # Without conditions, which belong to the scheduler and to whatever disrupts the pod.
         sent = {"phase": status["phase"], "podIP": status["podIP"], "podIPs": [{"ip": status["podIP"]}]}
         patch = {"metadata": {"uid": uid}, "status": {**sent, "containerStatuses": containers}}
 
         async def send() -> None:
-            async with self._locks[uid]:  # In their order.
+            async with self._locks[uid]:  # In order.
                 pod = self.pods.get(uid)
                 if pod is None or not pod.host.silent:
                     await self._repeat("PATCH", f"{self._path(body)}/status", body=patch, content_type=MERGE_PATCH)

@@ -1,4 +1,4 @@
-"""One night: jobs arrive and run, nodes are lost, and each second it is looked at who waits although there is room."""
+"""One night: jobs arrive and run, nodes are lost, and each second shows who waits despite room."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ PACE = Pace(
     drain=(0.1, 0.5),
     notice=(0.05, 0.3),
 )
-"""Containers start in about a second, launchers in one or two, workers of forks in less."""
+"""Containers start in about a second, launchers in one or two, forked workers in less."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """The cluster at one moment; `at`: seconds after the beginning."""
+    """The cluster at one time. `at`: seconds after the beginning."""
 
     at: float
     held: dict[str, int]
@@ -45,38 +45,39 @@ class Look:
     offered: int
     """GPUs of nodes that are Ready."""
     waiting: int
-    """Jobs that lack nodes which they need."""
+    """How many jobs lack nodes that they need."""
     longest: float
-    """Seconds for which a job has waited although it fits."""
+    """For how many seconds a job has waited at the most although it fits."""
     fits: dict[str, str]
-    """What fits, by job: what it waits for."""
+    """By job that fits: what it waits for."""
 
 
 @dataclass
 class Record:
-    """What a night has left."""
+    """The record of a night."""
 
     looks: list[Look] = field(default_factory=list)
     waits: Waits = field(default_factory=Waits)
     faults: list[tuple[float, FaultKind, float]] = field(default_factory=list)
-    """(moment, kind, seconds for which the node was gone)"""
+    """(time, kind, seconds for which the node was gone)"""
     created: dict[str, float] = field(default_factory=dict)
     first_held: dict[str, float] = field(default_factory=dict)
-    """Jobs, and when they first had all the nodes that they need."""
+    """When each job first had all the nodes that it needs."""
     statuses: dict[str, Json] = field(default_factory=dict)
-    """The last ones of the jobs."""
+    """The last status of each job."""
     preempted: set[str] = field(default_factory=set)
-    """Pods, coordinators' too, by their uids."""
+    """Uids of preempted pods, including coordinators."""
     mistaken: int = 0
-    """Nodes that were taken for lost while their kubelets ran: this machine was too busy."""
+    """How many nodes were taken for lost while their kubelets ran, because this machine was too
+    busy."""
     scheduler_seconds: float = 0.0
-    """Of processors, for kube-scheduler."""
+    """Processor time of kube-scheduler."""
     useful: int = 0
-    """GPU-seconds of steps that count."""
+    """GPU-seconds of the steps that count."""
     samples: int = 0
     fenced: int = 0
     exact: int = 0
-    """Jobs whose ledger is exact."""
+    """How many jobs have an exact ledger."""
     problems: list[str] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
 
@@ -85,21 +86,21 @@ class Record:
         return self.looks[-1].at if self.looks else 0.0
 
     def waits_for(self, *lacks: Lack) -> list[Wait]:
-        """The waits for these, the longest first."""
+        """Return the waits for these, the longest first."""
         return sorted((w for w in self.waits.ended if w.lack in lacks), key=lambda wait: -wait.seconds)
 
     def reasons(self) -> Counter[str]:
-        """Of the restarts that are still in the statuses."""
+        """Count the reasons of the restarts that are still in the statuses."""
         recent = (r for s in self.statuses.values() for r in s.get("restarts", {}).get("recent", ()))
         return Counter(r["reason"] for r in recent)
 
 
 class _Over(Exception):
-    """The night is."""
+    """The night is over."""
 
 
 class Night:
-    """`folder` takes the jobs' checkpoints and ledgers."""
+    """Plays a night. `folder` is for the jobs' checkpoints and ledgers."""
 
     def __init__(
         self, rest: Rest, namespace: str, jobs: list[Job], faults: list[Fault], folder: Path, *, forgets: bool = False
@@ -145,7 +146,7 @@ class Night:
     # ---- the whole
 
     async def run(self, limit: float) -> Record:
-        """Until all jobs have ended, or for `limit` seconds."""
+        """Run until all jobs have ended, or for `limit` seconds."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         try:
             async with asyncio.TaskGroup() as group:
@@ -158,7 +159,7 @@ class Night:
         return self.record
 
     async def _play(self, group: asyncio.TaskGroup, limit: float) -> None:
-        """Raises _Over at the end, which ends the tasks beside it."""
+        """Play the night, and raise _Over at its end, which ends the other tasks."""
         await self._prepare(group)
         self._began = time.monotonic()
         group.create_task(self._submit())
@@ -170,7 +171,7 @@ class Night:
         raise _Over
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: Json) -> None:
-        """An assertion of the simulation, or an error of this program."""
+        """Record an assertion of the simulation, or an error of this program."""
         self.record.problems.append(repr(context.get("exception") or context["message"]))
 
     async def _prepare(self, group: asyncio.TaskGroup) -> None:
@@ -212,7 +213,7 @@ class Night:
                 await self._kill(fault)
 
     async def _kill(self, fault: Fault) -> None:
-        """By force, as a user deletes a pod that hangs."""
+        """Delete a pod by force, as a user does with one that hangs."""
         wanted = fault.kind is FaultKind.COORDINATOR
         found = sorted(
             (p["metadata"]["name"] for p in self._pods.views() if holds(p) and _is_coordinator(p) is wanted), key=str
@@ -229,7 +230,7 @@ class Night:
         self.record.faults.append((self._now(), fault.kind, 0.0))
 
     async def _lose_node(self, fault: Fault) -> None:
-        """It is back `fault.seconds` later; meanwhile other faults come."""
+        """Take a node away for `fault.seconds`. Other faults happen during that time."""
         host = list(self.kubelets.hosts.values())[int(fault.choice * HOSTS)]
         self.kubelets.cut(host, None)
         if fault.kind is FaultKind.POWER:
@@ -265,7 +266,7 @@ class Night:
         self.record.loads.append(os.getloadavg()[0])
 
     def _judge(self) -> None:
-        """Every job is Complete without a counted restart, and its ledger is exact."""
+        """Check that every job is Complete without a counted restart, with an exact ledger."""
         record = self.record
         for name in self.jobs:
             status, training = record.statuses.get(name, {}), self._trainings.of_job.get(name)

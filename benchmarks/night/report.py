@@ -1,4 +1,4 @@
-"""The tables of a night."""
+"""Writes the tables of a night."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from benchmarks.night.schedule import PRIORITIES, Job
 from benchmarks.night.waits import Lack, Wait, Whose
 
 AIM = 10.0
-"""Seconds for which a job may wait although it fits."""
+"""For how many seconds a job may wait although it fits."""
 SHOWN = 5
 
 
 def longest(record: Record) -> float:
-    """Seconds for which a job has waited at the most for nodes that it needs, and that it could have had."""
+    """Return the longest wait, in seconds, for needed nodes that a job could have had."""
     return max((wait.seconds for wait in record.waits_for(Lack.GANG, Lack.NODE)), default=0.0)
 
 
 def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
-    """In Markdown: the figures, then the longest waits."""
+    """Return the figures, and then the longest waits, in Markdown."""
     needed, more = record.waits_for(Lack.GANG, Lack.NODE), record.waits_for(Lack.MORE)
     complete = sum(status.get("phase") == "Complete" for status in record.statuses.values())
     counted = sum(status.get("restarts", {}).get("counted", 0) for status in record.statuses.values())
@@ -77,7 +77,7 @@ def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
 
 
 def _gpu_seconds(record: Record) -> tuple[float, float]:
-    """Held and offered."""
+    """Return (held, offered) GPU-seconds."""
     held = offered = 0.0
     for before, after in pairwise(record.looks):
         passed = after.at - before.at

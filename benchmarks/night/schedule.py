@@ -1,4 +1,4 @@
-"""What a night consists of, drawn by a seed: jobs of all shapes, when they arrive, and what befalls them."""
+"""The contents of a night, drawn by a seed: jobs of all shapes, their arrival, and the faults."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from enum import StrEnum
 from ddpjob.api.job_spec import Json
 
 HOSTS, GPUS = 8, 8
-"""Kubernetes nodes, and the GPUs of each."""
+"""The number of Kubernetes nodes, and of each one's GPUs."""
 PRIORITIES = {"low": -100, "normal": 0, "high": 100}
-"""Names and values of PriorityClasses."""
+"""Values of PriorityClasses by name."""
 BATCH = 64
-"""Samples of a step."""
+"""How many samples a step has."""
 NODES = (1, 1, 1, 2, 2, 2, 3, 4, 4, 6, 8)
 GPUS_OF_A_NODE = (1, 2, 2, 4, 4, 8, 8)
 POD_EVERY, COORDINATOR_EVERY, HOST_EVERY = 25.0, 90.0, 80.0
-"""Mean seconds between two faults of a kind."""
+"""The mean time in seconds between two faults of a kind."""
 AWAY = (20.0, 50.0)
-"""Seconds for which a Kubernetes node is gone."""
+"""The range of seconds for which a Kubernetes node is gone."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job. `steps` of one second each with all of its nodes; `at`: seconds after the beginning."""
+    """One job, with `steps` of one second each if it has all its nodes.
+
+    `at`: seconds after the beginning.
+    """
 
     name: str
     at: float
@@ -43,16 +46,16 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """Of an epoch. Its last step is a short one."""
+        """The samples of an epoch. Its last step is a short one."""
         return self.steps_per_epoch * BATCH - BATCH // 3
 
     @property
     def gpu_seconds(self) -> int:
-        """That it needs undisturbed."""
+        """The GPU-seconds that it needs if undisturbed."""
         return self.nodes * self.gpus * self.steps
 
     def spec(self, classes: dict[str, str]) -> Json:
-        """The DDPJob's. `classes`: names of the PriorityClasses."""
+        """Return the DDPJob's spec. `classes`: names of the PriorityClasses."""
         elastic = {"elastic": {"minNodes": self.minimum}} if self.minimum < self.nodes else {}
         return {
             "image": "simulated", "script": "train.py", "nodes": self.nodes, "spares": self.spares,
@@ -70,7 +73,10 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """`choice`: which of the possible victims, from 0 to 1; `seconds`: for which a Kubernetes node is gone."""
+    """A fault.
+
+    `choice` (0 to 1) chooses the victim; `seconds`: how long a Kubernetes node is gone.
+    """
 
     at: float
     kind: FaultKind
@@ -79,7 +85,7 @@ class Fault:
 
 
 def draw_jobs(seed: int, count: int, minutes: float) -> list[Job]:
-    """`count` jobs that arrive within `minutes`, a few of them at the beginning."""
+    """Draw `count` jobs that arrive within `minutes`, a few of them at the beginning."""
     chance = random.Random(f"jobs {seed}")
     moments = sorted(max(0.0, chance.uniform(-0.1, 1.0)) * minutes * 60 for _ in range(count))
     return [_draw(chance, number, at) for number, at in enumerate(moments)]
@@ -103,7 +109,7 @@ def _draw(chance: random.Random, number: int, at: float) -> Job:
 
 
 def draw_faults(seed: int, minutes: float) -> list[Fault]:
-    """In the order of their moments. A Kubernetes node is back before the next one is lost."""
+    """Draw faults in order of time. A Kubernetes node is back before the next one is lost."""
     found = []
     for every, kinds in (
         (POD_EVERY, (FaultKind.POD,)),

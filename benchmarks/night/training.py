@@ -1,8 +1,8 @@
-"""The played training: its ledger, checkpoints and fence are the trainer's own code, only the arithmetic is left out.
+"""The played training: ledger, checkpoints and fence are the trainer's, only arithmetic is missing.
 
-A step is in the ledger when it begins, and has an effect when it ends, a second later: what is lost in the middle is in
-the ledger all the same, as with the trainer. A group without the network, which has no checkpoint folder either, makes
-no steps.
+A step is in the ledger when it begins, and has an effect when it ends, a second later. A step that
+is lost in between is in the ledger too, as with the trainer. A group without network, and so
+without checkpoint folder, makes no steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHECKPOINT = "checkpoint.json"
 
 @dataclass
 class _Life:
-    """One incarnation: the workers of a round from the checkpoint that they resumed from."""
+    """One incarnation: a round's workers, from the checkpoint from which they resumed."""
 
     claim: Claim
     done: int
@@ -43,13 +43,13 @@ class _Life:
 
 
 class PlayedTraining(Training):
-    """The training of one job; `uid` is the job's."""
+    """The training of one job. `uid`: the job's uid."""
 
     def __init__(self, network: Network, job: Job, uid: str, folder: Path, *, forgets: bool = False) -> None:
         super().__init__(network, job.steps)
         self.job, self.uid, self.folder = job, uid, folder
         self.forgets = forgets
-        """Deliberate defect: it resumes from the beginning."""
+        """Whether it resumes from the beginning, as a deliberate defect."""
         self.fenced = 0
         self._lives: dict[WorkerRound, _Life] = {}
         folder.mkdir()
@@ -60,7 +60,7 @@ class PlayedTraining(Training):
         )
 
     def _tick(self, current: WorkerRound) -> None:
-        """A step begins, where it can; `_step` is its end."""
+        """Begin a step if possible; `_step` ends it."""
         life = self._lives.get(current)
         if life is None:
             try:
@@ -76,7 +76,7 @@ class PlayedTraining(Training):
         self.network.clock.later(pace, lambda: self._step(current))
 
     def _resume(self, current: WorkerRound) -> _Life:
-        """Raises FencedError where a later round has the folder."""
+        """Resume from the checkpoint. Raises FencedError if a later round has the folder."""
         claim = Claim(current.generation, current.number, random.getrandbits(62), self.uid, current.working[0].pod.name)
         claim.take(self.folder)
         state: dict[str, Any] = {"epoch": 0, "consumed": 0, "seed": 0, "size": self.job.samples, "step": 0}
@@ -115,7 +115,10 @@ class PlayedTraining(Training):
         self._tick(current)
 
     def _save(self, current: WorkerRound, life: _Life) -> bool:
-        """Write a checkpoint. False: a later round has the folder, and this one ends."""
+        """Write a checkpoint.
+
+        Return False if a later round has the folder, so that this one ends.
+        """
         try:
             life.claim.check(self.folder)
         except FencedError as error:
@@ -144,7 +147,10 @@ class PlayedTraining(Training):
 
 
 class Trainings:
-    """Of all jobs, as the kubelets want one: what a launcher says goes to its own job's."""
+    """The trainings of all jobs behind the interface of one.
+
+    A launcher's calls go to its own job's.
+    """
 
     def __init__(self) -> None:
         self.of_job: dict[str, PlayedTraining] = {}
@@ -166,7 +172,10 @@ class Trainings:
 
 
 def judge(training: PlayedTraining) -> tuple[int, str]:
-    """Samples of the final history, and what is wrong with it: the same check as of a tortured job's ledger."""
+    """Return the samples of the final history, and what is wrong with it.
+
+    It is the same check as of a tortured job's ledger.
+    """
     try:
         summary = verify(read([training.folder]))
     except LedgerError as error:

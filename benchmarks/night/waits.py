@@ -1,10 +1,11 @@
-"""Who waits although there is room: what each job lacks, what is free, and for how long the two went together.
+"""Who waits although there is room: what each job lacks, what is free, and since when both hold.
 
-A job waits for its gang (all of its `minNodes` at once), for one node that it needs, or for more than it needs: a
-spare, nodes beyond `minNodes`. Jobs are looked at in the scheduler's order, by priority and then by age, and who fits
-takes its room in that look: only what is left counts for those behind it, so that of two jobs for the same room one
-waits. A preempting pod's room is kept for it. Where a pod could have several nodes it takes the fullest: so as many
-jobs as possible are counted as waiting.
+A job waits for its gang (all of its `minNodes` at once), for one node that it needs, or for more
+than it needs: a spare, or nodes beyond `minNodes`. Jobs are considered in the scheduler's order, by
+priority and then by age, and one that fits takes its room in that look. Only the rest counts for
+later jobs, so that of two jobs for the same room one waits. A preempting pod's room is kept for it.
+A pod that could have several nodes takes the fullest, so that as many jobs as possible count as
+waiting.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Lack(StrEnum):
 
 
 class Whose(StrEnum):
-    """Whose turn it is: the pods are not there yet, or are there and have no node."""
+    """Whose turn it is: the operator's if pods are missing, the scheduler's if they lack a node."""
 
     OPERATOR = "operator"
     SCHEDULER = "kube-scheduler"
@@ -39,7 +40,7 @@ class Whose(StrEnum):
 
 @dataclass(frozen=True)
 class Need:
-    """`pods` at once, of `gpus` each, on different nodes and on none of `apart`."""
+    """A need for `pods` at once, with `gpus` each, on different nodes and on none of `apart`."""
 
     job: str
     lack: Lack
@@ -47,17 +48,17 @@ class Need:
     gpus: int
     priority: int
     since: str
-    """RFC 3339: when the pods were made, or the job."""
+    """When the pods, or the job, were created (RFC 3339)."""
     whose: Whose
     said: str = ""
-    """By the scheduler, of the first pod."""
+    """The scheduler's message about the first pod."""
     apart: frozenset[str] = frozenset()
     nominated: tuple[str, ...] = ()
-    """Nodes that are kept for its pods while those that they preempt end."""
+    """Nodes that are kept for its pods while preempted pods end."""
 
 
 def free_gpus(nodes: Iterable[Json], pods: Iterable[Json]) -> dict[str, int]:
-    """Of each node on which the scheduler may place pods. A pod that ends holds its GPUs until it has ended."""
+    """Return the free GPUs of each schedulable node. A pod holds its GPUs until it has ended."""
     used: Counter[str] = Counter()
     for pod in pods:
         if holds(pod):
@@ -80,12 +81,12 @@ def gpus_of(pod: Json) -> int:
 
 
 def holds(pod: Json) -> bool:
-    """Whether it has a node and has not ended."""
+    """Whether the pod has a node and has not ended."""
     return bool(pod["spec"].get("nodeName")) and pod["status"].get("phase") not in ("Succeeded", "Failed")
 
 
 def needs(job: Job, body: Json, pods: Iterable[Json], priority: int) -> Iterator[Need]:
-    """What the job lacks; `body` its object, `pods` all of its pods."""
+    """Yield what the job lacks. `body`: its object; `pods`: all of its pods."""
     status = body.get("status", {})
     if status.get("phase") in ("Complete", "Failed"):
         return
@@ -120,7 +121,7 @@ def _is_wanted(pod: Json) -> bool:
 
 
 def fitting(free: Mapping[str, int], wanted: Iterable[Need]) -> list[Need]:
-    """Those for which there is room now, beside those before them."""
+    """Return the needs for which there is room now, in addition to those before them."""
     left, found = dict(free), []
     for need in sorted(wanted, key=lambda n: (-n.priority, n.since, n.job)):
         open_to = sorted((room, name) for name, room in left.items() if name not in need.apart and room >= need.gpus)
@@ -136,20 +137,20 @@ def fitting(free: Mapping[str, int], wanted: Iterable[Need]) -> list[Need]:
 
 @dataclass
 class Wait:
-    """A stretch of time for which a job waited although it fitted. Seconds."""
+    """A time in seconds for which a job waited although it fitted."""
 
     job: str
     lack: Lack
     began: float
     seconds: float = 0.0
     of: defaultdict[Whose, float] = field(default_factory=lambda: defaultdict(float))
-    """How much of it was whose turn."""
+    """How many seconds of it were whose turn."""
     gpu_seconds: float = 0.0
     said: str = ""
 
 
 class Waits:
-    """Follows them from look to look."""
+    """Follows waits from look to look."""
 
     def __init__(self) -> None:
         self.ended: list[Wait] = []
@@ -157,9 +158,10 @@ class Waits:
         self._last: float | None = None
 
     def look(self, now: float, fit: Iterable[Need]) -> float:
-        """`fit`: who fits at this moment. Returns the longest wait of a gang or a lost node that is going on, seconds.
+        """Take in the needs that fit now, and return the longest current wait in seconds.
 
-        What fits in two looks one after the other has waited for the time between them.
+        Waits for a gang or a lost node count. A need that fits in two consecutive looks has waited
+        for the time between them.
         """
         passed = 0.0 if self._last is None else now - self._last
         self._last = now
@@ -179,7 +181,7 @@ class Waits:
         return max((w.seconds for w in self._open.values() if w.lack is not Lack.MORE), default=0.0)
 
     def close(self) -> None:
-        """The night is over."""
+        """End all waits, because the night is over."""
         self.ended += self._open.values()
         self._open = {}
 

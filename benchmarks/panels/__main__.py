@@ -30,7 +30,7 @@ _KEPT = "run.json"
 
 
 def record(options: argparse.Namespace) -> int:
-    """2 without a cluster, else 0."""
+    """Record a run. Return 0, or 2 without a cluster."""
     cluster = Cluster()
     if cluster.state() is None:
         print("the test cluster is not running: make cluster-up", file=sys.stderr)
@@ -46,7 +46,7 @@ def record(options: argparse.Namespace) -> int:
 
 
 def drawn(options: argparse.Namespace) -> int:
-    """1 when a panel has no data, else 0."""
+    """Draw the dashboards. Return 0, or 1 if a panel has no data."""
     made = json.loads((options.folder / _KEPT).read_text())
     shown = Range(made["start"], made["end"], SCRAPE_SECONDS)
     kept = {"global": {"scrape_interval": "1h"}}
@@ -77,7 +77,7 @@ def _answers(server: PrometheusServer) -> bool:
 
 
 def table(made: dict[str, Any], server: PrometheusServer) -> str:
-    """Each alert with the fault that fired it, and the seconds from the one to the other."""
+    """Return each alert with the fault that fired it, and the seconds between them."""
     groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
     acts = {act["alert"]: act for act in made["acts"] if act["alert"]}
     lines = ["| alert | the fault of this run | seconds until its expression held |", "| --- | --- | --- |"]
@@ -96,7 +96,7 @@ def table(made: dict[str, Any], server: PrometheusServer) -> str:
 
 
 def main() -> int:
-    """The exit code of what was asked for."""
+    """Run the command, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="let it happen, and keep what Prometheus has scraped in FOLDER")

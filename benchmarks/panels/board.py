@@ -1,4 +1,4 @@
-"""A dashboard's JSON as Grafana reads it: its panels, their queries with the variables filled in, and the answers."""
+"""A dashboard's JSON as Grafana reads it: panels, queries with variables filled in, and answers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Labels = dict[str, str]
 
 @dataclass(frozen=True)
 class Range:
-    """The time that is shown: Unix seconds, and seconds between two scrapes."""
+    """The range of time that is shown, in Unix seconds, and the seconds between two scrapes."""
 
     start: float
     end: float
     scrape: int
 
     def moments(self, step: int) -> list[float]:
-        """Those at which Grafana asks: multiples of the step."""
+        """Return the times for which Grafana asks, which are multiples of the step."""
         first = math.ceil(self.start / step)
         return [float(number * step) for number in range(first, int(self.end / step) + 1)]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a panel. `values`: one for each moment, NaN where there is none; of an instant query one alone."""
+    """A line of a panel. `values`: one per time, NaN if missing; an instant query has only one."""
 
     name: str
     labels: Labels
@@ -36,13 +36,19 @@ class Series:
 
 
 def step_of(panel: Json, shown: Range) -> int:
-    """Seconds between two values: a scrape's, in a range this short, but for the panel's own least interval."""
+    """Return the seconds between two values.
+
+    That is a scrape's interval, or the panel's minimum if longer.
+    """
     least = panel.get("interval", "")
     return max(shown.scrape, 60 * int(least.removesuffix("m")) if least else 0)
 
 
 def filled(expression: str, board: Json, variables: Labels, shown: Range, step: int) -> str:
-    """A query as Grafana sends it. A variable with several values has all of them; others are in `variables`."""
+    """Return a query as Grafana sends it.
+
+    A variable with several values has all of them; the others are in `variables`.
+    """
     found = {
         "__rate_interval": f"{max(step + shown.scrape, 4 * shown.scrape)}s",
         "__range": f"{round(shown.end - shown.start)}s",
@@ -52,12 +58,15 @@ def filled(expression: str, board: Json, variables: Labels, shown: Range, step: 
 
 
 def legend(pattern: str, labels: Labels) -> str:
-    """`{{label}}` replaced, as in legendFormat."""
+    """Replace `{{label}}` as in legendFormat."""
     return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: labels.get(match[1], ""), pattern)
 
 
 def answered(target: Json, ask: Any, board: Json, variables: Labels, shown: Range, step: int) -> list[Series]:
-    """The series of one query of a panel, by `ask(path, **query)`, a PrometheusServer's."""
+    """Return the series of one query of a panel.
+
+    `ask(path, **query)` is that of a PrometheusServer.
+    """
     query = filled(target["expr"], board, variables, shown, step)
     if target.get("instant"):
         found = ask("query", query=query, time=str(shown.end))["result"]
@@ -78,7 +87,7 @@ def _on(moments: list[float], step: int, values: Iterable[tuple[float, str]]) ->
 
 
 def rows(panel: Json, answers: list[tuple[Json, list[Series]]]) -> tuple[list[str], list[list[Any]]]:
-    """A table's columns and rows, by the transformations that the generator writes: merge, then organize."""
+    """Return a table's columns and rows after the transformations merge and organize."""
     many = len(panel["targets"]) > 1
     merged: list[dict[str, Any]] = []
     for target, series in answers:
@@ -98,7 +107,7 @@ def rows(panel: Json, answers: list[tuple[Json, list[Series]]]) -> tuple[list[st
 
 
 def regions(values: list[float]) -> list[tuple[int, int]]:
-    """First and last index of each stretch of an annotation's values above 0."""
+    """Return the first and last index of each run of an annotation's values above 0."""
     found: list[tuple[int, int]] = []
     for index, value in enumerate(values):
         if value > 0:
@@ -114,7 +123,7 @@ _AFTER = {"s": "s", "ops": "ops/s", "reqps": "req/s"}
 
 
 def worded(value: float, unit: str) -> str:
-    """A value with its unit, as Grafana writes it."""
+    """Format a value with its unit, as Grafana does."""
     if math.isnan(value):
         return "NaN"
     if unit == "percentunit":

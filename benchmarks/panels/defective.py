@@ -1,5 +1,8 @@
-"""The operator with deliberate defects: each reconcile of the job `defect` raises an error, and that of `blocks` waits
-for three seconds, in which the event loop does nothing else."""
+"""The operator with deliberate defects.
+
+Each reconcile of the job `defect` raises an error, and that of `blocks` waits for three seconds,
+in which the event loop does nothing else.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from benchmarks.panels.board import Json, Labels, Range, Series, answered, regio
 
 _COLUMNS = 24
 _WIDTH, _UNIT = 1320, 36
-"""Pixels: of the picture, and of one unit of the grid's height."""
+"""The picture's width, and the height of one unit of the grid, in pixels."""
 _COLOURS = (
     "#56a64b",
     "#e0a800",
@@ -29,7 +29,7 @@ _DPI = 100
 
 
 def draw(board: Json, ask: Any, variables: Labels, shown: Range, path: Path) -> list[str]:
-    """Write the picture. Returns the titles of panels without data."""
+    """Write the picture. Return the titles of panels without data."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,7 +76,7 @@ def _chosen(board: Json) -> list[str]:
 
 
 def _marks(board: Json, ask: Any, variables: Labels, shown: Range) -> list[tuple[float, float]]:
-    """Stretches of the annotations, in Unix seconds."""
+    """Return the periods of the annotations, in Unix seconds."""
     found = []
     moments = shown.moments(shown.scrape)
     for each in board["annotations"]["list"]:
@@ -96,7 +96,7 @@ class _Box:
         return _Box(self.x + left, self.y + bottom, self.width - left - right, self.height - bottom - top)
 
     def share(self, height: float) -> tuple[float, float, float, float]:
-        """As matplotlib counts: shares of the picture."""
+        """Return the box as shares of the picture, as matplotlib expects it."""
         return (self.x / _WIDTH, self.y / height, self.width / _WIDTH, self.height / height)
 
 
@@ -141,7 +141,7 @@ def _timeseries(
 
 
 def _curves(axes: Any, panel: Json, series: list[Series], shown: Range) -> float:
-    """Draws them. Returns the highest value."""
+    """Draw the series as curves. Return the highest value."""
     custom, step = panel["fieldConfig"]["defaults"].get("custom", {}), step_of(panel, shown)
     moments = shown.moments(step)
     stacked = custom.get("stacking", {}).get("mode") == "normal"
@@ -167,7 +167,7 @@ def _curves(axes: Any, panel: Json, series: list[Series], shown: Range) -> float
 
 
 def _frame(axes: Any, panel: Json, shown: Range, highest: float) -> None:
-    """Ranges, ticks and lines of the axes."""
+    """Set the ranges, ticks and lines of the axes."""
     defaults = panel["fieldConfig"]["defaults"]
     low, high = axes.get_ylim()
     axes.set_ylim(defaults.get("min", low), 1.05 * highest if highest > 0 and "min" in defaults else max(high, 1e-9))
@@ -201,7 +201,7 @@ def _legend_width(name: str) -> float:
 
 
 def _legend_lines(series: list[Series], width: float) -> list[list[tuple[int, Series]]]:
-    """The legend in lines as wide as the panel."""
+    """Split the legend into lines as wide as the panel."""
     lines: list[list[tuple[int, Series]]] = [[]]
     used = 0.0
     for index, one in enumerate(series):
@@ -219,9 +219,9 @@ def _alone(values: list[float], index: int) -> bool:
 
 
 def _threshold(panel: Json, value: float) -> str:
-    """The colour of a value: that of the last step at or below it."""
+    """Return the colour of a value, which is that of the last step at or below it."""
     names = {"green": "#37872d", "blue": "#1f60c4", "red": "#c4162a"}
-    # Grafana's own, where a panel says nothing.
+    # Grafana's default, if a panel sets none.
     own = {"steps": [{"color": "green", "value": None}, {"color": "red", "value": 80}]}
     steps = panel["fieldConfig"]["defaults"].get("thresholds", own)["steps"]
     colour = next(s["color"] for s in reversed(steps) if s["value"] is None or value >= s["value"])

@@ -1,4 +1,4 @@
-"""What the pictures show: a quarter of an hour of two replicas of the operator, their jobs, and what befalls them."""
+"""The scene of the pictures: 15 minutes of two operator replicas, their jobs and their faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CRD = CHECKOUT / "charts" / "ddpjob-operator" / "crds" / "ddpjobs.ddpjob.io.yaml
 FIGURES = Path(__file__).parent / "figures.py"
 NAMESPACE = "vision"
 JOB = "digits"
-"""The job of the dashboard of one job."""
+"""The job that the dashboard for one job shows."""
 REPLICAS = ("ddpjob-operator-a", "ddpjob-operator-b")
 SCRAPE_SECONDS = 5
 Json = dict[str, Any]
@@ -45,7 +45,7 @@ class Scene:
         self.operators = {name: OperatorProcess(cluster, folder / f"{name}.log") for name in REPLICAS}
         self.prometheus = PrometheusServer(folder, configuration(folder, self.ports))
         self.short = 0
-        """Jobs that were begun to come to their end."""
+        """How many jobs were started that should end."""
 
     def start_operator(self, name: str) -> None:
         self.operators[name].start(
@@ -59,7 +59,7 @@ class Scene:
         )
 
     def leader(self) -> str:
-        """The replica that holds the Lease."""
+        """Return the replica that holds the Lease."""
         return self.jobs.kubectl("get", "lease", "ddpjob-operator", "--output=jsonpath={.spec.holderIdentity}").strip()
 
     def kill_pod(self, name: str) -> None:
@@ -68,7 +68,7 @@ class Scene:
         self.jobs.kill(sorted(self.jobs.kubectl(*label).split())[-1].removeprefix("pod/"))
 
     def create(self, jobs: list[Json]) -> None:
-        """Many at once, without waiting for the operator."""
+        """Create many jobs at once, without waiting for the operator."""
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": jobs})
         self.cluster.kubectl("create", "--namespace", NAMESPACE, "--filename=-", input_text=text)
 
@@ -92,13 +92,16 @@ class Scene:
 
 
 def firing(alert: str, job_name: str = "") -> str:
-    """The query for an alert that fires, of any job or of this one."""
+    """Return the query for an alert that fires, of any job or of this one."""
     job = f', job_name="{job_name}"' if job_name else ""
     return f'ALERTS{{alertname="{alert}", alertstate="firing"{job}}}'
 
 
 def configuration(folder: Path, ports: dict[str, int]) -> Json:
-    """Of a Prometheus that scrapes the replicas, with the chart's alerts, which fire without waiting."""
+    """Return the configuration of a Prometheus that scrapes the replicas.
+
+    It has the chart's alerts, which fire without waiting.
+    """
     groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
     for rule in (rule for group in groups for rule in group["rules"]):
         rule.pop("for", None)
@@ -114,18 +117,18 @@ def configuration(folder: Path, ports: dict[str, int]) -> Json:
 
 
 def train(scene: Scene) -> None:
-    """The built-in trainer on two nodes with a spare, and a plain script."""
+    """Run the built-in trainer on two nodes with a spare, and a plain script."""
     checkpoints = scene.folder / "checkpoints"
     checkpoints.mkdir()
     checkpoints.chmod(0o777)
-    # With a part of a core each, they leave the machine to others.
+    # With a part of a core each, they leave room for others.
     shared: Json = {
         "resources": {"limits": {"cpu": "600m"}, "requests": {"cpu": "10m"}},
         "scheduling": {"onePodPerNode": False},
         "recovery": {"mode": "Fast", "maxRestarts": 10},
     }
     words = ["--config", "digits", "train.epochs=900", "train.threads=1", "checkpoint.every_seconds=15"]
-    words += ["optim.lr=0.002", "model.width=96"]  # So that the loss falls for as long as there is something to see.
+    words += ["optim.lr=0.002", "model.width=96"]  # So that the loss falls as long as the pictures last.
     storage = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
     scene.jobs.apply(job(JOB, module="ddpjob_trainer", args=words, spares=1, storage=storage, **shared))
     scene.jobs.apply(steps_job("plain", 10**7, "--sleep=0.5", scheduling=shared["scheduling"]))
@@ -133,7 +136,7 @@ def train(scene: Scene) -> None:
 
 
 def reports(scene: Scene, name: str, *arguments: str) -> None:
-    """A job of one pod that reports figures."""
+    """Run a job of one pod that reports figures."""
     one: Json = {"nodes": 1, "rendezvous": {"placement": "Master"}}
     scene.jobs.apply(job(name, script=str(FIGURES), args=list(arguments), **one))
 
@@ -151,7 +154,7 @@ def crash(scene: Scene) -> None:
 
 
 def refuse(scene: Scene) -> None:
-    """Half of all requests, and every five seconds the watches break off, until that is noticed."""
+    """Refuse half of all requests, and break the watches every five seconds, until alerts fire."""
     scene.proxy.refuse = 0.5
     try:
         for name in ("DDPJobWatchErrors", "DDPJobApiErrors"):
@@ -170,7 +173,7 @@ def kill_leader(scene: Scene) -> None:
 
 
 def stop_coordinator(scene: Scene) -> None:
-    """It answers nobody for 40 s."""
+    """Suspend the coordinator for 40 s."""
     uid = scene.jobs.kubectl("get", "ddpjob", "plain", "--output=jsonpath={.metadata.uid}").strip()
     found = [
         int(folder.name)
@@ -185,7 +188,7 @@ def stop_coordinator(scene: Scene) -> None:
 
 
 def _belongs(folder: Path, uid: str) -> bool:
-    """Whether a process of /proc is of a job's pods."""
+    """Whether a process of /proc belongs to a job's pods."""
     try:
         return f"DDPJOB_UID={uid}".encode() in (folder / "environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -193,7 +196,10 @@ def _belongs(folder: Path, uid: str) -> bool:
 
 
 def old_definition(scene: Scene) -> None:
-    """One of an older release, without a field of the status, until the replicas have noticed; then this release's."""
+    """Install an older release's definition, without a status field, until the replicas notice.
+
+    Then install this release's.
+    """
     definition = yaml.safe_load(CRD.read_text())
     schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
     del schema["properties"]["slots"]["items"]["properties"]["lostSince"]
@@ -204,7 +210,7 @@ def old_definition(scene: Scene) -> None:
 
 
 def slow_answers(scene: Scene) -> None:
-    """Each request of the operator takes ten seconds, while each of 100 jobs needs one or two."""
+    """Let each request of the operator take ten seconds, while 100 jobs need one or two each."""
     scene.proxy.delay = 10.0
     try:
         scene.create(resting_jobs("slow", 100))
@@ -215,14 +221,14 @@ def slow_answers(scene: Scene) -> None:
 
 
 def resting_jobs(label: str, count: int) -> list[Json]:
-    """Jobs that are suspended from the start."""
+    """Return jobs that are suspended from the start."""
     made = job("", nodes=1, script="train.py", runPolicy={"suspend": True})
     return [{**made, "metadata": {"name": f"{label}-{n}", "labels": {label: ""}}} for n in range(count)]
 
 
 @dataclass(frozen=True)
 class Act:
-    """What happens `at` seconds after the first job runs."""
+    """An event `at` seconds after the first job runs."""
 
     at: float
     what: str
@@ -261,19 +267,19 @@ ACTS = (
     Act(590, "answers of the API server take 10 s, while 100 more jobs need some", slow_answers, "DDPJobQueueSlow"),
 )  # fmt: skip
 END = 740
-"""Seconds of the pictures."""
+"""How many seconds the pictures show."""
 LAST = (
     Act(END, "5,001 more jobs", lambda s: s.create(resting_jobs("crowd", 5001)), "DDPJobsWithoutSeries"),
     Act(END, "both replicas killed", Scene.kill_operators, "DDPJobOperatorDown"),
 )
-"""What the pictures do not show, one after the other."""
+"""Events that the pictures do not show, in order."""
 SHORT_EVERY = 45
-"""Seconds between jobs that come to their end."""
+"""How many seconds are between two jobs that end."""
 
 
 @contextmanager
 def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
-    """The replicas and their Prometheus; all of it is removed at the end, but for its data in the folder."""
+    """Provide the replicas and their Prometheus. Only its data in the folder stays at the end."""
     install_crd(cluster)
     cluster.kubectl("create", "namespace", NAMESPACE)
     made = Scene(cluster, folder)
@@ -286,7 +292,10 @@ def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
 
 
 def play(stage: Scene) -> Json:
-    """Let everything happen. Returns what a drawing must know: `start` and `end` in Unix seconds, `acts`."""
+    """Let everything happen.
+
+    Return what a drawing needs: `start` and `end` in Unix seconds, `acts`.
+    """
     start = time.time()
     train(stage)
     began = time.time()
@@ -297,7 +306,7 @@ def play(stage: Scene) -> Json:
         if act.what:
             print(f"{act.at:4.0f} s: {act.what}", file=sys.stderr, flush=True)
             acts.append({"at": time.time(), "what": act.what, "alert": act.alert, "job": act.job})
-        # Some take a while, and none waits for another.
+        # Some take a while, and none waits for another one.
         threads.append(threading.Thread(target=act.do, args=(stage,)))
         threads[-1].start()
     time.sleep(max(0.0, began + END - time.time()))

@@ -1,1 +1,1 @@
-"""How long training stands still when something dies."""
+"""Measures how long training is interrupted when something dies."""

@@ -23,14 +23,18 @@ OTHERS = {"overhead": overhead.main, "chart": chart.main, "cluster": cluster.mai
 
 
 def main() -> int:
-    """0 when everything was measured, 1 when a case other than stock torchrun's did not recover, 2 on bad input."""
+    """Run the benchmark, and return its exit code.
+
+    It is 0 if everything was measured, 1 if a case other than stock torchrun's did not recover,
+    and 2 on bad input.
+    """
     if sys.argv[1:2] and sys.argv[1] in OTHERS:
         return OTHERS[sys.argv[1]](sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     interleaved.add_options(parser, CASES)
     parser.add_argument("--cuda", action="store_true", help="train on the machine's GPUs, which the nodes share")
     options = parser.parse_args()
-    cases = [replace(case, target=None) for case in CASES] if options.cuda else CASES  # The aims are of processors.
+    cases = [replace(case, target=None) for case in CASES] if options.cuda else CASES  # The targets are for processors.
     return interleaved.run(Loopback(options.patience, cuda=options.cuda), cases, options)
 
 

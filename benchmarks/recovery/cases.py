@@ -1,4 +1,4 @@
-"""The measured cases: each starts a group, breaks it, and yields how long it took until all ranks made a step again."""
+"""The measured cases: each starts a group, breaks it, and times the next step of all ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from benchmarks.recovery.phases import phases
 KILLS_IN_A_ROW = 10
 WHOLE, ELASTIC, SPARE, ALONE = Shape(), Shape(minimum=1), Shape(spares=1), Shape(nodes=1, minimum=1)
 IMPORTS = "import time, torch; print(time.time())"
-"""The floor's program: what any worker has to do before it can train."""
+"""The program of the floor, with what any worker has to do before it can train."""
 ON_CUDA = "import time, torch; torch.ones(1, device='cuda').item(); print(time.time())"
-"""The same where it trains on a GPU."""
+"""The same for training on a GPU."""
 TICK_SECONDS = 0.01
-"""The precision of the time at which a process began."""
+"""How precisely the start of a process is known."""
 WATCH_SECONDS = 6.0
 """How long a group is watched after its members have reconnected to the new coordinator."""
 
 
 class System(StrEnum):
-    """What restarts the group."""
+    """The system that restarts the group."""
 
     STOCK = "stock"
     STANDARD = "Standard"
@@ -43,7 +43,7 @@ KINDS: dict[System, type[Group]] = {System.STOCK: Stock, System.STANDARD: Standa
 
 @dataclass(frozen=True)
 class Sample:
-    """One kill. `seconds` is None when the group did not recover; `outcome` says what was observed."""
+    """One kill. `seconds`: None if the group did not recover; `outcome`: what was observed."""
 
     case: str
     backend: str
@@ -54,7 +54,7 @@ class Sample:
     outcome: str
     load: float
     phases: dict[str, float] = field(default_factory=dict)
-    """Where the seconds went: see phases.py."""
+    """The seconds of each phase; see phases.py."""
 
 
 class Backend(Protocol):
@@ -62,18 +62,22 @@ class Backend(Protocol):
 
     name: str
     patience: float
-    """Time after which a group counts as not recovered, in seconds."""
+    """After how many seconds a group counts as not recovered."""
 
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> AbstractContextManager[Group]:
-        """A group that trains, ended on exit; `options` are passed to steps.py."""
+        """Provide a group that trains, and end it on exit. `options` are passed to steps.py."""
 
     def floor(self) -> float:
-        """Seconds that a node takes to start and to import torch, with nothing of this project."""
+        """Return the seconds that a node takes to start and import torch, without this project."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`target`: upper limit of the median in seconds, None without one. `slow`: a run may take the whole patience."""
+    """A measured case.
+
+    `target`: the median's upper limit in seconds, or None. `slow`: a run may take the whole
+    patience.
+    """
 
     name: str
     target: float | None
@@ -97,8 +101,10 @@ class Case:
 
 
 class Loopback:
-    """Nodes are processes on 127.0.0.1; the replacement of a killed node starts at the moment of the kill. With `cuda`
-    they share the machine's GPUs.
+    """Runs nodes as processes on 127.0.0.1.
+
+    The replacement of a killed node starts at the time of the kill. With `cuda` the nodes share the
+    machine's GPUs.
     """
 
     def __init__(self, patience: float, *, cuda: bool = False) -> None:
@@ -107,7 +113,7 @@ class Loopback:
 
     @contextmanager
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> Iterator[Group]:
-        """A group in a temporary folder, once it trains."""
+        """Provide a group in a temporary folder, once it trains."""
         with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
             write_digits(Path(folder))
             group = KINDS[system](Path(folder), shape, (*options, *["--cuda"] * self._cuda))
@@ -119,14 +125,17 @@ class Loopback:
                 group.close()
 
     def floor(self) -> float:
-        """A process that imports torch, computes one number on a GPU where that is asked for, and ends."""
+        """Time a process that imports torch, computes one number on a GPU if asked to, and ends."""
         began, code = time.time(), ON_CUDA if self._cuda else IMPORTS
         printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
         return float(printed) - began
 
 
 def recovery(group: Group, moment: float, world: int, patience: float) -> tuple[float, dict[str, float]]:
-    """Seconds from `moment` until `world` ranks had made a step, and where they went. Raises NotRecovered."""
+    """Return the seconds from `moment` until `world` ranks had made a step, and their phases.
+
+    Raises NotRecovered.
+    """
     found = group.wait("a step of all ranks", lambda: group.log.refresh().first_after(moment, world), patience)
     return found.formed - moment, phases(found, moment, group.created)
 
@@ -172,7 +181,10 @@ def in_a_row(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 
 
 def coordinator_unnoticed(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Kill and replace the coordinator: the longest gap between two steps of a rank, with no new incarnation."""
+    """Kill and replace the coordinator.
+
+    Yields a rank's longest gap between two steps of one incarnation.
+    """
     with backend.group(case.system, case.shape) as group:
         group.settle()
         before = set(group.log.incarnations)
@@ -204,7 +216,10 @@ def floor(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 
 
 def stock_start(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Kill nothing: start a node of plain torchrun, until its first step. Standard, which is torchrun, has no less."""
+    """Kill nothing: start a node of plain torchrun, until its first step.
+
+    Standard, which is torchrun, cannot take less.
+    """
     with backend.group(case.system, case.shape) as group:
         found = group.settle()
         moment = found.moments[0]["launcher"] - TICK_SECONDS

@@ -18,7 +18,7 @@ from benchmarks.recovery.cases import ELASTIC, SPARE, WHOLE, Loopback, Shape, Sy
 from benchmarks.recovery.groups import Group, NotRecovered
 
 KILLS = ((20.0, 2), (75.0, 2), (95.0, 2), (115.0, 1))
-"""(second, `number` of Group.pick: even for the node of the last rank, odd for that of rank 0)"""
+"""(second, `number` of Group.pick): even for the node of the last rank, odd for that of rank 0."""
 BATCH = 64
 BIN = 0.5
 """Resolution of the curves, in seconds."""
@@ -31,7 +31,7 @@ Curve = dict[float, float]
 
 
 def curve(system: System, shape: Shape, seconds: float) -> Curve:
-    """Images per second in each bin. A step counts once, when the first rank has made it."""
+    """Return images per second in each bin. A step counts once, when the first rank has made it."""
     with Loopback(60).group(system, shape, ()) as group:
         began = time.time()
         for moment, number in KILLS:
@@ -52,7 +52,7 @@ def curve(system: System, shape: Shape, seconds: float) -> Curve:
 
 
 def kill(group: Group, number: int) -> None:
-    """Kill a node and replace it; under stock torchrun there may be no node left to kill."""
+    """Kill a node and replace it. Under stock torchrun there may be no node left to kill."""
     group.check()
     incarnation = group.log.refresh().newest
     assert incarnation is not None
@@ -63,7 +63,7 @@ def kill(group: Group, number: int) -> None:
 
 
 def draw(curves: dict[System, Curve], path: Path) -> None:
-    """One panel per system, on a common time axis."""
+    """Draw one panel per system, on a common time axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -97,14 +97,14 @@ def draw(curves: dict[System, Curve], path: Path) -> None:
 
 
 def read(path: Path) -> dict[System, Curve]:
-    """The curves of a file that `write` has written."""
+    """Read the curves of a file that `write` has written."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {system: {float(row["second"]): float(row[system]) for row in rows} for system in System}
 
 
 def write(path: Path, curves: dict[System, Curve]) -> None:
-    """One row per bin."""
+    """Write one row per bin."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["second", *System])
@@ -112,7 +112,7 @@ def write(path: Path, curves: dict[System, Curve]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """0 when the chart was drawn."""
+    """Draw the chart, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "-o",

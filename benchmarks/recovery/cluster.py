@@ -33,11 +33,11 @@ from benchmarks.recovery.step_log import StepLog
 Json = dict[str, Any]
 GROUP, VERSION, PLURAL = "ddpjob.io", "v1alpha1", "ddpjobs"
 NODE_LOST_AFTER = 10
-"""recovery.nodeLostAfterSeconds where a case cuts a host off the network."""
+"""recovery.nodeLostAfterSeconds of cases that cut a host off the network."""
 
 
 class ClusterGroup(Group):
-    """A DDPJob. Nodes are its pods; the operator replaces them."""
+    """A DDPJob, whose nodes are its pods. The operator replaces them."""
 
     def __init__(self, manifest: Json, namespace: str, folder: Path) -> None:
         super().__init__(folder, Shape())
@@ -53,7 +53,7 @@ class ClusterGroup(Group):
         self.jobs.create_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.manifest)
 
     def pods(self, role: str) -> list[Any]:
-        """The job's pods of this role."""
+        """Return the job's pods of this role."""
         selector = f"ddpjob.io/job={self.name},ddpjob.io/role={role}"
         found: list[Any] = self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
         return found
@@ -70,18 +70,21 @@ class ClusterGroup(Group):
         return status.holds(ConditionType.RUNNING) and rendezvous.attempt > 0 and rendezvous.state is SlotState.RUNNING
 
     def _status(self) -> JobStatus:
-        """The job's own: its coordinator answers nobody but the operator and its members."""
+        """Return the job's status. Its coordinator answers only the operator and its members."""
         job = self.jobs.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.name)
         return JobStatus.read(job.get("status", {}))
 
     def check(self) -> None:
-        """Raises NotRecovered when the job has failed."""
+        """Raise NotRecovered if the job has failed."""
         failed = self._status().condition(ConditionType.FAILED)
         if failed is not None and failed.status:
             raise NotRecovered(f"lost: {failed.reason}: {failed.message[:300]}")
 
     def follow(self) -> None:
-        """Note in a thread of its own when each pod is first seen: its creationTimestamp has whole seconds."""
+        """Record in a thread when each pod is first seen.
+
+        Its creationTimestamp has whole seconds.
+        """
 
         def note() -> None:
             stream = watch.Watch().stream(
@@ -99,7 +102,10 @@ class ClusterGroup(Group):
         return self._seen.get(node)
 
     def kill(self, *names: str) -> float:
-        """Delete the pods by force, one right after the other. Returns the time before, in seconds since 1970."""
+        """Delete the pods by force, one right after the other.
+
+        Return the time before, in Unix seconds.
+        """
         moment = time.time()
         self._killed.update(names)
         for name in names:
@@ -110,7 +116,7 @@ class ClusterGroup(Group):
         return self.kill(*(pod.metadata.name for pod in self.pods("coordinator")))
 
     def replace(self) -> None:
-        """Left to the operator."""
+        """Do nothing, because the operator replaces pods."""
 
     def close(self) -> None:
         """Delete the job and its pods."""
@@ -125,7 +131,10 @@ class ClusterGroup(Group):
 
 
 class Cluster:
-    """A cluster with the operator; `cut` and `heal`, if given, disconnect and reconnect a Kubernetes node."""
+    """A cluster with the operator.
+
+    `cut` and `heal`, if set, disconnect and reconnect a Kubernetes node.
+    """
 
     name = "cluster"
 
@@ -136,7 +145,7 @@ class Cluster:
 
     @contextmanager
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> Iterator[Group]:
-        """A group with a folder of its own below `folder`, once it trains."""
+        """Provide a group with its own folder below `folder`, once it trains."""
         name = f"recovery-{secrets.token_hex(3)}"
         folder = self.folder / name
         folder.mkdir()
@@ -153,7 +162,10 @@ class Cluster:
             shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write.
 
     def floor(self) -> float:
-        """A pod of the same image and podTemplate that imports torch and ends, from its creation to its last line."""
+        """Time a pod that imports torch, from its creation to its last line.
+
+        It has the job's image and podTemplate.
+        """
         name, spec = f"floor-{secrets.token_hex(3)}", self.manifest["spec"]
         body = copy.deepcopy(spec.get("podTemplate", {}).get("spec", {})) | {"restartPolicy": "Never"}
         trainer = next((one for one in body.setdefault("containers", []) if one["name"] == "trainer"), None)
@@ -224,7 +236,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: see interleaved.run; 2 on bad input."""
+    """Return the exit code of interleaved.run, or 2 on bad input."""
     options = parser().parse_args(arguments)
     try:
         manifest = read_job(options.manifest)

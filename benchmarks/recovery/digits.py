@@ -1,4 +1,4 @@
-"""scikit-learn's digits as one file for steps.py."""
+"""Writes scikit-learn's digits as one file for steps.py."""
 
 from __future__ import annotations
 

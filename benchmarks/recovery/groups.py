@@ -1,4 +1,4 @@
-"""Groups of nodes on 127.0.0.1, under stock torchrun or under this project's coordinator and launchers."""
+"""Groups of nodes on 127.0.0.1, under stock torchrun or the project's coordinator and launchers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SETTLE_STEPS = 30
 
 
 class NotRecovered(Exception):
-    """The group made no further step; the message says how that was observed."""
+    """The group made no more steps; the message says how that was observed."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a group; elastic if `minimum` is less than `nodes`."""
+    """The size of a group, which is elastic if `minimum` is less than `nodes`."""
 
     nodes: int = 2
     minimum: int = 2
@@ -42,7 +42,7 @@ class Shape:
 
 
 class Group:
-    """Nodes as process trees. `folder` holds logs, step logs and the checkpoint."""
+    """A group whose nodes are process trees. `folder` is for logs, step logs and the checkpoint."""
 
     def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
         self.folder, self.shape, self.options = folder, shape, options
@@ -75,11 +75,11 @@ class Group:
             )
 
     def spares_ready(self) -> int:
-        """The number of spares that are ready to take over."""
+        """Return the number of spares that are ready to take over."""
         return 0
 
     def follows_another(self) -> bool:
-        """Whether another coordinator took the place of the generation's first and has a group that trains."""
+        """Whether a new coordinator replaced the first of the generation, and its group trains."""
         return False
 
     def settle(self) -> Incarnation:
@@ -99,7 +99,7 @@ class Group:
         return incarnation
 
     def wait(self, what: str, ready: Callable[[], Any], seconds: float) -> Any:
-        """The first true value of `ready()`. Raises NotRecovered after `seconds`."""
+        """Return the first true value of `ready()`. Raises NotRecovered after `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if value := ready():
@@ -109,7 +109,7 @@ class Group:
         raise NotRecovered(f"not within {seconds:.0f} s: {what} (logs in {self.folder})")
 
     def pick(self, incarnation: Incarnation, number: int) -> tuple[str, str]:
-        """(node, description): the node of rank 0 for odd numbers, of the last rank for even ones."""
+        """Return (node, description): rank 0's node for odd numbers, else the last rank's."""
         return (incarnation.nodes[0], "rank 0") if number % 2 else (incarnation.nodes[max(incarnation.nodes)], "other")
 
     def check(self) -> None:
@@ -118,7 +118,10 @@ class Group:
             raise NotRecovered("lost: no node is left")
 
     def kill(self, *names: str) -> float:
-        """Send SIGKILL to all processes of the nodes. Returns the time just before, in seconds since 1970."""
+        """Send SIGKILL to all processes of the nodes.
+
+        Return the time just before, in Unix seconds.
+        """
         return kill_all(*(self.nodes.pop(name) for name in names))
 
     def replace(self) -> None:
@@ -126,11 +129,14 @@ class Group:
         self.add()
 
     def created(self, node: str) -> float | None:
-        """When a node was created, in seconds since 1970; None where it is started at the moment of the kill."""
+        """Return when a node was created (Unix seconds); None if it starts with the kill."""
         return None
 
     def kill_coordinator(self) -> float:
-        """Kill the coordinator, and restart what the operator would. Returns the time just before the kill."""
+        """Kill the coordinator, and restart what the operator would.
+
+        Return the time before the kill.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
@@ -140,7 +146,10 @@ class Group:
 
 
 class Stock(Group):
-    """torchrun's defaults (c10d, the store in node 0), except for --max-restarts, whose default is never to restart."""
+    """A group under torchrun with its defaults (c10d, the store in node 0), except --max-restarts.
+
+    By default torchrun never restarts.
+    """
 
     def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
         super().__init__(folder, shape, options)
@@ -154,14 +163,17 @@ class Stock(Group):
         ]  # fmt: skip
 
     def start(self) -> None:
-        """Start node 0 first: it hosts the store."""
+        """Start node 0 first, because it hosts the store."""
         self.add()
         self.wait("node 0 hosts the store", lambda: listens(self._port), START_SECONDS)
         for _ in range(1, self.shape.nodes):
             self.add()
 
     def pick(self, incarnation: Incarnation, number: int) -> tuple[str, str]:
-        """The node that hosts the store for odd numbers, the other for even ones: the outcome depends on it."""
+        """Return the store's node for odd numbers, else the other one.
+
+        The outcome depends on it.
+        """
         host = next(name for name in self.nodes if name.startswith("node-0-"))
         return (host, "store's host") if number % 2 else (next(name for name in self.nodes if name != host), "other")
 
@@ -195,7 +207,7 @@ class Coordinated(Group):
         self._attempt += 1
 
     def kill_coordinator(self) -> float:
-        """Kill it; after a second Fast starts a new attempt, Standard at once a new generation."""
+        """Kill it. Fast starts a new attempt after a second, Standard a new generation at once."""
         assert self.coordinator is not None
         moment = kill_all(self.coordinator)
         if self.mode == "Fast":
@@ -206,7 +218,10 @@ class Coordinated(Group):
         return moment
 
     def _begin_generation(self) -> None:
-        """Replace the coordinator and every node, as the operator does: a node once its predecessor has ended."""
+        """Replace the coordinator and every node, as the operator does.
+
+        A node is replaced once its predecessor has ended.
+        """
         self.generation, self._attempt = self.generation + 1, 0
         self.port, self.store_port = free_port(), free_port()
         self.start_coordinator()
@@ -249,7 +264,7 @@ class Coordinated(Group):
         return report.get("attempt", 0) > 0 and report["state"] == "Running"
 
     def _report(self) -> dict[str, Any]:
-        """The coordinator's report; empty while there is none."""
+        """Return the coordinator's report; empty while there is none."""
         try:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{self.port}/status", headers={"Authorization": f"Bearer {self._token}"}
@@ -267,11 +282,11 @@ class Coordinated(Group):
 
 
 class Standard(Coordinated):
-    """recovery.mode Standard."""
+    """A group with recovery.mode Standard."""
 
 
 class Fast(Coordinated):
-    """recovery.mode Fast."""
+    """A group with recovery.mode Fast."""
 
     mode = "Fast"
 

@@ -1,4 +1,4 @@
-"""Interleaved rounds of cases on one backend, with each result shown at once."""
+"""Runs interleaved rounds of cases on one backend, and shows each result at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
 
 
 def chosen(names: str, cases: Sequence[Case]) -> list[Case]:
-    """The cases named on the command line. Raises ValueError."""
+    """Return the cases named on the command line. Raises ValueError."""
     known = {case.name: case for case in cases}
     wanted = [name for name in names.split(",") if name] or list(known)
     if unknown := [name for name in wanted if name not in known]:
@@ -37,7 +37,7 @@ def chosen(names: str, cases: Sequence[Case]) -> list[Case]:
 
 
 def measure(case: Case, backend: Backend, round_: int) -> list[Sample]:
-    """One round of a case. A group that never trains counts as not recovered."""
+    """Run one round of a case. A group that never trains counts as not recovered."""
     samples: list[Sample] = []
     try:
         samples.extend(case.run(case, backend, round_))
@@ -47,7 +47,10 @@ def measure(case: Case, backend: Backend, round_: int) -> list[Sample]:
 
 
 def run(backend: Backend, cases: Sequence[Case], options: argparse.Namespace) -> int:
-    """Print the table. Returns 0, 1 when a case other than stock torchrun's did not recover, 2 on bad input."""
+    """Run the rounds and print the table.
+
+    Returns 0, 1 if a case other than stock torchrun's did not recover, 2 on bad input.
+    """
     try:
         wanted = chosen(options.cases, cases)
     except ValueError as error:

@@ -22,14 +22,15 @@ from benchmarks.recovery.cases import Loopback, Shape, System
 from benchmarks.recovery.groups import Coordinated, Group, NotRecovered
 
 WINDOW = 1.5
-"""Length of a turn in seconds: with three groups, no member is silent for as long as its coordinator tolerates."""
+"""The length of a turn in seconds. With three groups, no member is silent for longer than its
+coordinator tolerates."""
 SETTLE = 0.3
-"""Seconds at the start of a turn that do not count: caches are cold."""
+"""How many seconds at the start of a turn do not count, because caches are cold."""
 OPTIONS = ("--sleep=0", "--save-every=0", "--width=512", "--batch=256")
 
 
 def processes(group: Group) -> list[int]:
-    """The process ids of a group, its agents and its coordinator."""
+    """Return the process ids of a group, its agents and its coordinator."""
     roots = list(group.nodes.values())
     if isinstance(group, Coordinated) and group.coordinator is not None:
         roots.append(group.coordinator)
@@ -43,7 +44,10 @@ def send(group: Group, number: signal.Signals) -> None:
 
 
 def turn(group: Group) -> float:
-    """Let the group run alone: rank 0's median step in seconds. Raises NotRecovered when training did not continue."""
+    """Let the group run alone. Return rank 0's median step in seconds.
+
+    Raises NotRecovered if training did not continue.
+    """
     send(group, signal.SIGCONT)
     began = time.time()
     time.sleep(WINDOW)
@@ -62,9 +66,10 @@ def turn(group: Group) -> float:
 
 
 def measure(windows: int, patience: float) -> list[dict[System, float]]:
-    """Median step of each system per window; stock torchrun's is the mean of its turns before and after the others'.
+    """Return each system's median step per window.
 
-    The order is fixed: a group frozen for four turns would have been silent for too long.
+    Stock torchrun's is the mean of its turns before and after the others'. The order is fixed,
+    because a group that is frozen for four turns would have been silent for too long.
     """
     backend, turns = Loopback(patience), list[dict[System, float]]()
     with ExitStack() as stack:
@@ -83,7 +88,7 @@ def measure(windows: int, patience: float) -> list[dict[System, float]]:
 
 
 def table(rows: list[dict[System, float]]) -> str:
-    """Medians, and the median ratio to stock torchrun within a window with its 95 % interval."""
+    """Return medians, and the median ratio to stock torchrun within a window with 95 % interval."""
     lines = ["| system | step ms (median) | against stock torchrun | 95 % interval |", "| --- | --- | --- | --- |"]
     for system in System:
         ratios = sorted(row[system] / row[System.STOCK] - 1 for row in rows)
@@ -101,14 +106,14 @@ def table(rows: list[dict[System, float]]) -> str:
 
 
 def interval(ordered: list[float]) -> tuple[float, float]:
-    """95 % interval of the median, from order statistics (binomial, normal approximation)."""
+    """Return the median's 95 % interval from order statistics (binomial, normal approximation)."""
     half = 0.98 * len(ordered) ** 0.5
     middle = len(ordered) / 2
     return ordered[max(0, int(middle - half))], ordered[min(len(ordered) - 1, int(middle + half))]
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and print the table. Returns 0."""
+    """Measure and print the table. Return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40, help="turns per group (default 40)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")

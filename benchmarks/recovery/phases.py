@@ -34,10 +34,11 @@ COLORS = {
 
 
 def phases(recovered: Incarnation, moment: float, created: Callable[[str], float | None]) -> dict[str, float]:
-    """Seconds of each phase, which add up to the whole from `moment` to the first step of all ranks.
+    """Return the seconds of each phase from `moment` to the first step of all ranks.
 
-    They are those of a rank on a new node, where there is one, and of the rank whose process began last: the others
-    waited for it. `created` says when a node was. Empty where the ranks' logs hold no moments.
+    They are those of the rank whose process began last, on a new node if there is one, because the
+    others waited for it. `created` returns when a node was created. Empty if the ranks' logs have
+    no times.
     """
     if not recovered.moments or recovered.formed is None:
         return {}
@@ -52,14 +53,15 @@ def phases(recovered: Incarnation, moment: float, created: Callable[[str], float
     ends += [(WORKER, its["imported"]), (DEVICE, its["device"]), (FORMED, its["formed"]), (STEP, recovered.formed)]
     found, before = {}, moment
     for name, end in ends:
-        # Clocks of /proc are read to 10 ms, and a watch may be late: what is not after the last moment took no time.
+        # /proc's times have 10 ms, and a watch may be late: an end before the last one took no
+        # time.
         found[name] = max(0.0, end - before)
         before = max(before, end)
     return found
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
-    """A stacked bar per case and backend: the run whose length is the median, and its phases."""
+    """Draw a stacked bar per case and backend, with the phases of the run of median length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -71,7 +73,7 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
     for title in bars:
         of_case = [one for one in samples if f"{one.case}, {one.backend}" == title and one.seconds is not None]
         if found := [one for one in of_case if one.phases or one.victim == "nothing"]:
-            # A run that was measured, and not medians of phases, which would not add up.
+            # One measured run, not the medians of phases, which would not add up.
             middle = statistics.median_low([one.seconds or 0.0 for one in found])
             run = next(one for one in found if one.seconds == middle)
             bars[title] = run.phases or {TORCH: middle}
@@ -96,7 +98,7 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """0 when the picture was drawn."""
+    """Draw the picture, and return 0."""
     from benchmarks.recovery.tables import read_csv
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,4 +1,4 @@
-"""The step logs of steps.py: incarnations of the process group, their ranks, and when each rank made its steps."""
+"""The step logs of steps.py: incarnations of the process group, their ranks and their steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 
 @dataclass
 class Incarnation:
-    """One process group: the step times of each rank, in seconds since 1970."""
+    """One process group, with the step times of each rank in Unix seconds."""
 
     world: int
     steps: dict[int, list[float]] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
-    """rank -> number of its first step"""
+    """The number of each rank's first step."""
     moments: dict[int, dict[str, float]] = field(default_factory=dict)
-    """rank -> when its `launcher` and its `process` began, torch was `imported` and the group `formed`"""
+    """By rank: when its `launcher` and its `process` began, torch was `imported` and the group
+    `formed`."""
 
     @property
     def formed(self) -> float | None:
-        """When the last rank had made its first step; None while one has made none."""
+        """When the last rank had made its first step; None while any rank has made none."""
         if len(self.steps) < self.world:
             return None
         return max(times[0] for times in self.steps.values())
@@ -48,7 +49,7 @@ class StepLog:
         self._read: dict[Path, int] = {}
 
     def refresh(self) -> StepLog:
-        """Read what was added. An incomplete line is left for the next call."""
+        """Read the new lines. An incomplete line is left for the next call."""
         for path in self.folder.glob("steps-*.jsonl"):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -75,12 +76,12 @@ class StepLog:
         return max(formed, key=lambda one: one.began, default=None)
 
     def first_after(self, moment: float, world: int) -> Incarnation | None:
-        """The first incarnation of `world` ranks, begun after `moment`, all of whose ranks have made a step."""
+        """Return the first incarnation of `world` ranks after `moment` in which all made a step."""
         complete = [one for one in self.incarnations.values() if one.world == world and one.formed is not None]
         return min((one for one in complete if one.began > moment), key=lambda one: one.formed or 0.0, default=None)
 
     def longest_gap(self, begin: float, end: float) -> float:
-        """The longest time that any rank of the newest incarnation made no step between two times, in seconds."""
+        """Return the longest time (s) in which a rank of the newest incarnation made no step."""
         assert self.newest is not None
         gaps = [0.0]
         for times in self.newest.steps.values():

@@ -1,12 +1,13 @@
-"""A plain DDP script without any code of this project: digits, a small network, a log line per step and rank.
+"""A plain DDP script without this project's code: digits, a small network, a log line per step.
 
     torchrun ... steps.py FOLDER [--steps N] [--sleep SECONDS] [--batch N] [--width N] [--save-every N] [--cuda]
 
-All ranks share FOLDER. It holds `digits.pt` (images, labels); rank 0 saves a checkpoint there after every step, and
-every start resumes from it. An incarnation is one process group, from init_process_group to its end; rank 0 draws a
-random number that identifies it. A rank's first line says when its launcher and its process began, and when torch was
-imported, the device ready and the group formed. With --cuda the ranks share the machine's GPUs, by NCCL where each has
-one of its own, which NCCL needs, else by gloo.
+All ranks share FOLDER. It contains `digits.pt` (images, labels); rank 0 saves a checkpoint there
+after every step, and every start resumes from it. An incarnation is one process group, from
+init_process_group to its end; rank 0 draws a random number that identifies it. A rank's first line
+says when its launcher and its process began, and when torch was imported, the device ready and the
+group formed. With --cuda the ranks share the machine's GPUs, over NCCL if each has one of its own,
+which NCCL needs, otherwise over gloo.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def network(width):
 
 
 class Log:
-    """One file per process, named after its node."""
+    """The log of a process, in a file named after its node."""
 
     def __init__(self, folder, incarnation, moments):
         self.common = {
@@ -64,7 +65,7 @@ class Log:
 
 
 def process_starts():
-    """When the launcher and this process began, in seconds since 1970, to 10 ms: proc(5)."""
+    """Return when the launcher and this process began, in Unix seconds to 10 ms; see proc(5)."""
     pid = launcher = os.getpid()
     while pid > 0:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -76,7 +77,7 @@ def process_starts():
 
 
 def stat(pid):
-    """The fields of a process from its state on: its name before them may hold anything."""
+    """Return the fields of a process from its state on. The name before may contain anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -87,7 +88,7 @@ def new_incarnation():
 
 
 def ready_device(cuda):
-    """Where this rank computes, and the backend of the group."""
+    """Return the device on which this rank computes, and the group's backend."""
     if not cuda:
         return torch.device("cpu"), "gloo"
     count = torch.cuda.device_count()

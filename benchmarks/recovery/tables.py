@@ -1,4 +1,4 @@
-"""Samples as CSV and as a table in Markdown."""
+"""Writes samples as CSV and as a table in Markdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CsvFile:
 
 
 def read_csv(path: Path) -> list[Sample]:
-    """The samples of a file that CsvFile has written."""
+    """Read the samples of a file that CsvFile has written."""
     with path.open(newline="") as file:
         return [
             Sample(
@@ -47,7 +47,10 @@ def read_csv(path: Path) -> list[Sample]:
 
 
 def markdown(samples: Iterable[Sample], targets: dict[str, float | None]) -> str:
-    """One row per case; stock torchrun has one per victim, since the outcome depends on it."""
+    """Return one row per case.
+
+    Stock torchrun has one per victim, since the outcome depends on it.
+    """
     groups: dict[tuple[str, str, str], list[Sample]] = {}
     for sample in samples:
         victim = sample.victim if sample.case.startswith("stock") else ""
@@ -89,7 +92,7 @@ def _load(samples: list[Sample]) -> str:
 
 
 def _row(case: str, samples: list[Sample]) -> list[str]:
-    """The cost of the last kill in a row relative to the first."""
+    """Return the cost of the last kill in a row relative to the first."""
     first, last = ([s.seconds for s in samples if s.kill == kill and s.seconds is not None] for kill in (1, LAST_KILL))
     if not first or not last:
         return []

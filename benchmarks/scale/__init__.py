@@ -1,1 +1,1 @@
-"""One operator with very many jobs: `python -m benchmarks.scale --help`."""
+"""Measures one operator with very many jobs: `python -m benchmarks.scale --help`."""

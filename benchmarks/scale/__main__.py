@@ -47,7 +47,7 @@ CONNECTIONS = 128
 
 @contextmanager
 def api_server() -> Iterator[tuple[Cluster, bool]]:
-    """The test cluster, and whether it was up before."""
+    """Provide the test cluster, and whether it was up before."""
     cluster = Cluster()
     before = cluster.state() is not None
     if not before:
@@ -64,7 +64,7 @@ def api_server() -> Iterator[tuple[Cluster, bool]]:
 async def measure(kind: type[Parts], options: Options, cluster: Cluster, shared: bool, log: Path) -> Parts:
     """Measure the parts of a `kind`.
 
-    If the cluster is `shared` with others, the operator watches the benchmark's namespaces only.
+    If the cluster is `shared` with others, the operator watches only the benchmark's namespaces.
     """
     settings = client.Configuration()
     await config.load_kube_config(config_file=str(cluster.kubeconfig), client_configuration=settings)
@@ -97,7 +97,7 @@ async def measure(kind: type[Parts], options: Options, cluster: Cluster, shared:
 
 
 def table(figures: list[Figure]) -> str:
-    """In Markdown."""
+    """Return the figures as a Markdown table."""
     lines = ["| part | figure | value | aim | reached | beside |", "| --- | --- | ---: | --- | --- | --- |"]
     for f in figures:
         value = f"{f.value:.3g} {f.unit}".strip()
@@ -134,7 +134,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """0; 1 when a part did not reach its end: then there are the figures of the others, and no chart."""
+    """Run the benchmark, and return 0, or 1 if a part did not finish.
+
+    In that case there are the figures of the other parts, and no chart.
+    """
     given = parser().parse_args()
     options = Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
     options.sizes.sort()

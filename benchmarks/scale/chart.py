@@ -1,4 +1,4 @@
-"""The chart of a run."""
+"""Draws the chart of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.scale.parts import Series
 
 
 def draw(series: Series, path: Path) -> None:
-    """Processor, memory and requests by the number of jobs, and the storm in time."""
+    """Draw processor, memory and requests by the number of jobs, and the storm over time."""
     import matplotlib
 
     matplotlib.use("Agg")

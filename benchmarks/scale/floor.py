@@ -1,4 +1,4 @@
-"""The storm without an operator: what the API server on this machine takes to replace as many pods, whoever asks."""
+"""The storm without an operator: how fast this machine's API server replaces as many pods."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ from ddpjob.engine.ports import Unavailable
 from benchmarks.scale.hollow import Hollow, Pod
 
 BARE = "bare"
-"""Manager, by the label, of pods that are no job's: the operator does not see them, and hollow kubelets run them."""
+"""Value of the manager's label for pods without a job. The operator does not see them, and
+hollow kubelets run them."""
 
 
 class BareClient:
-    """Creates pods, and each one again as soon as it is seen to be gone. `hollow` runs the pods managed by BARE."""
+    """Creates pods, and creates each again once it is gone.
+
+    `hollow` runs the pods managed by BARE.
+    """
 
     def __init__(self, rest: Rest, hollow: Hollow) -> None:
         self.rest, self.hollow = rest, hollow
         self.seen: dict[tuple[str, str], float] = {}
-        """When a watch has shown each pod (monotonic seconds), by namespace and name."""
+        """When a watch showed each pod (monotonic seconds), by namespace and name."""
         self._manifests: dict[tuple[str, str], Json] = {}
         self._gate, self._numbers = asyncio.Semaphore(CONNECTIONS), count()
         self._work: set[asyncio.Task[None]] = set()
         hollow.on_pod = self._see
 
     async def create(self, manifest: Json, attempt: int = 0) -> tuple[str, str]:
-        """Creates a copy of a pod; returns its namespace and name, which is a new one."""
+        """Create a copy of a pod with a new name; return its namespace and name."""
         body = copy.deepcopy(manifest)
         meta = body["metadata"]
         meta["name"] = f"{BARE}-{next(self._numbers)}"
-        # A coordinator's would be served: these are as all others.
+        # A coordinator's pod would be served, so these are like all others.
         meta["labels"] = {**meta["labels"], LABEL_MANAGED: BARE, LABEL_ROLE: Role.NODE, LABEL_ATTEMPT: str(attempt)}
         key = meta["namespace"], meta["name"]
         self._manifests[key] = manifest
@@ -51,7 +55,7 @@ class BareClient:
                     await asyncio.sleep(0.1)
 
     def replace_from_now_on(self) -> None:
-        """Each pod that a watch shows to be gone is created again."""
+        """Create each pod again when a watch shows that it is gone."""
         self.hollow.on_gone = lambda pod: self._begin(self.create(self._manifests[pod.namespace, pod.name], 1))
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""Hollow kubelets and coordinators: they write and answer what real ones would, and run nothing.
+"""Hollow kubelets and coordinators, which write and answer what real ones would, and run nothing.
 
-They see jobs and pods through watches, as everybody does. A coordinator listens on a loopback address of its own and
-answers sealed. What it reports follows from which of the job's pods run.
+They see jobs and pods through watches, like any client. A coordinator listens on its own loopback
+address and seals its answers. Its report follows from which of the job's pods run.
 """
 
 from __future__ import annotations
@@ -43,23 +43,25 @@ from ddpjob_runtime.protocol import (
 )
 
 PORT = 29400
-"""Of the jobs' rendezvous, which is also the default; their coordinators answer at the next one."""
+"""The port of the jobs' rendezvous, which is also the default. Their coordinators answer at the
+next one."""
 ENDED = "ended"
-"""First word of the names of jobs that have ended: whoever makes them makes their pods."""
+"""First word of the names of jobs that have ended. Their creator creates their pods too."""
 STEPS_PER_SECOND = 2
 AT_ONCE = 32
-"""Requests of all kubelets at the same time."""
+"""How many requests all kubelets may have at the same time."""
 FLOOD = 20_000_000
-"""Bytes of the answer of a coordinator that floods."""
+"""How many bytes the answer of a flooding coordinator has."""
 HOSTILE = ("hangs", "floods", "redirects", "lies", "flaps")
-"""First words of the names of jobs with such a coordinator."""
+"""First words of the names of jobs whose coordinator behaves so."""
 LARGEST = "largest"
-"""The same of coordinators that always have news, in the largest report that the operator reads."""
+"""The first word for coordinators that always have news, in the largest report that the operator
+reads."""
 
 
 @dataclass(frozen=True)
 class Pod:
-    """What the benchmark must know of a job's pod."""
+    """The facts about a job's pod that the benchmark needs."""
 
     namespace: str
     name: str
@@ -87,11 +89,11 @@ class Pod:
 
 @dataclass
 class Group:
-    """One job: its coordinator and members."""
+    """The coordinator and members of one job."""
 
     name: str = ""
     nodes: int = 0
-    """0 until the job's watch has shown it."""
+    """The number of nodes; 0 until the job's watch has shown it."""
     token: str = ""
     phase: str = ""
     generation: int = 0
@@ -104,7 +106,7 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """One of HOSTILE, or whatever the job's name begins with."""
+        """The first word of the job's name, such as one of HOSTILE."""
         return self.name.partition("-")[0]
 
     @property
@@ -117,7 +119,7 @@ class Group:
         self.changed = asyncio.Event()
 
     def join(self, pod: Pod) -> None:
-        """The pod's launcher has connected: the last one begins a round."""
+        """Let the pod's launcher join. The last one begins a round."""
         self.members[pod.name] = Member(pod.name, MemberState.RUNNING, pod.index, pod.attempt, pod.index, self.round)
         self.lost.pop(pod.index, None)
         if self.complete:
@@ -125,7 +127,7 @@ class Group:
         self.change()
 
     def leave(self, name: str) -> None:
-        """A member's connection has ended: the first one ends the round."""
+        """End a member's connection. The first end ends the round."""
         now = datetime.now(UTC)
         if self.complete:
             number = len(self.incidents) + 1
@@ -154,22 +156,25 @@ class Group:
 
 
 class Hollow:
-    """The kubelets and coordinators of all jobs of some namespaces. `managed_by`: of the pods that they see."""
+    """The kubelets and coordinators of all jobs of some namespaces.
+
+    `managed_by`: the manager of the pods that they see.
+    """
 
     def __init__(self, rest: Rest, operator_key: str, namespaces: Iterable[str], managed_by: str = MANAGED_BY) -> None:
         self.rest, self._platform = rest, Platform(operator_key=operator_key.encode())
         self._namespaces = frozenset(namespaces)
         self.groups: dict[str, Group] = {}
-        """By the job's uid."""
+        """The groups by the job's uid."""
         self.pods: dict[tuple[str, str], Pod] = {}
         self.on_pod: Callable[[Pod], None] = lambda pod: None
         """Called with each pod that a watch shows for the first time."""
         self.on_gone: Callable[[Pod], None] = lambda pod: None
-        """Called with each pod that is gone, as the watch shows it."""
+        """Called with each pod when the watch shows that it is gone."""
         self.kubelets_run = True
-        """False: pods stay as they are created."""
+        """Whether kubelets run; otherwise pods stay as they were created."""
         self._servers: dict[str, asyncio.Server] = {}
-        """By the uid of the coordinator's pod."""
+        """The servers by the uid of the coordinator's pod."""
         self._numbers, self._gate = count(1), asyncio.Semaphore(AT_ONCE)
         self._work: set[asyncio.Task[None]] = set()
         ours = f"{LABEL_MANAGED}={managed_by}"
@@ -179,7 +184,7 @@ class Hollow:
         )
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Run until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 for watch in self._watches:
@@ -191,7 +196,7 @@ class Hollow:
                 server.close()
 
     async def ready(self) -> None:
-        """Waits until both watches have begun."""
+        """Wait until both watches have begun."""
         for watch in self._watches:
             await watch.listed.wait()
 
@@ -293,7 +298,7 @@ class Hollow:
 
 
 async def _answer(group: Group, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers one request, as the job's coordinator or as a hostile one."""
+    """Answer one request, as the job's coordinator or as a hostile one."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, target, _ = head[0].split(" ", 2)
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
@@ -324,7 +329,8 @@ async def _answer(group: Group, reader: asyncio.StreamReader, writer: asyncio.St
 def _largest(report: Json, limit: int) -> bytes:
     """Return a report with incidents, up to `limit` bytes of JSON.
 
-    One character beyond ASCII in each text makes Python keep twice as many bytes as the others have in JSON.
+    One character beyond ASCII in each text makes Python keep twice as many bytes as the others take
+    in JSON.
     """
     text = "x" * 2990 + "\u4e2d"
     filled, size = {**report, "incidents": []}, len(json.dumps(report))
@@ -346,6 +352,6 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 
 def pods_of(hollow: Hollow, job: str) -> list[Pod]:
-    """The pods of the job `namespace/name`."""
+    """Return the pods of the job `namespace/name`."""
     namespace, name = job.split("/")
     return [pod for pod in hollow.pods.values() if (pod.namespace, pod.job) == (namespace, name)]

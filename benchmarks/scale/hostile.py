@@ -1,7 +1,8 @@
-"""A tenant against the operator's availability: what very large jobs and reports of one team cost all others.
+"""A tenant against the operator's availability: what one team's large jobs and reports cost others.
 
-Three parts in one run, so that one machine's load counts for all: the operator without them, with 100 jobs as large as
-the API server stores them, and with many coordinators that always send the largest report that the operator reads.
+There are three parts in one run, so that the machine's load is the same for all: the operator
+alone, with 100 jobs as large as the API server stores them, and with many coordinators that always
+send the largest report that the operator reads.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from benchmarks.scale.measure import Usage
 from benchmarks.scale.parts import PROBES, BenchmarkError, Parts, together
 
 FIELDS = 50_000
-"""Unknown fields of every other large job. Kubernetes keeps each of their names a second time, in managedFields."""
+"""How many unknown fields every second large job has. Kubernetes stores each name again in
+managedFields."""
 EMPTY = 440_000
-"""Empty mappings of the others: 3 bytes each, which are 72 in Python."""
+"""How many empty mappings the other ones have. Each takes 3 bytes in JSON, and 72 in Python."""
 CHANGES = 10
 LARGE = "large"
 _METRIC = "ddpjob_operator_longest_loop_turn_seconds"
@@ -35,9 +37,10 @@ class HostileParts(Parts):
     """The parts of `python -m benchmarks.scale hostile`."""
 
     async def _own(self, usage: Usage) -> float:
-        """Return the operator's processor seconds without those of one at rest, as it is now.
+        """Return the operator's processor seconds, less those of an operator at rest.
 
-        An API server may take minutes to store the jobs, in which the operator does its ordinary work too.
+        An API server may take minutes to store the jobs, during which the operator does its
+        ordinary work too.
         """
         before = self.meter.read()
         await asyncio.sleep(self.options.settle)
@@ -52,7 +55,7 @@ class HostileParts(Parts):
         await self._large_reports()
 
     async def _beside(self, part: str) -> None:
-        """Note what another team sees, and the operator's memory and longest turn."""
+        """Record what another team sees, and the operator's memory and longest turn."""
         before, waits = self.meter.read(), []
         for _ in range(2 * PROBES):
             waits.append(await self._probe())
@@ -84,7 +87,7 @@ class HostileParts(Parts):
         before = self.meter.read()
         for n in range(CHANGES):
             change = {"spec": {"runPolicy": {"suspend": True}}}  # Two templates together would be too large for etcd.
-            with suppress(Unavailable):  # A busy API server stores it later than it answers.
+            with suppress(Unavailable):  # A busy API server may store it after the client gave up.
                 await self.rest.request("PATCH", self._path(self.jobs[n]), body=change, content_type=MERGE_PATCH)
         await asyncio.sleep(self.options.settle)
         usage = self.meter.read() - before
@@ -92,7 +95,10 @@ class HostileParts(Parts):
         self._note(part, "the same for each change of one", each, "s", "<= 0.2", usage)
 
     async def _create_large(self, team: str, number: int) -> str:
-        """Create one, which takes a busy API server longer than a request may, however often it has to be asked."""
+        """Create a large job, however often that must be tried.
+
+        It takes a busy API server longer than a request may take.
+        """
         template = _template(number)
         while True:
             try:
@@ -112,7 +118,7 @@ class HostileParts(Parts):
         return sum(g.phase == "Failed" and g.kind == LARGE for g in self.hollow.groups.values())
 
     async def _restarted(self) -> None:
-        """The next operator lists all of them."""
+        """Restart the operator, which lists all of them."""
         self.operator.kill()
         began = time.monotonic()
         self.operator.start()

@@ -1,4 +1,4 @@
-"""What the parts measure with: processor time and memory of processes, and the API server's count of requests."""
+"""Measures processor time and memory of processes, and the API server's count of requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESOURCES = frozenset(
         "persistentvolumeclaims",
     )
 )
-"""All that the operator reads and writes for jobs; Leases are not for jobs."""
+"""Everything that the operator reads and writes for jobs, so without Leases."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Figure:
     value: float
     unit: str
     aim: str = ""
-    """`<= 1.5` or `>= 1.5`; empty: it has none."""
+    """The aim, such as `<= 1.5` or `>= 1.5`; empty if there is none."""
     beside: str = ""
-    """What else kept the processors busy meanwhile, or what the value consists of."""
+    """What else kept the processors busy, or what the value consists of."""
 
     @property
     def reached(self) -> str:
@@ -85,17 +85,17 @@ class Operator:
         return int(self.process.process.pid)
 
     def memory(self, what: str = "VmRSS") -> float:
-        """As benchmarks.processes.memory."""
+        """Return the operator's memory, as benchmarks.processes.memory does."""
         return memory(self.pid, what)
 
     def peak(self) -> float:
-        """The peak of all its starts in MiB."""
+        """Return the peak of all its starts in MiB."""
         return max([*self._peaks, self.memory("VmHWM")])
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of processor time, and what they were used in."""
+    """Seconds of processor time by user, and the elapsed seconds (`wall`)."""
 
     wall: float
     operator: float
@@ -114,7 +114,7 @@ class Usage:
 
     @property
     def cores(self) -> float:
-        """The operator's share of a processor."""
+        """How many processors the operator has used on average."""
         return self.operator / self.wall
 
     def __str__(self) -> str:
@@ -142,13 +142,16 @@ class Meter:
 
 
 def _machine() -> float:
-    """Of all processors: user, nice, system, irq, softirq, steal. proc(5)"""
+    """Return the busy seconds of all processors: user, nice, system, irq, softirq and steal."""
     numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(numbers) - numbers[3] - numbers[4]) / TICKS
 
 
 async def requests(rest: Rest) -> Counter[tuple[str, str]]:
-    """Requests that the API server has answered so far, by (verb, resource), of RESOURCES and without watches."""
+    """Return how many requests the API server has answered, by (verb, resource).
+
+    Only RESOURCES count, and no watches.
+    """
     response = await rest.api.call_api("GET", f"{rest.api.configuration.host}/metrics", {})
     found: Counter[tuple[str, str]] = Counter()
     for line in (await response.read()).decode().splitlines():

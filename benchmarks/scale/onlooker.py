@@ -1,6 +1,7 @@
-"""Another process that watches one namespace: when its pods are seen by somebody who has nothing else to do.
+"""A separate process that watches one namespace, to see its pods without delay.
 
-The process that plays a thousand kubelets may be half a second behind in a storm, which would count as a job's wait.
+The process that plays a thousand kubelets may be half a second late in a storm, which would count
+as a job's wait.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ NAP = 0.01
 
 
 class Onlooker:
-    """Starts the process and reads what it has seen."""
+    """Starts the process and reads its output."""
 
     def __init__(self, kubeconfig: Path, namespace: str) -> None:
         self._command = (sys.executable, "-m", __name__, str(kubeconfig), namespace)
         self.seen: dict[str, float] = {}
-        """When the watch has shown each pod for the first time (monotonic seconds, the same clock for all processes of
-        a machine), by its name."""
+        """When the watch first showed each pod, by name, in monotonic seconds. That clock is the
+        same for all processes of a machine."""
         self.late: list[tuple[float, float]] = []
-        """When the process was to wake from a sleep, and by how many seconds the machine was late with that."""
+        """When the process should have woken from a sleep, and by how many seconds it was late."""
 
     async def run(self) -> None:
-        """Runs until cancelled, or until the process ends."""
+        """Run until cancelled, or until the process ends."""
         process = await asyncio.create_subprocess_exec(*self._command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
         try:
@@ -48,7 +49,7 @@ class Onlooker:
 
 
 async def _watch(kubeconfig: str, namespace: str) -> None:
-    """Prints `pod NAME WHEN` for each pod that it sees, and `late SECONDS WHEN` where a sleep took longer."""
+    """Print `pod NAME WHEN` for each pod it sees, and `late SECONDS WHEN` for a late wake-up."""
     settings = client.Configuration()
     await config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
     rest = Rest.open(settings, connections=1)

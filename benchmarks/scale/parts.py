@@ -1,4 +1,4 @@
-"""The parts of the benchmark, in their order."""
+"""The parts of the benchmark, in order."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from benchmarks.scale.onlooker import Onlooker
 
 NO_SCHEDULER = "nobody"
 TIMEOUT = 600.0
-"""Seconds after which a part has failed."""
+"""After how many seconds a part has failed."""
 LOOK = 0.02
-"""Seconds between two looks at what is awaited."""
+"""How many seconds are between two checks of a condition."""
 ENDED_PODS = 2
-"""Finished pods of each ended job."""
+"""How many finished pods each ended job has."""
 PROBES = 5
 WRITES = ("PUT", "PATCH", "POST", "DELETE", "APPLY")
 
 
 class BenchmarkError(Exception):
-    """A part did not reach its end."""
+    """A part did not finish."""
 
 
 @dataclass
 class Options:
-    """What `__main__` asks for. `sizes`: numbers of jobs, ascending."""
+    """The options from `__main__`. `sizes`: numbers of jobs, ascending."""
 
     sizes: list[int]
     nodes: int
@@ -68,19 +68,19 @@ class Options:
 
 @dataclass
 class Series:
-    """For the chart."""
+    """The series of the chart."""
 
     rest: list[tuple[int, float, float, float, float]] = field(default_factory=list)
     """(jobs, cores, MiB, status writes and reads per job and minute)"""
     storm: list[float] = field(default_factory=list)
-    """Seconds after which each lost pod was replaced."""
+    """How many seconds each lost pod took to be replaced."""
     probes: list[tuple[float, float]] = field(default_factory=list)
     """(when another team's job was created in the storm, seconds until it had its pods)"""
 
 
 @dataclass(frozen=True)
 class _Burst:
-    """Pods created at once. `rate`: pods per second."""
+    """The creation of many pods at once. `rate`: pods per second."""
 
     pods: int
     rate: float
@@ -94,9 +94,10 @@ class _Burst:
 
 
 class Parts:
-    """One run. `namespaces`: the teams'; the last one is another team's, whose jobs are the probes.
+    """One run.
 
-    `bare`: creates pods that are no job's. `onlooker`: sees the pods of the last namespace.
+    `namespaces`: those of the teams; the last one belongs to another team, whose jobs are the
+    probes. `bare`: creates pods without a job. `onlooker`: sees the pods of the last namespace.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Parts:
         self.figures: list[Figure] = []
         self.series = Series()
         self.error = ""
-        """Why a part did not reach its end."""
+        """Why a part did not finish."""
         self.jobs: list[str] = []
         """namespace/name of the jobs that train."""
         self._names = count()
@@ -150,7 +151,7 @@ class Parts:
         print(f"{part:<18} {what:<58} {value:>8.3g} {unit:<9} {goal:<12} {beside}", flush=True)
 
     async def _until(self, what: str, check: Callable[[], bool]) -> float:
-        """Waits for it; returns the seconds that it took."""
+        """Wait until `check()` is true, and return the seconds."""
         began = time.monotonic()
         while not check():
             if not self.operator.process.running():
@@ -180,23 +181,23 @@ class Parts:
         return f"{namespace}/{name}"
 
     async def _create_jobs(self, number: int) -> list[str]:
-        """Jobs of the teams, in turn."""
+        """Create jobs for the teams in turn."""
         teams = [self.teams[i % len(self.teams)] for i in range(number)]
         return await together(self._create_job(team, self.options.nodes) for team in teams)
 
     def _running(self) -> int:
-        """How many jobs of the teams are Running, as their status says."""
+        """Return how many jobs of the teams are Running according to their status."""
         return sum(g.phase == "Running" and g.complete and g.kind == "job" for g in self.hollow.groups.values())
 
     async def _probe(self) -> float:
-        """Seconds until a new job of another team, of one node, has its two pods."""
+        """Return the seconds until a new job of another team, with one node, has its two pods."""
         began = time.monotonic()
         job = await self._create_job(self.other, 1, "probe")
         await self._until(f"the pods of {job}", lambda: len(pods_of(self.hollow, job)) == 2)
         return await self._seen(pod.name for pod in pods_of(self.hollow, job)) - began
 
     async def _seen(self, names: Iterable[str]) -> float:
-        """When the onlooker has seen the last of these pods."""
+        """Return when the onlooker saw the last of these pods."""
         pods, seen = tuple(names), self.onlooker.seen
         await self._until("the onlooker has seen the pods", lambda: all(name in seen for name in pods))
         return max(seen[name] for name in pods)
@@ -205,7 +206,7 @@ class Parts:
         await self._probe()
 
     async def _sweep(self, namespaces: Iterable[str]) -> None:
-        """Removes jobs and all that they own: there may be no garbage collector."""
+        """Remove jobs and everything that they own, as there may be no garbage collector."""
         for path in _SWEPT:
             await together(self._delete_all(path.format(namespace)) for namespace in namespaces)
         gone = set(namespaces)
@@ -222,14 +223,17 @@ class Parts:
     # --- creation
 
     async def _creation(self) -> None:
-        """A burst of jobs, and the same pods by a bare client, in turn. The pods stay as they are created."""
+        """Measure bursts of jobs and of the same pods by a bare client, in turn.
+
+        The pods stay as they are created.
+        """
         options, bursts, bares = self.options, list[_Burst](), list[_Burst]()
         self.hollow.kubelets_run = self.bare.hollow.kubelets_run = False
         for _ in range(options.rounds):
             bursts.append(await self._burst())
             manifests = await together(self._bare(pod) for pod in self._pods_of_teams())
             await self._sweep(self.teams)
-            await asyncio.sleep(2)  # The operator has noticed.
+            await asyncio.sleep(2)  # The operator notices meanwhile.
             bares.append(await self._bare_burst(manifests))
         self.hollow.kubelets_run = self.bare.hollow.kubelets_run = True
         part, what = "creation", f"{options.burst} jobs x {options.nodes}"
@@ -259,7 +263,7 @@ class Parts:
         return [pod for (namespace, _), pod in self.hollow.pods.items() if namespace != self.other]
 
     async def _bare(self, pod: Pod) -> Json:
-        """The pod as a user would write it, and as no job's."""
+        """Return the pod as a user would write it, and without a job."""
         body = await self.rest.request("GET", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}")
         labels = {key: value for key, value in body["metadata"]["labels"].items() if key != LABEL_MANAGED}
         spec = copy.deepcopy(body["spec"])
@@ -269,7 +273,10 @@ class Parts:
         return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
     async def _bare_burst(self, manifests: list[Json]) -> _Burst:
-        """A client that creates and watches pods and does nothing else, with as many connections as the operator."""
+        """Measure a client that only creates and watches pods.
+
+        It has as many connections as the operator.
+        """
         before, began = self.meter.read(), time.monotonic()
         created = await together((self.bare.create(pod) for pod in manifests), CONNECTIONS)
         await self._until("every bare pod", lambda: all(key in self.bare.seen for key in created))
@@ -280,7 +287,7 @@ class Parts:
     # --- rest
 
     async def _grow(self, size: int) -> None:
-        """More jobs, until `size` are Running; then what they cost."""
+        """Create jobs until `size` are Running, and measure what they cost."""
         options = self.options
         before, began = self.meter.read(), time.monotonic()
         self.jobs += await self._create_jobs(size - len(self.jobs))
@@ -298,7 +305,7 @@ class Parts:
         self.series.rest.append((size, usage.cores, memory, writes, reads))
 
     async def _at_rest(self) -> tuple[Usage, Counter[tuple[str, str]]]:
-        """What is used, and the requests that the API server answers, in `rest` seconds."""
+        """Return the usage and the API server's answered requests in `rest` seconds."""
         await asyncio.sleep(self.options.settle)
         counts, before = await requests(self.rest), self.meter.read()
         await asyncio.sleep(self.options.rest)
@@ -312,7 +319,7 @@ class Parts:
         return status / per, reads / per, (counts.total() - status - reads) / per
 
     async def _ended(self) -> None:
-        """Jobs that have ended, with pods that have, change nothing."""
+        """Check that ended jobs with ended pods change nothing."""
         options = self.options
         await together(self._create_ended(self.teams[i % len(self.teams)]) for i in range(options.ended))
         usage, counts = await self._at_rest()
@@ -344,7 +351,10 @@ class Parts:
             await self._create_succeeded(pods, {"metadata": meta, "spec": spec})
 
     async def _create_succeeded(self, pods: str, body: Json) -> None:
-        """Again where the operator, which had not yet seen that the job has ended, removed a suspended job's pod."""
+        """Create an ended pod, and repeat that if the operator removed it.
+
+        It does so while it has not seen that the suspended job has ended.
+        """
         while True:
             await self.rest.request("POST", pods, body=body)
             try:
@@ -361,7 +371,7 @@ class Parts:
     # --- storm
 
     async def _storm(self) -> None:
-        """All nodes of some jobs are deleted at once, as when their Kubernetes nodes are."""
+        """Delete all nodes of some jobs at once, as when their Kubernetes nodes are lost."""
         quiet = sorted([await self._probe() for _ in range(PROBES)])
         jobs = self.jobs[: max(1, self.options.storm // self.options.nodes)]
         victims = [p for job in jobs for p in pods_of(self.hollow, job) if p.index >= 0 and p.attempt == 0]
@@ -401,7 +411,10 @@ class Parts:
         self._note(part, f"{what} (worst of {len(waits)})", max(wait for _, wait in waits), "s", aim, beside)
 
     async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> None:
-        """The same storm over as many pods of no job, which a bare client replaces, while the jobs are at rest."""
+        """Measure the same storm over as many pods without a job, which a bare client replaces.
+
+        The jobs are at rest meanwhile.
+        """
         manifests = await together(self._bare(pod) for pod in victims)
         await together((self.bare.create(manifest) for manifest in manifests), CONNECTIONS)
         await self._until("the bare client's pods run", lambda: self.bare.running() >= len(victims))
@@ -432,19 +445,22 @@ class Parts:
         await self._until("the bare client's pods are gone", lambda: not self.bare.hollow.pods)
 
     async def _bare_probe_pods(self) -> list[Json]:
-        """The pods of another team's job of one node."""
+        """Return the pods of another team's job with one node."""
         job = await self._create_job(self.other, 1, "probe")
         await self._until(f"the pods of {job}", lambda: len(pods_of(self.hollow, job)) == 2)
         return [await self._bare(pod) for pod in pods_of(self.hollow, job)]
 
     async def _bare_probe(self, pods: list[Json]) -> float:
-        """Seconds until a bare client's creations of these pods are seen."""
+        """Return the seconds until pods that a bare client creates are seen."""
         began = time.monotonic()
         created = await asyncio.gather(*(self.bare.create(pod, 1) for pod in pods))
         return await self._seen(name for _, name in created) - began
 
     async def _delete_nodes_of(self, jobs: list[str]) -> None:
-        """By few requests, so that deleting does not take the processors. Replacements stay, if one is repeated."""
+        """Delete the jobs' nodes by few requests, so that deleting does not take the processors.
+
+        Replacements stay if a request is repeated.
+        """
         by_team: dict[str, list[str]] = {}
         for job in jobs:
             namespace, _, name = job.partition("/")
@@ -461,7 +477,10 @@ class Parts:
     async def _probing(
         self, began: float, probe: Callable[[], Awaitable[float]], waits: list[tuple[float, float]], pause: float = 0.1
     ) -> AsyncIterator[None]:
-        """Meanwhile one `probe` follows the other. `waits`: takes when it began, and what it returned."""
+        """Run one `probe` after the other during the context.
+
+        `waits` gets the time when each began, and its result.
+        """
         first = asyncio.Event()
 
         async def go_on() -> None:
@@ -482,7 +501,7 @@ class Parts:
     # --- restart
 
     async def _restart(self) -> None:
-        """The operator is killed. A pod is lost and a job is created before its next start."""
+        """Kill the operator. A pod is lost and a job is created before its next start."""
         self.operator.kill()
         victim = next(pod for pod in pods_of(self.hollow, self.jobs[-1]) if pod.index >= 0)
         path = f"/api/v1/namespaces/{victim.namespace}/pods/{victim.name}"
@@ -495,7 +514,10 @@ class Parts:
         before = self.meter.read()
 
         def replaced() -> list[Pod]:
-            """New pods of jobs that had pods before: the storm's last job may get its first ones only now."""
+            """Return new pods of jobs that had pods before.
+
+            The storm's last job may get its first ones only now.
+            """
             new = [pod for pod in self.hollow.pods.values() if pod.uid not in known]
             return [pod for pod in new if (pod.namespace, pod.job) in had_pods]
 
@@ -535,7 +557,7 @@ class Parts:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, Any]], at_once: int = 32) -> list[Any]:
-    """The results of all."""
+    """Run all of `work`, `at_once` at a time, and return the results."""
     gate = asyncio.Semaphore(at_once)
 
     async def one(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -546,7 +568,7 @@ async def together(work: Iterable[Coroutine[Any, Any, Any]], at_once: int = 32) 
 
 
 async def prepare(rest: Rest, namespaces: Iterable[str]) -> None:
-    """Namespaces in which pods can be created, also where no controller gives them a service account."""
+    """Create namespaces for pods, with service accounts if no controller adds them."""
     for namespace in namespaces:
         await rest.request("POST", "/api/v1/namespaces", body={"metadata": {"name": namespace}})
         try:
@@ -573,5 +595,5 @@ _SWEPT = (
 
 
 def _listed(counts: Counter[tuple[str, str]]) -> str:
-    """The requests, the most frequent first."""
+    """List the requests, the most frequent first."""
     return ", ".join(f"{verb} {what} {number}" for (verb, what), number in counts.most_common(6)) or "none"

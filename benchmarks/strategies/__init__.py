@@ -1,1 +1,1 @@
-"""The same training under every strategy."""
+"""Compares the same training under every strategy."""

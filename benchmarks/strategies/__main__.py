@@ -22,7 +22,10 @@ from benchmarks.strategies.runs import Measured, NotMeasured, arguments, run, sa
 
 
 def main() -> int:
-    """0 when something was measured and nothing failed; a case that cannot run here is no failure."""
+    """Return 0 if something was measured and nothing failed.
+
+    A case that cannot run here does not count as failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in CASES]
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the trainer's configuration")

@@ -1,4 +1,4 @@
-"""The compared ways to train, the command that starts each, and what it lacks on this machine."""
+"""The compared ways to train: the command that starts each, and what it lacks on this machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from scripts import install_horovod
 class Case:
     """One way to train.
 
-    `kind`: its group in the chart; `command(ranks)`: the command without the trainer's arguments; `lacks(ranks)`: why
-    this machine cannot run it, empty when it can.
+    `kind`: its group in the chart; `command(ranks)`: the command without the trainer's arguments;
+    `lacks(ranks)`: why this machine cannot run it, empty if it can.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Case:
 
 
 def alone(ranks: int) -> list[str]:
-    """One process."""
+    """Return the command of one process."""
     return [sys.executable, "-m", "ddpjob_trainer"]
 
 
 def torchrun(ranks: int) -> list[str]:
-    """All ranks, started by torchrun."""
+    """Return the command with which torchrun starts all ranks."""
     return [
         sys.executable,
         "-m",
@@ -50,12 +50,12 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def spawn(ranks: int) -> list[str]:
-    """All ranks, started by torch.multiprocessing."""
+    """Return the command with which torch.multiprocessing starts all ranks."""
     return [sys.executable, "-m", "ddpjob_trainer", "--spawn", str(ranks)]
 
 
 def horovodrun(ranks: int) -> list[str]:
-    """All ranks, started by Horovod's launcher."""
+    """Return the command with which Horovod's launcher starts all ranks."""
     folder = horovod_folder()
     launcher = str(folder / "bin" / "horovodrun") if folder else shutil.which("horovodrun") or "horovodrun"
     return [
@@ -72,17 +72,23 @@ def horovodrun(ranks: int) -> list[str]:
 
 
 def server_and_workers(ranks: int) -> list[str]:
-    """On the CPU, which ranks share, the server is an extra rank; on GPUs it is one of the ranks."""
+    """Return the command for a parameter server.
+
+    The server is an extra rank on the CPU, which ranks share, and one of the ranks on GPUs.
+    """
     return torchrun(ranks if accelerators() else ranks + 1)
 
 
 def accelerators() -> int:
-    """The number of GPUs, 0 where ranks use the CPU."""
+    """Return the number of GPUs; 0 if ranks use the CPU."""
     return torch.cuda.device_count()
 
 
 def horovod_folder() -> Path | None:
-    """The folder where the tests have installed Horovod for this torch, beside the cached wheel; None without one."""
+    """Return where the tests installed Horovod for this torch; None if they did not.
+
+    It is next to the cached wheel.
+    """
     site = install_horovod.wheel_folder(install_horovod.probe(sys.executable)) / "site"
     return site if (site / "horovod").exists() else None
 
@@ -118,7 +124,7 @@ def _server(ranks: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with this checkout's trainer and Horovod on PYTHONPATH."""
+    """Return this process's environment, with this checkout's trainer and Horovod on PYTHONPATH."""
     paths = [CHECKOUT / "trainer", *([folder] if (folder := horovod_folder()) else [])]
     known = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, paths), *([known] if known else [])])}

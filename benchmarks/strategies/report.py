@@ -1,4 +1,4 @@
-"""The comparison as a table, as CSV and as a chart."""
+"""Writes the comparison as a table, as CSV and as a chart."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _COLOURS = {
 
 
 def seconds(measured: list[Measured], samples: int) -> list[float]:
-    """Seconds of each epoch that counts."""
+    """Return the seconds of each epoch that counts."""
     return [samples / speed for run in measured for speed in run.speeds]
 
 
 def device() -> str:
-    """The name of the devices that were measured."""
+    """Return the name of the measured devices."""
     if accelerators():
         return f"{accelerators()} x {torch.cuda.get_device_name(0)}"
     cores = torch.get_num_threads()
@@ -35,7 +35,7 @@ def device() -> str:
 
 
 def table(cases: list[Case], found: dict[str, list[Measured]], missing: dict[str, str], samples: int) -> str:
-    """A Markdown table: medians over rounds and epochs, ratios of times per epoch."""
+    """Return a Markdown table: medians over rounds and epochs, ratios of times per epoch."""
     medians = {name: statistics.median(seconds(runs, samples)) for name, runs in found.items()}
     lines = [
         "| strategy | s per epoch (median) | best, worst | samples/s | of single's time | of ddp's time | final loss"
@@ -59,7 +59,7 @@ def table(cases: list[Case], found: dict[str, list[Measured]], missing: dict[str
 
 
 def write_csv(path: Path, found: dict[str, list[Measured]], missing: dict[str, str], samples: int) -> None:
-    """One row per epoch that counts, and one with the reason per case that was not measured."""
+    """Write one row per epoch that counts, and one row per missing case, with the reason."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
@@ -87,7 +87,7 @@ def write_csv(path: Path, found: dict[str, list[Measured]], missing: dict[str, s
 def draw(
     path: Path, cases: list[Case], found: dict[str, list[Measured]], missing: dict[str, str], samples: int, what: str
 ) -> None:
-    """A bar per case: the median time of an epoch, with a line from the best to the worst."""
+    """Draw a bar per case: the median time of an epoch, with a line from the best to the worst."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""One training of a case, measured by its metrics.jsonl."""
+"""Runs one training of a case, and measures it by its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.strategies.cases import Case, accelerators, environment
 
 @dataclass(frozen=True)
 class Measured:
-    """Samples per second of each epoch but the first, the last epoch's mean loss, the command's duration in seconds."""
+    """Samples per second of all epochs but the first, the last mean loss, and the run's seconds."""
 
     speeds: list[float]
     loss: float
@@ -30,7 +30,7 @@ class NotMeasured(Exception):
 
 
 def arguments(settings: list[str], epochs: int) -> list[str]:
-    """The trainer's arguments: one report per epoch, and no checkpoint or evaluation in between."""
+    """Return the trainer's arguments, with one report per epoch and nothing else in between."""
     own = (
         []
         if any(setting.startswith("model.name=") for setting in settings)
@@ -75,7 +75,7 @@ def run(case: Case, ranks: int, settings: list[str], epochs: int, timeout: float
 
 
 def samples(settings: list[str]) -> int:
-    """Samples of an epoch."""
+    """Return the samples of an epoch."""
     return int(_value(arguments(settings, 1), "data.size"))
 
 

@@ -33,7 +33,7 @@ from benchmarks.torture.torture import Plan, Torture
 from benchmarks.torture.verdict import table
 
 OWN_NETWORK = "TORTURE_OWN_NETWORK"
-"""Set in the environment of the program that runs in a network namespace of its own."""
+"""The variable that is set in the program that runs in its own network namespace."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """0 when every job passes all checks, 1 when one does not, 2 on bad input."""
+    """Return 0 if every job passes all checks, 1 if one does not, 2 on bad input."""
     options = parser().parse_args()
     wanted = tuple(kind for kind in KINDS if not options.jobs or kind.name in options.jobs.split(","))
     if unknown := set(filter(None, options.jobs.split(","))) - {kind.name for kind in KINDS}:
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def in_own_network() -> None:
-    """Run this program again in a network namespace where only loopback is, so that its connections can be cut."""
+    """Run this program again in a network namespace with only loopback, to cut its connections."""
     enter = f'ip link set lo up && iptables --wait --list >/dev/null && {OWN_NETWORK}=1 exec "$@"'
     words = [sys.executable, "-m", "benchmarks.torture", *sys.argv[1:]]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

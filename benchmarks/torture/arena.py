@@ -1,4 +1,4 @@
-"""Where tortured jobs run, and what can be killed there."""
+"""The places where tortured jobs run, and what can be killed there."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Observed:
 class Arena(Protocol):
     """Runs jobs and kills their pods.
 
-    `extras`: what else can be killed -> (its weight beside torture.WEIGHTS, a function that kills it, or returns False
-    when that is impossible now).
+    `extras`: what else can be killed, with a weight (next to those in torture.WEIGHTS) and a
+    function that kills it, or returns False if that is impossible now.
     """
 
     extras: dict[str, tuple[int, Callable[[], bool]]]
@@ -45,13 +45,13 @@ class Arena(Protocol):
         """Start a job."""
 
     def observe(self, name: str) -> Observed:
-        """The state of the job."""
+        """Return the state of the job."""
 
     def kill(self, name: str, pods: list[str]) -> None:
         """Kill the pods by force, nearly at the same time; pods that have ended are ignored."""
 
     def checkpoints(self, name: str) -> Path:
-        """The job's folder of checkpoints."""
+        """Return the job's checkpoint folder."""
 
     def close(self, name: str) -> None:
         """End and remove everything of the job."""
@@ -60,7 +60,7 @@ class Arena(Protocol):
 class Processes:
     """Jobs under `ddpjob run`: pods are process groups, and each runner contains an operator for its job.
 
-    `cuts`: whether connections can be cut: as root in a network namespace of one's own.
+    `cuts`: whether connections can be cut, as root in a network namespace of one's own.
     """
 
     def __init__(self, folder: Path, *, cuts: bool = False) -> None:
@@ -115,19 +115,19 @@ class Processes:
             ask(JobFolder(self._runs / name), "kill", pod)
 
     def skewed(self) -> dict[str, str]:
-        """The variables with which the processes of pods have clocks that can be set."""
+        """The variables that give the processes of pods adjustable clocks."""
         path = filter(None, (str(Path(__file__).with_name("clocks")), os.environ.get("PYTHONPATH")))
         return {"PYTHONPATH": os.pathsep.join(path), "TORTURE_CLOCKS": str(self._clocks)}
 
     def _set_clock(self, pods: list[str]) -> str:
-        """Set the clock of one of the pods, while it runs, to at most two minutes behind this machine's."""
+        """Set the clock of a running pod to at most two minutes behind this machine's."""
         if not pods:
             return ""
         pod, behind = random.SystemRandom().choice(pods), random.SystemRandom().uniform(0, FARTHEST)
         return f"{pod} to {behind:.0f} s behind" if set_clock(self._clocks / pod, behind) else ""
 
     def _hurt(self, name: str, pods: list[str], container: str, what: str) -> str:
-        """Pause, or cut off, processes of one of the pods."""
+        """Suspend or disconnect processes of one of the pods."""
         record = read_record(JobFolder(self._runs / name))
         if record is None or not pods:
             return ""
@@ -155,7 +155,7 @@ class Processes:
 
 
 def observed_in(status: Json) -> Observed:
-    """The state that a job's status describes."""
+    """Return the state that a job's status describes."""
     failed = next((c for c in status.get("conditions", ()) if c["type"] == "Failed" and c["status"] == "True"), None)
     return Observed(
         phase=status.get("phase", ""),

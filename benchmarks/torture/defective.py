@@ -21,7 +21,7 @@ def lose_sample():
 
 
 def forget_consumed():
-    """Begin the epoch again at a restart, though the model was trained on a part of it."""
+    """Begin the epoch again at a restart, although the model was trained on a part of it."""
 
     def load(self, state):
         self.state = sampler.SamplerState(state["epoch"], 0, state["seed"])

@@ -10,7 +10,7 @@ import torch
 
 Json = dict[str, Any]
 STEPS_PER_EPOCH = 23
-"""1438 digits in batches of 64."""
+"""The steps for 1438 digits in batches of 64."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ KINDS = (
 
 
 def trainer_arguments(epochs: int) -> list[str]:
-    """A small training that is slow enough for some kills, with a checkpoint every five steps."""
+    """Return the arguments of a small training that is slow enough for some kills.
+
+    It saves a checkpoint every five steps.
+    """
     return [
         "data.name=digits", "data.batch=64", "model.width=16", f"train.epochs={epochs}", "train.ledger=true",
         "train.eval_every=1000", "train.log_every=10", "optim.lr=0.05", "optim.warmup_epochs=1",
@@ -48,7 +51,7 @@ def trainer_arguments(epochs: int) -> list[str]:
 
 
 def spec(kind: Kind, epochs: int, defect: str) -> Json:
-    """The DDPJob's spec; `defect` breaks the trainer on purpose."""
+    """Return the DDPJob's spec. `defect` breaks the trainer on purpose."""
     recovery: Json = {"mode": kind.mode, "nodeLostAfterSeconds": 10}
     program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs)}
     if defect:
@@ -65,12 +68,12 @@ def spec(kind: Kind, epochs: int, defect: str) -> Json:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of the newest checkpoint."""
+    """Return the weights of the newest checkpoint."""
     newest = max(folder.glob("step-*.pt"))
     model: dict[str, torch.Tensor] = torch.load(newest, weights_only=True)["model"]
     return model
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of any weight."""
+    """Return the largest difference between any two weights."""
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)

@@ -1,4 +1,4 @@
-"""The arena on the test cluster: pods, an operator process that is killed as well, hosts that lose their network."""
+"""The arena on the test cluster: pods, an operator that is killed, hosts that lose the network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.torture.jobs import Json
 from benchmarks.torture.torture import note
 
 OPERATOR_DOWN, HOST_AWAY = 5.0, 20.0
-"""The longest time that the operator is down, and the time that a host is without network, in seconds."""
+"""For how long the operator is down at the most, and a host is without network, in seconds."""
 
 
 class OnCluster:
@@ -80,7 +80,10 @@ class OnCluster:
         )
 
     def _kill_operator(self) -> bool:
-        """SIGKILL, and a new operator after some seconds, during which nothing else is killed."""
+        """Kill the operator, and start a new one some seconds later.
+
+        Nothing else is killed until then.
+        """
         self.operator.kill()
         seconds = random.Random(time.time_ns()).uniform(0, OPERATOR_DOWN)
         note(f"killed the operator, for {seconds:.1f} s")
@@ -89,7 +92,7 @@ class OnCluster:
         return True
 
     def _cut_host(self) -> bool:
-        """One host at a time loses its network and gets it back; other kills continue meanwhile."""
+        """Take the network from one host at a time and give it back, while other kills continue."""
         if not self._away.acquire(blocking=False):
             return False
         host = random.Random(time.time_ns()).choice(sorted(self.cluster.ready_nodes()))
@@ -109,14 +112,17 @@ class OnCluster:
             self._away.release()
 
     def wait_for_hosts(self) -> None:
-        """Return once no host is cut off."""
+        """Wait until every host has its network."""
         with self._away:
             pass
 
 
 @contextmanager
 def on_test_cluster(folder: Path) -> Iterator[OnCluster]:
-    """The test cluster with a namespace and an operator of its own; every host has its network back at the end."""
+    """Provide the test cluster with its own namespace and operator.
+
+    Every host has its network back at the end.
+    """
     folder.chmod(0o755)
     with testbed("torture", folder) as bed:
         arena = OnCluster(bed, folder)

@@ -1,12 +1,12 @@
-"""The weights that a job must end with: undisturbed training on as many ranks at each step as the job had.
+"""The weights that a job must end with: those of undisturbed training with the same ranks per step.
 
-Where the number of ranks changes, float32 sums are taken in a different order from that step on, and training amplifies
-the difference: an elastic job cannot be compared with a run on a fixed number of ranks. It equals, bit for bit, a run
-whose number of ranks changes at the same steps.
+If the number of ranks changes, float32 sums are taken in a different order from that step on, and
+training amplifies the difference, so an elastic job cannot be compared with a run on a fixed number
+of ranks. It equals, bit for bit, a run whose number of ranks changes at the same steps.
 
     python replay.py FOLDER WORLD:STEP [WORLD:STEP ...] -- ARGUMENTS_OF_THE_TRAINER
 
-WORLD ranks train until after STEP; the last WORLD to the end.
+WORLD ranks train until after STEP; the last WORLD trains to the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def segments(incarnations: list[Incarnation]) -> Segments:
-    """How many ranks made which steps, in the history of a ledger that counts."""
+    """Return how many ranks made which steps, in the history of a ledger that counts."""
     worlds: dict[int, int] = {}
     for incarnation in incarnations:
         worlds = {step: world for step, world in worlds.items() if step <= incarnation.start}
@@ -39,7 +39,7 @@ def segments(incarnations: list[Incarnation]) -> Segments:
 
 
 def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
-    """Train unless it was done before. Returns the folder of checkpoints. Raises CalledProcessError."""
+    """Train, unless it was done before. Return the checkpoint folder. Raises CalledProcessError."""
     own = folder / ("replay-" + "-".join(f"{world}x{step}" for world, step in parts))
     if not own.exists():
         words = [f"{world}:{step}" for world, step in parts]
@@ -52,7 +52,7 @@ def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the replay, and return its exit code."""
     from ddpjob_trainer.distributed.init_method import free_port
 
     mark = sys.argv.index("--")
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def fork(run: Callable[[], NoReturn]) -> int:
-    """Fork a child that calls `run`. Returns its process id."""
+    """Fork a child that calls `run`. Return its process id."""
     child = os.fork()
     if child == 0:
         run()
@@ -86,7 +86,7 @@ def fork(run: Callable[[], NoReturn]) -> int:
 
 
 def run_rank(rank: int, world: int, port: int, stop: int | None, arguments: list[str]) -> NoReturn:
-    """One rank, which is asked to stop during its step number `stop`."""
+    """Run one rank, which is asked to stop during its step number `stop`."""
     import traceback
 
     from ddpjob_trainer import config, train

@@ -1,4 +1,4 @@
-"""Faults that end nothing, here: processes that stand still, connections that carry nothing, false clocks."""
+"""Faults that end nothing: suspended processes, connections that carry nothing, false clocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ddpjob.local import processes
 from ddpjob.local.pod import CONTAINER_VARIABLE, UID_VARIABLE
 
 SHORTEST, LONGEST = 2.0, 12.0
-"""Of a fault, in seconds. A member may stand still for 15 s before it is given up."""
+"""The range of a fault's length in seconds. A member may be suspended for 15 s before it is
+given up."""
 
 
 FARTHEST = 120.0
@@ -23,22 +24,23 @@ FARTHEST = 120.0
 
 
 class Standstill:
-    """Brings faults about, and undoes them after some seconds."""
+    """Causes faults, and undoes them after some seconds."""
 
     def __init__(self) -> None:
         self._undoing: list[threading.Thread] = []
 
     def pause(self, pids: Iterable[int]) -> float:
-        """Stop the processes (SIGSTOP) for a while; returns for how many seconds."""
+        """Suspend the processes (SIGSTOP) for a while. Return for how many seconds."""
         stopped = list(pids)
         for pid in stopped:
             processes.send(pid, signal.SIGSTOP)
         return self._later(lambda: [processes.send(pid, signal.SIGCONT) for pid in stopped])
 
     def cut(self, pids: Iterable[int]) -> float:
-        """Drop what the processes' present connections carry, and what is sent to the ports that they listen on.
+        """Drop packets of the processes' connections, and to the ports on which they listen.
 
-        Returns for how many seconds. Needs root, and a network namespace of one's own: the rules go with it.
+        Return for how many seconds. Needs root, and a network namespace of one's own, with which
+        the rules go.
         """
         rules = [
             ("OUTPUT", "--protocol", "tcp", side, str(port), "--jump", "DROP")
@@ -50,7 +52,7 @@ class Standstill:
         return self._later(lambda: [_iptables("--delete", *rule) for rule in rules])
 
     def wait(self) -> None:
-        """Return once everything is undone."""
+        """Wait until everything is undone."""
         for thread in self._undoing:
             thread.join()
         self._undoing.clear()
@@ -64,7 +66,10 @@ class Standstill:
 
 
 def set_clock(file: Path, behind: float) -> bool:
-    """Set the clock that clocks/sitecustomize.py reads from this file; False if no process has begun to."""
+    """Set the clock that clocks/sitecustomize.py reads from this file.
+
+    Return False if no process has begun to.
+    """
     try:
         with file.open("r+b") as clock:
             clock.write(struct.pack("d", behind))
@@ -74,7 +79,7 @@ def set_clock(file: Path, behind: float) -> bool:
 
 
 def of_container(uid: str, pod: str, container: str) -> tuple[list[int], list[int]]:
-    """(its main process, its workers) of a container under `ddpjob run`, without what these have started."""
+    """Return (main process, workers) of a container under `ddpjob run`, without their children."""
     found = processes.find({UID_VARIABLE: uid, CONTAINER_VARIABLE: f"{pod}/{container}"})
     parents = {pid: _parent(pid) for pid in found}
     main = [pid for pid in found if parents[pid] not in found]
@@ -83,7 +88,7 @@ def of_container(uid: str, pod: str, container: str) -> tuple[list[int], list[in
 
 
 def tcp_ports(pids: Iterable[int]) -> set[int]:
-    """The local ports of all TCP sockets of the processes."""
+    """Return the local ports of all TCP sockets of the processes."""
     inodes = set()
     for pid in pids:
         try:

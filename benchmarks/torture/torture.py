@@ -15,7 +15,7 @@ from benchmarks.torture.verdict import Verdict, judge
 
 WEIGHTS = {"pod": 6, "two pods": 2, "coordinator": 2, "coordinator and pod": 1}
 PATIENCE = 900.0
-"""Time that a wave has to end after its last kill, in seconds."""
+"""How many seconds a wave has to end after its last kill."""
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Torture:
         self.left = plan.kills
         self.verdicts: list[Verdict] = []
         self.for_all: Counter[str] = Counter()
-        """Kills that affect all jobs, such as the operator's."""
+        """How often each kill that affects all jobs, such as the operator's, happened."""
 
     def run(self) -> list[Verdict]:
-        """One verdict for each job."""
+        """Run the waves, and return one verdict for each job."""
         wave = 0
         while self.left > 0:
             self._wave(wave)
@@ -107,7 +107,10 @@ class Torture:
                 job.ended, job.seconds = observed, time.monotonic() - job.began
 
     def _kill(self, jobs: list[Running]) -> bool:
-        """Returns whether there was something to kill. No job is disturbed before its first step or after its last."""
+        """Kill something. Return whether there was anything to kill.
+
+        No job is disturbed before its first step or after its last.
+        """
         others = {**self.arena.extras, **self.arena.faults}
         weights = WEIGHTS | {name: weight for name, (weight, _) in others.items()}
         what = self.random.choices(list(weights), list(weights.values()))[0]

@@ -1,4 +1,4 @@
-"""The checks of a tortured job that has ended."""
+"""Checks a tortured job that has ended."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ class Verdict:
     kills: Counter[str]
     incarnations: int
     changes: int
-    """The number of changes of the number of ranks."""
+    """How often the number of ranks changed."""
     repeated: int
     samples: int
     difference: float | None
-    """Largest difference of a weight from the replay's; None when not compared."""
+    """The largest difference of a weight from the replay's; None if it was not compared."""
     problems: tuple[str, ...]
 
 
 def judge(
     kind: Kind, folder: Path, observed: Observed, kills: Counter[str], arguments: list[str], replays: Path
 ) -> Verdict:
-    """Check that it is Complete, no restart was counted, and ledger and weights are those of undisturbed training."""
+    """Check the phase, the counted restarts, the ledger and the weights of a job.
+
+    It must be Complete without a counted restart, with the ledger and the weights of undisturbed
+    training.
+    """
     problems = [] if observed.phase == "Complete" else [f"the phase is {observed.phase or 'Pending'}, not Complete"]
     if observed.counted:
         problems.append(f"{observed.counted} restarts were counted, but none was the job's own failure")
@@ -59,7 +63,7 @@ def judge(
 
 
 def table(verdicts: list[Verdict], for_all: Counter[str], seed: int) -> str:
-    """One row per kind of job; `for_all`: kills that affected all jobs."""
+    """Return a table with one row per kind of job. `for_all`: kills that affected all jobs."""
     lines = [
         "| jobs | runs | kills | of them | Complete, ledger exact, weights equal | incarnations"
         " | changes of size | steps repeated |",
@@ -83,5 +87,5 @@ def table(verdicts: list[Verdict], for_all: Counter[str], seed: int) -> str:
 
 
 def listed(kills: Counter[str]) -> str:
-    """The kinds of kills and their numbers."""
+    """Return the kinds of kills and their numbers."""
     return ", ".join(f"{name} {count}" for name, count in sorted(kills.items()))

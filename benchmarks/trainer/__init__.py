@@ -1,1 +1,1 @@
-"""How fast the trainer feeds a model, and what its bookkeeping costs."""
+"""Measures how fast the trainer feeds a model, and what its bookkeeping costs."""

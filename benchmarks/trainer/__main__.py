@@ -22,7 +22,7 @@ from benchmarks.trainer import bookkeeping, elasticity, pipelines
 
 
 def main() -> int:
-    """0 when everything was measured."""
+    """Return 0 if everything was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "what",

@@ -1,6 +1,6 @@
-"""What a GPU reaches with a model when nothing else is asked of it: one batch, over and over, no data, no meters.
+"""A model's upper limit on a GPU: one batch, over and over, without data or meters.
 
-In the trainer's precision and layout, with its optimizer.
+It uses the trainer's precision, layout and optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.trainer.plain_loop import DEVICE, options
 
 
 def main() -> None:
-    """Train on the one batch."""
+    """Train on one batch."""
     given = options()
     torch.backends.cudnn.benchmark = True
     shape = (3, 224, 224)

@@ -1,7 +1,8 @@
-"""What the trainer's bookkeeping (dealing, ledger, reports, step clock, stop flag, checks) takes of a step.
+"""Measures what the trainer's bookkeeping takes of a step, such as ledger, reports and checks.
 
-By processor time, which other work on the machine changes little: a rank's main thread, by parts, beside a bare loop of
-the same model on the same batches in the same process, one step of each in turn.
+It measures processor time, which other work on the machine changes little: that of a rank's main
+thread, by parts, compared with a bare loop of the same model on the same batches in the same
+process, one step of each in turn.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A shipped recipe, so many steps before the measured ones, and so many measured ones: a multiple of ten, as a
-    report comes every ten steps.
+    """A shipped recipe, with its steps before the measured ones, and the measured ones.
+
+    The measured steps are a multiple of ten, because a report comes every ten steps.
     """
 
     name: str
@@ -61,12 +63,12 @@ class Found:
 
     @property
     def bare(self) -> float:
-        """The bare loop."""
+        """The seconds of the bare loop."""
         return self.parts[BARE]
 
     @property
     def model(self) -> float:
-        """Forward, backward and optimizer within the trainer."""
+        """The seconds of forward, backward and optimizer within the trainer."""
         return sum(self.parts[part] for part in MODEL)
 
     @property
@@ -82,14 +84,14 @@ class Found:
 
 
 def measure(case: Case, rounds: int) -> Found:
-    """Of each part the median over rounds and ranks."""
+    """Return each part's median over rounds and ranks."""
     taken = [parts for _ in range(rounds) for parts in _run(case)]
     names = dict.fromkeys(name for parts in taken for name in parts)
     return Found(case, {name: statistics.median(parts.get(name, 0.0) for parts in taken) for name in names})
 
 
 def table(found: list[Found]) -> str:
-    """A column per case; shares are of the bare loop's step."""
+    """Return a table with one column per case. Shares are of the bare loop's step."""
     lines = [
         f"| part of a step | {' | '.join(each.case.meaning for each in found)} |",
         "| --- |" + " ---: |" * len(found),
@@ -116,7 +118,7 @@ def _amount(found: Found, seconds: float) -> str:
 
 
 def _run(case: Case) -> list[dict[str, float]]:
-    """The parts of each rank."""
+    """Run a case, and return the parts of each rank."""
     from benchmarks.trainer import made_data
 
     port = str(free_port())

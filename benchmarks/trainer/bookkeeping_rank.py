@@ -1,4 +1,4 @@
-"""One rank of `bookkeeping`: trains, and writes the processor seconds of each part of a step to a file.
+"""One rank of `bookkeeping`: trains, and writes the processor seconds of each part of a step.
 
     python -m benchmarks.trainer.bookkeeping_rank FILE CONFIG WARM STEPS KEY=VALUE ...
 
@@ -65,9 +65,9 @@ _ITERATORS = [(ElasticSampler, "upcoming", "dealing"), (MemoryData, "train_strea
 
 
 class Meter:
-    """The thread's processor time, each moment charged to the innermost part that has begun; REST outside of all.
+    """The thread's processor time, charged to the innermost open part, or to REST if there is none.
 
-    What reading the clock takes is measured once, and taken off.
+    The time for reading the clock is measured once and subtracted.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Meter:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What happens inside belongs to `name`."""
+        """Charge the time inside the context to `name`."""
         self._switch()
         self._open.append(name)
         try:
@@ -94,7 +94,7 @@ class Meter:
             self._open.pop()
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call."""
+        """Return the seconds of each part since the last call."""
         self._switch()
         found = {name: seconds - self._cost * self._switches[name] for name, seconds in self._seconds.items()}
         self._seconds.clear()
@@ -119,7 +119,7 @@ class Meter:
         setattr(owner, name, timed)
 
     def iterator(self, owner: type, name: str, part: str, seen: Callable[[Any], None]) -> None:
-        """Charge what it takes to get the next item of a method's iterator to `part`."""
+        """Charge the time for the next item of a method's iterator to `part`."""
         inner = getattr(owner, name)
 
         def timed(*given: Any) -> Iterator[Any]:
@@ -135,7 +135,7 @@ class Meter:
         setattr(owner, name, timed)
 
     def context(self, owner: type, name: str, part: str) -> None:
-        """Charge what a method's context does at its begin and its end to `part`."""
+        """Charge the beginning and the end of a method's context to `part`."""
         inner = getattr(owner, name)
 
         @contextmanager
@@ -158,7 +158,7 @@ class BareLoop:
         self._batches: list[Batch] = []
 
     def begin(self, model: torch.nn.Module) -> None:
-        """With the model's weights."""
+        """Begin with the model's weights."""
         self._model = copy.deepcopy(model)
         self._optimizer = build_optimizer(self._settings.optim, list(self._model.named_parameters()))
 
@@ -168,7 +168,7 @@ class BareLoop:
             self._batches.append(item)
 
     def step(self) -> None:
-        """On the batches since the last one."""
+        """Make a step on the batches since the last one."""
         for batch in self._batches:
             loss = torch.nn.functional.cross_entropy(self._model(batch.images), batch.labels)
             loss.backward()
@@ -178,7 +178,7 @@ class BareLoop:
 
 
 def main() -> int:
-    """The trainer's exit code."""
+    """Run the trainer, and return its exit code."""
     path, recipe, warm, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     settings = config.load(recipe, sys.argv[5:])
     meter, bare = Meter(), BareLoop(settings)

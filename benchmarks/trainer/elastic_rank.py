@@ -1,10 +1,11 @@
-"""One rank of `elasticity`: trains, and writes the processor seconds of each step but the first two to a file.
+"""One rank of `elasticity`: trains, and writes each step's processor seconds, except the first two.
 
-Those of the thread that computes. Another one, gloo's, polls without pause while it waits for a lock, and the lock's
-owner for a core, which ranks share here: up to 0.2 s of a step of 0.9 s, not spent by a rank with a device of its own.
+They are the seconds of the thread that computes. A different thread, gloo's, polls without pause
+while it waits for a lock whose owner waits for a core, because ranks share cores here. That takes
+up to 0.2 s of a step of 0.9 s, which a rank with its own device does not spend.
 
-`whole` among the arguments: whole micro-batches, even where they cannot be dealt out evenly, or a rank has none, as one
-that joins a run.
+`whole` among the arguments: use whole micro-batches, even if they cannot be dealt out evenly, or a
+rank has none, like one that joins a run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ddpjob_trainer.strategies.ddp import Ddp
 
 
 def main() -> int:
-    """The trainer's exit code."""
+    """Run the trainer, and return its exit code."""
     path, *arguments = sys.argv[1:]
     if "whole" in arguments:
         Ddp.divides = False

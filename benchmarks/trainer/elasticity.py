@@ -1,9 +1,11 @@
-"""What a change of the number of ranks costs a model with batch normalization, of which whole micro-batches cannot be
-dealt out evenly.
+"""What a change of the number of ranks costs a model with batch normalization.
 
-Measured in processor time of the busiest rank's computing thread, as if each rank had a device of its own: wall time
-of more ranks than cores says nothing. What a message takes, and waiting for other ranks, is not in it; on a network of
-its own that is one small message to each neighbour per layer and direction.
+Whole micro-batches cannot be dealt out evenly to a changed number of ranks.
+
+It is measured in processor time of the busiest rank's computing thread, as if each rank had its own
+device, because the wall time of more ranks than cores says nothing. It leaves out the time of
+messages and of waiting for other ranks. On a network of its own that is one small message to each
+neighbour per layer and direction.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from benchmarks.processes import kill_all
 
 BY_ARITHMETIC = ((8, 7), (64, 63), (64, 56), (64, 32), (8, 16), (4, 3), (2, 3))
 SAMPLES = (32, 128)
-"""Of a micro-batch: few for a device, and the usual batch of a rank with CIFAR."""
+"""Samples of a micro-batch: few for a device, and the usual batch of a rank with CIFAR."""
 MEASURED = tuple((began, now, samples) for samples in SAMPLES for began, now in ((4, 3), (2, 3)))
 SHARED = "shared (default)"
 KINDS = {"whole micro-batches": ["whole"], SHARED: [], "data.exact=false": ["data.exact=false"]}
@@ -29,12 +31,12 @@ KINDS = {"whole micro-batches": ["whole"], SHARED: [], "data.exact=false": ["dat
 
 @dataclass(frozen=True)
 class Cost:
-    """Processor seconds of the busiest rank per step, beside those with the ranks at the start."""
+    """Processor seconds of the busiest rank per step, compared with those at the start."""
 
     began: int
     now: int
     samples: int
-    """Of a rank at the start."""
+    """The samples of a rank at the start."""
     kind: str
     seconds: float
     at_start: float
@@ -45,12 +47,12 @@ class Cost:
 
     @property
     def throughput(self) -> float:
-        """As a share of that at the start."""
+        """The throughput as a share of that at the start."""
         return self.at_start / self.seconds
 
 
 def by_arithmetic(samples: int = SAMPLES[0]) -> str:
-    """The samples of the busiest rank in a step: what an ideal device would take."""
+    """Return a table of the busiest rank's samples in a step, on which an ideal device depends."""
     from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState
 
     lines = [
@@ -70,8 +72,10 @@ def by_arithmetic(samples: int = SAMPLES[0]) -> str:
 
 
 def measure(rounds: int, cases: tuple[tuple[int, int, int], ...] = MEASURED) -> list[Cost]:
-    """Each case in each way of dealing, interleaved over rounds. Of a rank's steps the fastest counts: what other work
-    on the machine does to caches adds to the others.
+    """Measure each case in each way of dealing, interleaved over rounds.
+
+    Of a rank's steps the fastest counts, because other work on the machine slows the others through
+    caches.
     """
     found = []
     for began, now, samples in cases:
@@ -86,7 +90,7 @@ def measure(rounds: int, cases: tuple[tuple[int, int, int], ...] = MEASURED) -> 
 
 
 def table(found: list[Cost]) -> str:
-    """Throughput against that at the start."""
+    """Return a table of the throughput relative to that at the start."""
     lines = [
         f"| images per rank | ranks at the start -> now | an even share would give | {' | '.join(KINDS)} |",
         "| --- | --- | --- |" + " --- |" * len(KINDS),
@@ -106,7 +110,7 @@ def table(found: list[Cost]) -> str:
 
 
 def _busiest(world: int, began: int, samples: int, arguments: list[str]) -> float:
-    """Processor seconds per step of the busiest rank."""
+    """Return the processor seconds per step of the busiest rank."""
     from ddpjob_trainer.distributed.init_method import free_port
 
     port = str(free_port())

@@ -1,4 +1,4 @@
-"""Data sets in the real formats, made from crops, flips and brightness changes of scikit-learn's two photographs.
+"""Makes data sets in the real formats from crops and flips of scikit-learn's two photographs.
 
 Random noise would not do: it compresses badly, and the time to decode a JPEG grows with its size.
 """
@@ -13,18 +13,18 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 DIFFERENT = 600
-"""The number of distinct images; further JPEGs are hard links to them."""
+"""The number of distinct images. More JPEGs are hard links to them."""
 
 
 def photographs() -> list[Image.Image]:
-    """scikit-learn's two photographs, 640x427."""
+    """Return scikit-learn's two photographs, 640x427."""
     from sklearn.datasets import load_sample_image
 
     return [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
 
 
 def picture(sources: list[Image.Image], random: np.random.Generator, width: int, height: int) -> Image.Image:
-    """A random part of a random photograph."""
+    """Return a random part of a random photograph."""
     source = sources[random.integers(len(sources))]
     zoom = random.uniform(0.5, 1.0)
     across, down = source.width * zoom, source.height * zoom
@@ -36,8 +36,9 @@ def picture(sources: list[Image.Image], random: np.random.Generator, width: int,
 
 
 def cifar10(root: Path, count: int) -> None:
-    """CIFAR-10's pickles with `count` training images in five files, and 500 test images; at most DIFFERENT of a file
-    differ.
+    """Write CIFAR-10's pickles with `count` training images in five files, and 500 test images.
+
+    At most DIFFERENT images of a file differ.
     """
     folder, random, sources = root / "cifar-10-batches-py", np.random.default_rng(0), photographs()
     folder.mkdir(parents=True)
@@ -53,7 +54,10 @@ def cifar10(root: Path, count: int) -> None:
 
 
 def jpegs(root: Path, count: int) -> None:
-    """train/ and val/ in ImageNet's layout: ten classes, `count` training JPEGs of 500x375 or 375x500 at quality 90."""
+    """Write train/ and val/ in ImageNet's layout, with ten classes.
+
+    There are `count` training JPEGs of 500x375 or 375x500 at quality 90.
+    """
     random, sources = np.random.default_rng(0), photographs()
     for part, size in (("train", count), ("val", 20)):
         made: list[Path] = []

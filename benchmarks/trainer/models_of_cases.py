@@ -1,4 +1,4 @@
-"""The model of a case, the same for the trainer and for the loop it is compared with."""
+"""The model of a case, the same for the trainer and for the loop that it is compared with."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from ddpjob_trainer.model.models import build_model
 from torch import nn
 
 TINY = "tiny"
-"""One linear layer on the image at 4x4 pixels: hardly any arithmetic, so the input decides, as with a fast GPU."""
+"""One linear layer on the image at 4x4 pixels. It computes so little that the input decides, as
+with a fast GPU."""
 
 
 def tiny(classes: int) -> nn.Module:
-    """The tiny model, for images of any size."""
+    """Return the tiny model, for images of any size."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, classes))
 
 
 def model_of(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """`tiny`, or the trainer's model NAME[:WIDTH]."""
+    """Return `tiny`, or the trainer's model NAME[:WIDTH]."""
     if name == TINY:
         return tiny(classes)
     if name.startswith("small_cnn:"):
@@ -25,7 +26,7 @@ def model_of(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def trainer_arguments(name: str) -> list[str]:
-    """The trainer's arguments for the same model; trained.py substitutes `tiny`."""
+    """Return the trainer's arguments for the same model. trained.py substitutes `tiny`."""
     if name == TINY:
         return []
     kind, _, width = name.partition(":")

@@ -1,4 +1,4 @@
-"""Images per second of the trainer and of a plain loop: same model, batch and precision, one process at a time."""
+"""Compares the trainer's images per second with a plain loop's: same model, batch and precision."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from benchmarks import CHECKOUT
 
 @dataclass(frozen=True)
 class Case:
-    """The first `warm` of `steps` do not count. `target`: the trainer's speed relative to the plain loop's. `keys`: the
-    trainer's beside those that the case follows from.
+    """A measured case, of whose `steps` the first `warm` do not count.
+
+    `target`: the trainer's speed relative to the plain loop's. `keys`: the trainer's keys in
+    addition to those that follow from the case.
     """
 
     name: str
@@ -64,7 +66,10 @@ CASES = (
 
 
 def gpu_is_here() -> bool:
-    """Whether torch sees one; asked in a process of its own, so that this one holds none of its memory."""
+    """Whether torch sees a GPU.
+
+    A separate process asks, so that this one holds none of its memory.
+    """
     code = "import torch; print(torch.cuda.is_available())"
     return _run([sys.executable, "-c", code]).strip() == "True"
 
@@ -73,7 +78,7 @@ _DATA = {"cifar": "cifar10", "jpeg": "imagefolder", "bare": "synthetic"}
 
 
 def plain(case: Case, data: Path, workers: int) -> float:
-    """Images per second of the plain loop."""
+    """Return the images per second of the plain loop."""
     script = {"cifar": "plain_cifar", "jpeg": "plain_imagenet", "bare": "bare_loop"}[case.kind]
     sizes = [
         f"--batch={case.batch}",
@@ -89,7 +94,7 @@ def plain(case: Case, data: Path, workers: int) -> float:
 
 
 def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
-    """Images per second of the trainer, by the times in its own metrics.jsonl."""
+    """Return the images per second of the trainer, from the times in its metrics.jsonl."""
     from benchmarks.trainer import models_of_cases
 
     arguments = [
@@ -112,7 +117,7 @@ def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
 
 
 def _log_every(case: Case) -> int:
-    """An interval of the trainer's reports that includes both ends of the counted steps."""
+    """Return an interval of the trainer's reports that includes both ends of the counted steps."""
     return next(every for every in (10, 5, 2, 1) if case.warm % every == 0 and case.steps % every == 0)
 
 
@@ -129,7 +134,10 @@ def _run(command: list[str]) -> str:
 
 
 def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tuple[float, float]]]:
-    """(plain loop, trainer) in images per second: one pair per case and round; the two begin by turns."""
+    """Return (plain loop, trainer) in images per second, one pair per case and round.
+
+    The two begin by turns.
+    """
     from benchmarks.trainer import made_data
 
     found: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
@@ -152,7 +160,7 @@ def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tupl
 
 
 def table(cases: list[Case], found: dict[str, list[tuple[float, float]]], workers: int) -> str:
-    """Medians, and the median ratio within a round."""
+    """Return a table of medians, and of the median ratio within a round."""
     lines = [
         "| case | plain loop images/s | trainer images/s | ratio (range) | target |",
         "| --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""ImageNet as in the official example (pytorch/examples, imagenet/main.py): ImageFolder, PIL transforms, DataLoader."""
+"""ImageNet as in the official example: ImageFolder, PIL transforms, DataLoader."""
 
 from __future__ import annotations
 

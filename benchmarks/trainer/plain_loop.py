@@ -1,4 +1,4 @@
-"""The loop of the official examples, with their meters, which prints its speed. On a GPU where there is one."""
+"""The loop of the official examples with their meters, which prints its speed, on a GPU if any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options() -> argparse.Namespace:
-    """The options of both programs."""
+    """Parse the options of both programs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("data", type=Path)
     parser.add_argument("--model", required=True)
@@ -28,7 +28,7 @@ def options() -> argparse.Namespace:
 
 
 def loader(data: torch.utils.data.Dataset[Any], given: argparse.Namespace) -> Iterable[Any]:
-    """Of the training set, as in the official examples."""
+    """Return a loader of the training set, as in the official examples."""
     return torch.utils.data.DataLoader(
         data,
         batch_size=given.batch,
@@ -39,7 +39,7 @@ def loader(data: torch.utils.data.Dataset[Any], given: argparse.Namespace) -> It
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...]) -> list[float]:
-    """As in the ImageNet example."""
+    """Return the accuracy for each of `topk`, as in the ImageNet example."""
     with torch.no_grad():
         _, pred = output.topk(max(topk), 1, True, True)
         correct = pred.t().eq(target.view(1, -1).expand(max(topk), -1))
@@ -47,7 +47,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...]) 
 
 
 def train(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]], given: argparse.Namespace) -> None:
-    """Train for one epoch; print images and seconds after the warm-up."""
+    """Train for one epoch, and print images and seconds after the warm-up."""
     model.to(DEVICE)
     criterion = nn.CrossEntropyLoss().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4)

@@ -1,4 +1,4 @@
-"""The trainer from its command line on, with MODEL `tiny` substituted for its own.
+"""Runs the trainer from its command line, with MODEL `tiny` instead of its own.
 
 python -m benchmarks.trainer.trained MODEL KEY=VALUE ...
 """
@@ -13,7 +13,7 @@ from benchmarks.trainer.models_of_cases import TINY, tiny
 
 
 def main() -> int:
-    """The trainer's exit code."""
+    """Run the trainer, and return its exit code."""
     model, *arguments = sys.argv[1:]
     if model == TINY:
         train.build_model = lambda config, shape, classes, *_: tiny(classes)

@@ -1,4 +1,4 @@
-"""DDPJob on the side of the cluster and the command line: the API, decisions, the operator, the process backend.
+"""The side of the cluster and the command line: API, decisions, operator, process backend.
 
 `from ddpjob import Client` for Python programs.
 """
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the client when it is asked for: the operator does without."""
+    """Import the client when it is asked for: the operator does without it."""
     if name in __all__:
         from ddpjob.client import job_client
         from ddpjob.client.backends import backend

@@ -1,4 +1,4 @@
-"""What a program says that lacks a package: the package `ddpjob` without extras brings only the programs themselves."""
+"""Names a missing package and how to install it: `ddpjob` without extras has only the programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ run code on the machine of each reader who installs it by name. After the first 
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
-    """Names the package, and the extra that brings it. Raises the error again where a module of our own is missing."""
+    """Name the package, and the extra that brings it.
+
+    Raises the error again if one of our own modules is missing.
+    """
     if not error.name or error.name.startswith("ddpjob"):
         raise error
     if error.name.partition(".")[0] in sys.stdlib_module_names:

@@ -1,4 +1,4 @@
-"""The error of whatever asks an API server that does not answer now."""
+"""The error of a request to an API server that does not answer at present."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class Unavailable(Exception):
     """The API server is unreachable, throttles or timed out; the job is reconciled again later.
 
-    `retry_after` in seconds and the HTTP `status`, where the server gave them.
+    `retry_after` (in seconds) and the HTTP `status` are set if the server sent them.
     """
 
     def __init__(self, message: str, retry_after: float | None = None, status: int | None = None) -> None:

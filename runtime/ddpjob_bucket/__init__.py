@@ -1,4 +1,4 @@
-"""Checkpoints in an object store, for the built-in trainer and for scripts: whole or absent, in the background."""
+"""Keeps whole checkpoints in an object store, in the background, for trainer and scripts."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Whole checkpoints in an object store, files or folders: complete or absent for every reader.
+"""Whole checkpoints in an object store, which every reader sees complete or not at all.
 
     complete/TERM-STEP.json     written last: the files of one checkpoint, with sizes and checksums
-    data/TERM-STEP-RANDOM/FILE  what it names; without it, the rest of an upload that was cut off
-    terms/TERM                  one per incarnation of a job: who came later has the higher one
-    scores.json                 the evaluations that choose the best, of one metric
+    data/TERM-STEP-RANDOM/FILE  the files that it names, or the rest of an interrupted upload
+    terms/TERM                  one per incarnation of a job; a later one has a higher number
+    scores.json                 the evaluations of one metric, which choose the best checkpoint
 
-A term orders what incarnations write without any clock: a process that was cut off and comes back puts its
-checkpoints below those of the one that continued, whatever their steps.
+A checkpoint is a file or a folder. Terms order the checkpoints of incarnations without any clock: a
+process that was partitioned and comes back puts its checkpoints below those of the incarnation that
+continued, whatever their steps.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
 _VANISHED = "vanished"
-"""Among the files of a checkpoint in parts: it will never be complete."""
+"""Marks a checkpoint in parts that will never be complete, among its files."""
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
 MOST_FILES = 5000
 _PIECE = 2**20
 _REQUEST_SECONDS = 120
-"""After which the client gives a request up, whatever has come or gone by then."""
+"""How long a request may take in total, even while bytes are moving."""
 _RANGE = 64 * 2**20
-"""Bytes of one request for a file."""
+"""The most bytes that one request reads of a file."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
-"""An object is uploaded in at most 10000 pieces, and S3 takes none that is smaller."""
+"""An object is uploaded in at most 10000 pieces, and S3 refuses smaller pieces than this."""
 _TRIES = 100
-"""Starts of other incarnations in the time of one's own start."""
+"""How many other incarnations may start while this one does."""
 URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
 
 
 class BucketError(Exception):
-    """What failed, with the object's URL and the reason."""
+    """A failed operation, with the object's URL and the reason."""
 
 
 class LibraryMissing(BucketError):
@@ -54,16 +55,16 @@ class LibraryMissing(BucketError):
 
 
 class Damaged(BucketError):
-    """An object is missing or is not what was uploaded: to read it again would not help."""
+    """An object is missing, or is not what was uploaded. Reading it again would not help."""
 
 
 class Vanished(BucketError):
-    """What was to be uploaded was removed here, or by another of the processes that upload parts of it."""
+    """A file was removed before its upload, here or by a process that uploads other parts."""
 
 
 @dataclass(frozen=True, order=True)
 class Stored:
-    """A complete checkpoint in the bucket; a later one is greater."""
+    """A complete checkpoint in the bucket. A later one compares greater."""
 
     term: int
     step: int
@@ -75,7 +76,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class File:
-    """One file of a checkpoint: its path from the folder that the checkpoint is in, bytes, SHA-256."""
+    """One file of a checkpoint. `path` is relative to the folder that contains the checkpoint."""
 
     path: str
     size: int
@@ -84,7 +85,10 @@ class File:
 
 @dataclass(frozen=True)
 class CopyManifest:
-    """What is in a checkpoint: `name` is that of its file or folder, `data` the key below which its files are."""
+    """The contents of a checkpoint.
+
+    `name`: its file or folder; `data`: the key prefix of its files.
+    """
 
     name: str
     data: str
@@ -92,14 +96,14 @@ class CopyManifest:
     epoch: int | None = None
 
     def written(self, step: int) -> bytes:
-        """As it is in the bucket."""
+        """Return the manifest as it is written to the bucket."""
         files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in self.files]
         whole = {"step": step, "epoch": self.epoch, "name": self.name, "data": self.data, "files": files}
         return json.dumps(whole).encode()
 
     @classmethod
     def read(cls, text: bytes, entry: Stored) -> CopyManifest | None:
-        """The reverse of `written`; None if nobody wrote it so."""
+        """Read what `written` returned; None if it is anything else."""
         try:
             read = json.loads(text)
             files = tuple(File(f["path"], f["size"], f["sha256"]) for f in read["files"])
@@ -115,7 +119,10 @@ class CopyManifest:
 
 
 class Bucket:
-    """Checkpoints below one prefix. `store`: any of obstore's. Methods raise BucketError, naming url and reason."""
+    """Checkpoints below one prefix.
+
+    `store`: any store of obstore. Methods raise BucketError with the URL and the reason.
+    """
 
     def __init__(self, store: Any, url: str) -> None:
         import obstore
@@ -124,18 +131,19 @@ class Bucket:
         self.term = 0
         self._slow = False
         self._failed = set[str]()
-        """Where files are of uploads that were given up: each try has a place of its own."""
+        """The data prefixes of uploads that were given up. Each attempt has a prefix of its own."""
 
     @classmethod
     def open(cls, url: str) -> Bucket:
-        """By its URL, s3://BUCKET/PREFIX or file:///FOLDER.
+        """Open the bucket at a URL, s3://BUCKET/PREFIX or file:///FOLDER.
 
-        Credentials, endpoint and region are AWS's variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-        AWS_ENDPOINT_URL, AWS_REGION, and what pods get by their service account.
+        Credentials, endpoint and region come from AWS's variables (AWS_ACCESS_KEY_ID,
+        AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION) and from the pod's service account.
 
         Raises:
-            LibraryMissing: there is no obstore.
-            BucketError: another URL, half of the credentials, or a folder that cannot be made.
+            LibraryMissing: obstore is not installed.
+            BucketError: the URL is invalid, half of the credentials is missing, or the folder
+                cannot be created.
         """
         if not URL.fullmatch(url):
             raise BucketError(f"{url}: write s3://BUCKET/PREFIX, or file:///FOLDER")
@@ -161,7 +169,7 @@ class Bucket:
     # --- reading
 
     def entries(self) -> list[Stored]:
-        """The complete ones, newest first, without those that a later incarnation has overtaken."""
+        """Return the complete checkpoints, newest first, without superseded ones."""
         return _in_order(self._listed())
 
     def _listed(self) -> list[Stored]:
@@ -172,9 +180,9 @@ class Bucket:
         return list(self._sizes(prefix))
 
     def fetch(self, entry: Stored, folder: Path) -> Path:
-        """Download a checkpoint into the folder, whole or not at all, in place of one of its name.
+        """Download a checkpoint into the folder, whole or not at all.
 
-        Raises BucketError, OSError.
+        It replaces one of the same name. Raises BucketError, OSError.
         """
         manifest = self.manifest(entry)
         target = folder / manifest.name
@@ -197,14 +205,20 @@ class Bucket:
         return target
 
     def manifest(self, entry: Stored) -> CopyManifest:
-        """What is in a checkpoint. Raises Damaged if nobody wrote it so, BucketError."""
+        """Return the contents of a checkpoint.
+
+        Raises Damaged if its manifest is malformed, and BucketError.
+        """
         found = CopyManifest.read(self._get(entry.key), entry)
         if found is None:
             raise Damaged(f"{self.url}/{entry.key} is not a checkpoint's list of files")
         return found
 
     def fetch_file(self, manifest: CopyManifest, file: File, to: Path) -> None:
-        """Download one file of a checkpoint. Raises BucketError, OSError, and then `to` is not whole."""
+        """Download one file of a checkpoint.
+
+        Raises BucketError and OSError; then `to` is incomplete.
+        """
         self._download(f"{manifest.data}/{file.path}", to, file)
 
     def _download(self, key: str, to: Path, expected: File) -> None:
@@ -234,9 +248,10 @@ class Bucket:
             raise Damaged(f"{self.url}/{key} is not what was uploaded: its size or checksum differs")
 
     def scores(self, metric: str) -> dict[int, float]:
-        """step -> score, as `put_scores` wrote it last; empty where there are none, or of another metric.
+        """Return {step: score} as `put_scores` last wrote it; empty for a different metric.
 
-        Raises BucketError where the bucket does not answer: taken for none, the best would be deleted.
+        Raises BucketError if the bucket does not answer. If that counted as "no scores", the best
+        would be deleted.
         """
         try:
             found = json.loads(self._get(_SCORES))
@@ -248,20 +263,24 @@ class Bucket:
     # --- writing
 
     def take_term(self) -> int:
-        """Become the newest incarnation: `publish` writes under this term. Of two at once the second gets the next."""
+        """Become the newest incarnation, whose term `publish` writes.
+
+        If two start at once, the second gets the next term.
+        """
         self.term = self._highest_term() + 1
         while not self._create(f"{_TERMS}/{self.term:09d}", b""):
             self.term += 1
         return self.term
 
     def join(self, job: str, order: tuple[int, ...]) -> Stored | None:
-        """Become part of an incarnation of `job`, and learn what it continues from: the same for all its ranks.
+        """Join an incarnation of `job`, and learn what it continues from, the same for all ranks.
 
-        The first rank decides, by a write that the server refuses to the others, who then read it: no rank needs to
-        reach another one. `order`: of the incarnation among those of the job, the same on all ranks.
+        The first rank decides by a write that the server refuses to the others, which then read it,
+        so no rank needs to reach another one. `order`: the incarnation's place among those of the
+        job, the same on all ranks.
 
-        Returns the newest complete checkpoint as the first rank saw it; None: there was none. Raises BucketError, also
-        where a later incarnation of the job has begun.
+        Returns the newest complete checkpoint as the first rank saw it; None if there was none.
+        Raises BucketError, also if a later incarnation of the job has begun.
         """
         for _ in range(_TRIES):
             highest = self._highest_term()
@@ -320,7 +339,10 @@ class Bucket:
         return bool(self._try("created", key, create))
 
     def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
-        """Upload a file or a folder, and then what says that it is complete. Raises Vanished, BucketError, OSError."""
+        """Upload a file or a folder, and then the manifest that makes it complete.
+
+        Raises Vanished, BucketError, OSError.
+        """
         data, local = self.data_of(step, secrets.token_hex(4)), [path]
         try:
             local = files_of(path)
@@ -332,7 +354,10 @@ class Bucket:
         return self._complete(step, CopyManifest(path.name, data, files, epoch))
 
     def _published(self, data: str, file: Path, above: Path) -> File:
-        """A file of the folder `above`, when it is in the bucket. Raises BucketError, OSError."""
+        """Upload a file of the folder `above`, and return its entry.
+
+        Raises BucketError, OSError.
+        """
         below, before = file.relative_to(above).as_posix(), _signature(file)
         digest = sha256_of(file)
         self._put(f"{data}/{below}", file)
@@ -344,12 +369,17 @@ class Bucket:
         return File(below, before[0], digest)
 
     def data_of(self, step: int, mark: str) -> str:
-        """Where the files of a checkpoint of this term go. `mark`, 8 hexadecimal digits, distinguishes attempts."""
+        """Return the key prefix for the files of a checkpoint of this term.
+
+        `mark`, 8 hexadecimal digits, distinguishes attempts.
+        """
         return f"{_DATA}/{self.term:09d}-{step:09d}-{mark}"
 
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
-        """Upload some files of the folder `path`, for `commit`: those that are not there yet. Raises Vanished, and
-        those who wait for the rest learn it from `lacking`; BucketError, OSError.
+        """Upload those files of the folder `path` that are not there yet, for a later `commit`.
+
+        Raises Vanished if a file is gone. Processes that wait for the rest learn that from
+        `lacking`. Also raises BucketError, OSError.
         """
         there, names = self._sizes(data), tuple(names)
         try:
@@ -367,7 +397,7 @@ class Bucket:
             raise
 
     def _check_there(self, files: Iterable[Path]) -> None:
-        """Whether a failed upload may be tried again. Raises Vanished."""
+        """Raise Vanished if a file is gone. Then a failed upload must not be tried again."""
         for file in files:
             try:
                 file.stat()
@@ -375,8 +405,10 @@ class Bucket:
                 raise Vanished(f"{file} was removed before it was in {self.url}") from None
 
     def lacking(self, manifest: CopyManifest) -> list[str]:
-        """The files of a checkpoint that are not in the bucket with their whole size. An object appears when all of it
-        has been uploaded, and not before. Raises Vanished where one will not come.
+        """Return the files of a checkpoint that are not in the bucket with their whole size.
+
+        An object appears only once it has been uploaded completely. Raises Vanished if a file will
+        never come.
         """
         there = self._sizes(manifest.data)
         if f"{manifest.data}/{_VANISHED}" in there:
@@ -385,9 +417,9 @@ class Bucket:
         return [file.path for file in manifest.files if there.get(f"{manifest.data}/{file.path}") != file.size]
 
     def commit(self, step: int, manifest: CopyManifest) -> Stored:
-        """Say that a checkpoint whose files several processes have uploaded is complete.
+        """Complete a checkpoint whose files several processes have uploaded.
 
-        Raises BucketError where a file is missing.
+        Raises BucketError if a file is missing.
         """
         if lacking := self.lacking(manifest):
             raise BucketError(f"{self.url}/{manifest.data}/{lacking[0]} has not been uploaded")
@@ -411,14 +443,15 @@ class Bucket:
         try:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
-            # Twelve pieces at once share the line, and each has the time of a request: a slow one ends none of them.
+            # Twelve pieces share the line, and each has a request's time. On a slow line none of
+            # them ends.
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
             self._slow = True
             self._put(key, file)
 
     def _sizes(self, prefix: str) -> dict[str, int]:
-        """Bytes of each object below a prefix, by its key."""
+        """Return the size of each object below a prefix, by key."""
 
         def listed() -> dict[str, int]:
             return {item["path"]: item["size"] for page in self._obs.list(self._store, prefix) for item in page}
@@ -427,22 +460,24 @@ class Bucket:
         return found
 
     def put_scores(self, scores: dict[int, float], metric: str) -> None:
-        """null stands for one that is not finite: JSON has no NaN."""
+        """Write the scores. null stands for one that is not finite, because JSON has no NaN."""
         of_step = {str(step): value if math.isfinite(value) else None for step, value in scores.items()}
         text = json.dumps({"metric": metric, "scores": of_step}).encode()
         self._try("written", _SCORES, lambda: self._obs.put(self._store, _SCORES, text))
 
     def remove(self, entries: Iterable[Stored]) -> None:
-        """Delete checkpoints: what says that they are complete goes first."""
+        """Delete checkpoints. The manifest, which makes one complete, goes first."""
         for entry in entries:
             self._delete([entry.key])
             self._delete(self._of(entry))
 
     def sweep(self) -> None:
-        """Delete what incarnations before this one have left, uploads that were cut off and overtaken checkpoints, and
-        what is left of `publish` where it has failed. Not while it runs.
+        """Delete leftovers of earlier incarnations and of a failed `publish`.
+
+        Leftovers are interrupted uploads and superseded checkpoints. Must not run during a
+        `publish`.
         """
-        listed = self._listed()  # Once: of two lists the second may have what a later incarnation has just completed.
+        listed = self._listed()  # Once: a second list may have what a later incarnation has just completed.
         whole = _in_order(listed)
         self.remove(set(listed) - set(whole))
         named = set[str]()
@@ -450,7 +485,7 @@ class Bucket:
             try:
                 named.add(self.manifest(entry).data)
             except BucketError:
-                return  # One that cannot be read: what it names is not known.
+                return  # Its manifest cannot be read, so its files are not known.
         for key in self._keys(_DATA):
             folder = "/".join(key.split("/")[:2])
             term = re.fullmatch(rf"{_DATA}/(\d{{9}})-.*", folder)
@@ -492,7 +527,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _in_order(listed: Iterable[Stored]) -> list[Stored]:
-    """Newest first, without those that a later incarnation has overtaken."""
+    """Sort newest first, without those that a later incarnation has superseded."""
     found: list[Stored] = []
     for one in sorted(listed, reverse=True):
         if not found or one.step < found[-1].step:
@@ -501,7 +536,10 @@ def _in_order(listed: Iterable[Stored]) -> list[Stored]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint, a file or a folder of files. Raises BucketError for what no bucket holds."""
+    """Return the files of a checkpoint, which is a file or a folder.
+
+    Raises BucketError for anything that cannot be stored.
+    """
     found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if not f.is_dir() or f.is_symlink())
     if not found or len(found) > MOST_FILES:
         raise BucketError(f"{path}: {len(found)} files; a checkpoint is a file, or a folder of 1 to {MOST_FILES} files")
@@ -517,7 +555,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _is_of(name: str, file: File) -> bool:
-    """Whether a list's entry is one that `publish` writes: below the checkpoint's name, and nowhere else."""
+    """Whether `publish` could have written a manifest's entry, below the checkpoint's name."""
     parts = file.path.split("/")
     named = parts[0] == name and all(_NAME.fullmatch(part) for part in parts)
     return named and type(file.size) is int and file.size >= 0 and isinstance(file.sha256, str)

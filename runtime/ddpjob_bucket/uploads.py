@@ -1,4 +1,4 @@
-"""Uploads checkpoints to a bucket beside training, the newest first."""
+"""Uploads checkpoints to a bucket in the background of training, the newest first."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any
 from ddpjob_bucket.stored import Bucket, BucketError, Vanished
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two tries of an upload that fails; doubled each time."""
+"""Seconds between two attempts of a failing upload, doubled each time."""
 LONGEST_AWAITED = 5.0
-"""The longest of them while the process waits for its last upload: the pod may have seconds left."""
+"""The longest pause while the process waits for its last upload, because the pod may have only
+seconds."""
 MOST_COMPLETED = 100
-"""Uploads of which it is known that they are complete, where nobody asks."""
+"""How many completed uploads to remember if nothing reads `completed`."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A checkpoint on this machine's disk that is to be uploaded."""
+    """A checkpoint on this machine's disk that waits for its upload."""
 
     path: Path
     step: int
@@ -30,17 +31,20 @@ class Waiting:
     time: float = 0.0
     """When it was saved, in Unix seconds."""
     names: tuple[str, ...] = ()
-    """Of a folder whose files several processes upload: those of this one. Empty: it uploads all."""
+    """The files that this process uploads, if several processes upload a folder; empty: all
+    files."""
 
 
 class Uploads:
-    """Uploads checkpoints beside training, the newest first; one that waits gives way to a newer one.
+    """Uploads checkpoints in a thread, the newest first. A newer one replaces one that waits.
 
-    `tidy` is called after each upload, in the thread; `release` with each that is not needed any more. A failure is
-    tried again with growing pauses and never ends anything; of what has vanished the upload is given up. `publish`:
-    what uploads one, in place of `bucket.publish`. `in_turn`: all are uploaded, the oldest first; for what other
-    processes upload in part. `done` is called in the thread when one is there and `figures` say so, before those who
-    wait for it are woken.
+    A failed upload is tried again with growing pauses and never ends anything; one whose files have
+    vanished is given up.
+
+    `tidy` is called after each upload, in the thread; `release` with each checkpoint that is no
+    longer needed. `publish` uploads one, instead of `bucket.publish`. `in_turn`: upload all of
+    them, the oldest first, for checkpoints that other processes upload in part. `done` is called in
+    the thread when one is uploaded and `figures` show it, before waiting callers wake up.
     """
 
     def __init__(
@@ -64,22 +68,22 @@ class Uploads:
         self._awaited = False
         self._newest: Waiting | None = None
         self.completed = deque[int](maxlen=MOST_COMPLETED)
-        """Steps of those that nobody has asked for yet, the newest of them."""
+        """Steps of the newest completed uploads; readers remove those that they have seen."""
         self.failures = 0
-        """Uploads that have failed in a row."""
+        """How many uploads have failed in a row."""
         self.lost = False
-        """Whether the last one was given up."""
+        """Whether the last upload was given up."""
         self._behind_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="checkpoint-upload", daemon=True)
         self._thread.start()
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest checkpoint that this process has uploaded."""
+        """The step of the newest checkpoint that this process has uploaded."""
         return self._newest.step if self._newest is not None else None
 
     def offer(self, waiting: Waiting) -> None:
-        """Upload this checkpoint when it is its turn, unless a newer one is offered before."""
+        """Upload this checkpoint when it is its turn, unless a newer one replaces it."""
         with self._changed:
             passed = [] if self._in_turn else list(self._waiting)
             self._waiting = deque([*(self._waiting if self._in_turn else ()), waiting])
@@ -90,23 +94,33 @@ class Uploads:
             self._release(one)
 
     def holds(self, path: Path) -> bool:
-        """Whether a file is still needed: it is being uploaded, or waits."""
+        """Whether a file is still needed, because it is being uploaded or waits."""
         with self._changed:
             return any(one is not None and one.path == path for one in (*self._waiting, self._current))
 
     @property
     def behind_seconds(self) -> float:
-        """For how long a checkpoint has been on this machine alone while none reached the bucket; 0: none is."""
+        """For how long a checkpoint has existed only on this machine while none was uploaded.
+
+        It is 0 if there is none.
+        """
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
     def figures(self) -> dict[str, float]:
-        """What is reported: step and time of the newest in the bucket, once there is one, and how far it is behind."""
+        """Return the figures to report.
+
+        They are step and time of the newest copy, once there is one, and how far the copies are
+        behind.
+        """
         newest, behind = self._newest, {"copyBehind": round(self.behind_seconds, 1)}
         return behind if newest is None else {"copyStep": newest.step, "copyTime": round(newest.time), **behind}
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait until nothing is left to upload, at most so long (None: without a limit). Returns whether that is so."""
+        """Wait until nothing is left to upload, at most `seconds` (None: no limit).
+
+        Return whether that is so.
+        """
         limit = None if seconds is None else max(0.0, seconds)
         with self._changed:
             self._awaited = limit != 0
@@ -117,7 +131,10 @@ class Uploads:
                 self._awaited = False
 
     def close(self) -> None:
-        """Begin no more uploads. One in progress ends with the process: without its list it does not exist."""
+        """Begin no more uploads.
+
+        One in progress ends with the process, and without its manifest it does not exist.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -134,14 +151,14 @@ class Uploads:
                 self._say(f"warning: {problem}; the checkpoint of step {current.step} is not copied")
                 problem = ""
             if not problem:
-                self._release(current)  # Before those who wait for it are woken.
+                self._release(current)  # Before waiting callers wake up.
                 with self._changed:
                     self._behind_since = time.monotonic() if self._waiting else None
                 self._done()
             with self._changed:
                 passed = bool(problem) and bool(self._waiting) and not self._in_turn
                 if problem:
-                    # Tried again unless a newer one waits, after a pause.
+                    # Try again after a pause, unless a newer one waits.
                     self._waiting.extendleft([] if passed else [current])
                     self.failures += 1
                 else:
@@ -156,7 +173,7 @@ class Uploads:
                 self._rest(pause)
 
     def _rest(self, seconds: float) -> None:
-        """The pause before the next try, cut short where somebody waits for the upload."""
+        """Pause before the next attempt, but briefly if someone waits for the upload."""
         began = time.monotonic()
         with self._changed:
             while not self._closing:
@@ -166,13 +183,13 @@ class Uploads:
                 self._changed.wait(left)
 
     def _upload(self, waiting: Waiting) -> str:
-        """Why it failed; empty: it is complete."""
+        """Upload one checkpoint. Return why it failed; empty if it is complete."""
         self.lost = False
         try:
             self._publish(waiting)
             self._newest = waiting
             self.completed.append(waiting.step)
-        except Exception as error:  # No memory, no thread: without this one, all who wait for it would wait for ever.
+        except Exception as error:  # Such as no memory. If this thread ended, callers would wait forever.
             self.lost = isinstance(error, Vanished)
             return _words(error)
         try:

@@ -1,8 +1,9 @@
-"""Puts the import of torch._dynamo off until something needs it: a replaced node trains that much sooner.
+"""Defers the import of torch._dynamo until it is needed, so that a replaced node trains sooner.
 
-DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of torch.distributed, only to ask
-whether it is in use: as much work as `import torch` itself. Until then the module is there, answers those questions as
-it would, and runs its own code in itself as soon as anything else is asked of it.
+DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of
+torch.distributed, only to ask whether it is in use. That is as much work as `import torch` itself.
+Until it is needed, a module takes its place, answers those questions as the real one would, and
+runs the real code in itself as soon as anything else is asked of it.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from typing import Any
 
 NAME = "torch._dynamo"
 COMPILER = "torch._compile"
-"""The module of torch that keeps the compiler from functions such as Optimizer.add_param_group."""
+"""The module of torch that excludes functions such as Optimizer.add_param_group from
+compilation."""
 _KEPT = "__dynamo_disable"
-"""The attribute in which it keeps what `disable` has made of a function."""
+"""The attribute in which it stores the result of `disable` for a function."""
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def uncollected(*, keep: bool = False) -> Iterator[None]:
-    """Import without the collector, which takes up to a fifth of the time of importing torch.
+    """Suspend the garbage collector during imports of torch. It takes up to a fifth of the time.
 
-    `keep`: it never looks through what exists by then, as at the start of a program. Modules stay anyway.
+    The imported modules stay, so there is nothing to collect. With `keep`, the collector ignores
+    what exists by then for good, as suits the start of a program.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -47,14 +50,14 @@ def uncollected(*, keep: bool = False) -> Iterator[None]:
 
 
 def put_off() -> None:
-    """Import torch, and have torch._dynamo imported later, unless it is imported already."""
+    """Import torch and defer the import of torch._dynamo, unless it is imported already."""
     torch = importlib.import_module("torch")
     if NAME not in sys.modules and (module := _not_run()) is not None:
         sys.modules[NAME] = vars(torch)["_dynamo"] = module
 
 
 def find() -> ModuleSpec | None:
-    """What an import hook answers that is asked for torch._dynamo, to have it imported later; None: it is not found."""
+    """Return the spec with which an import hook defers torch._dynamo; None if it is not found."""
     module = _not_run()
     return None if module is None else ModuleSpec(NAME, _AsItIs(module))
 
@@ -69,19 +72,19 @@ def _not_run() -> _Late | None:
 
 
 def is_put_off() -> bool:
-    """Whether it is not imported yet."""
+    """Whether torch._dynamo is not imported yet."""
     return isinstance(sys.modules.get(NAME), _Late)
 
 
 def load() -> None:
-    """Import it now, if it was put off. Raises what the import raises."""
+    """Import torch._dynamo now, if it was deferred. Raises what the import raises."""
     module = sys.modules.get(NAME)
     if isinstance(module, _Late):
         _load(module)
 
 
 class _Late(ModuleType):
-    """The module before its code has run. What it is asked for and does not have makes that run."""
+    """The module before its code has run. Asking it for anything unknown runs the code."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(NAME)
@@ -94,14 +97,14 @@ class _Late(ModuleType):
         )  # fmt: skip
 
     def _disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, for torch's own use: nothing is compiled yet that could be kept from it."""
+        """Return the function itself for torch's own use, since nothing is compiled yet."""
         if fn is None or sys._getframe(1).f_globals.get("__name__") != COMPILER:
             return _load(self).disable(fn, *args, **kwargs)
         vars(self)["_disabled"].append(fn)
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__all__":  # Asked of any module, by inspect and by warnings.
+        if name.startswith("__") and name != "__all__":  # inspect and warnings ask every module for these.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
 
@@ -116,7 +119,7 @@ class _Late(ModuleType):
 
 
 class _Part(SimpleNamespace):
-    """A submodule of which some functions are known; any other name leads to the real one."""
+    """A submodule with some known functions. Any other name leads to the real one."""
 
     def __init__(self, parent: _Late, name: str, **known: Callable[..., Any]) -> None:
         super().__init__(**known)
@@ -129,38 +132,40 @@ class _Part(SimpleNamespace):
 
 
 class _Submodules:
-    """Import hook: runs the package's own code before one of its submodules is imported."""
+    """Import hook that runs the package's own code before one of its submodules is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Called first."""
+        """Find a submodule. This hook is called first."""
         if not name.startswith(NAME + ".") or not is_put_off():
             return None
         load()
-        # While a module is there, Python takes its own spec in place of what a hook answers, and runs it a second time:
-        # a program would change settings that the compiler does not read.
+        # While a module exists, Python takes the module's own spec instead of a hook's, and runs it
+        # a second time. A program would then change settings that the compiler does not read.
         module = sys.modules.pop(name, None)
         return None if module is None else ModuleSpec(name, _AsItIs(module))
 
 
 class _AsItIs(Loader):
-    """Gives a module that has run, or is to run later, and does not run it."""
+    """Loader for a module that has run, or will run later; it does not run it."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The one that is there."""
+        """Return the existing module."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """In place of running it: its spec is its own again."""
-        if module.__spec__ is not self._spec:  # A module of settings lets nobody change it.
+        """Restore the module's own spec instead of running it."""
+        if module.__spec__ is not self._spec:  # A settings module forbids changing it.
             module.__spec__ = self._spec
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
-    """What DistributedDataParallel asks for, if that has the default that is known here: a program that changes the
-    setting imports the module for it."""
+    """Return what DistributedDataParallel asks for, if the setting has the default known here.
+
+    A program that changes the setting imports the module to do so.
+    """
     try:
         known = re.search(r"^optimize_ddp\b(?:[^=\n]|\n(?!\w))*=\s*True$", settings.read_text(), re.M)
     except (OSError, ValueError):
@@ -169,10 +174,13 @@ def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
 
 
 def _load(module: _Late) -> Any:
-    """Run the module's own code in it. Raises what that raises; it is then imported as ever at the next attempt."""
+    """Run the module's own code in it.
+
+    Raises what that raises; the next attempt then imports it as usual.
+    """
     with _lock:
         if not isinstance(module, _Late):
-            return module  # Another thread was faster, or this one is within it.
+            return module  # Another thread was faster, or this one is running it already.
         names = vars(module)
         spec, disabled = names["__spec__"], names["_disabled"]
         sys.meta_path.remove(names["_finder"])
@@ -187,5 +195,5 @@ def _load(module: _Late) -> Any:
             vars(sys.modules["torch"]).pop("_dynamo", None)
             raise
         for function in disabled:
-            vars(function).pop(_KEPT, None)  # Its next call asks again.
+            vars(function).pop(_KEPT, None)  # The next call asks again.
         return module

@@ -1,4 +1,4 @@
-"""What a training script says to its DDPJob, and learns from it. Outside of a job it changes nothing.
+"""What a training script reports to its DDPJob and learns from it. Outside a job it has no effect.
 
     import ddpjob_report
 
@@ -12,8 +12,8 @@
             save(folder / "snapshot.pt")  # of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)
             ddpjob_report.saved_and_leave()
 
-Job pods have it beside the runtime; elsewhere the package `ddpjob` brings it. `ddpjob_report.huggingface`, `.lightning`
-and `.accelerate` do the same for those frameworks.
+Job pods have it next to the runtime; elsewhere the package `ddpjob` contains it.
+`ddpjob_report.huggingface`, `.lightning` and `.accelerate` do the same for those frameworks.
 """
 
 from __future__ import annotations
@@ -50,26 +50,31 @@ def report(
     eta: Any = None,
     **metrics: Any,
 ) -> None:
-    """Show these figures in `kubectl get ddpjob` and in the job's status. Every rank may call it; rank 0's are shown.
+    """Show these figures in `kubectl get ddpjob` and in the job's status.
+
+    Every rank may call it; rank 0's figures are shown.
 
     Args:
-        epoch: the epoch that runs, from 1; of `epochs`.
-        step: steps done since the training began, before a restart as well; of `steps`. Without it DDPJob counts the
-            optimizer's steps since the restart.
+        epoch: the current epoch, from 1 to `epochs`.
+        step: steps done since the training began, including those before a restart, of `steps`.
+            Without it DDPJob counts the optimizer's steps since the restart.
         loss: the training loss.
-        accuracy: on the test set, from 0 to 1.
-        samples_per_second: over all ranks.
+        accuracy: the accuracy on the test set, from 0 to 1.
+        samples_per_second: the speed of all ranks together.
         eta: seconds left.
         metrics: any other figures, by name.
 
-    A figure is a number, or what `float()` makes one of: a tensor or an array of one element (a tensor on a GPU is
-    waited for, as by `item()`: report every few steps). Infinite and undefined figures are shown as unknown. It
-    returns at once: the newest figures are sent in the background, at most twice a second, and a coordinator that
-    is away costs nothing but them. Figures that have a `step` are kept in the checkpoint folder as well, as curves for
-    `ddpjob plot` and the dashboard (run/metrics.jsonl, at first two lines a second, fewer as the script runs on).
+    A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
+    element. A tensor on a GPU is waited for, as by `item()`, so report only every few steps.
+    Infinite and undefined figures are shown as unknown.
+
+    It returns at once. The newest figures are sent in the background, at most twice a second, and
+    an unreachable coordinator costs only them. Figures that have a `step` are also kept in the
+    checkpoint folder, as curves for `ddpjob plot` and the dashboard (run/metrics.jsonl, at first
+    two lines a second, fewer as the script runs on).
 
     Raises:
-        TypeError: an argument is no number; the message names it.
+        TypeError: an argument is not a number; the message names it.
         ValueError: too many metrics, or a name that is too long.
     """
     given = {
@@ -91,26 +96,27 @@ def report(
 
 
 def checkpoint_dir(default: str | Path = "checkpoints") -> Path:
-    """The folder in which the job keeps its checkpoints. Outside of a job it is `default`, which is created."""
+    """Return the job's checkpoint folder. Outside a job it is `default`, which is created."""
     folder = JobEnvironment.read().checkpoint_dir
     if folder:
-        return Path(folder)  # Not created: under a volume that is not mounted would be the node's own disk.
+        return Path(folder)  # Not created: without the volume's mount it would be on the node's own disk.
     made = Path(default)
     made.mkdir(parents=True, exist_ok=True)
     return made
 
 
 def restore_checkpoint() -> Path | None:
-    """The newest checkpoint that `copy_checkpoint` was given and that is complete; None: there is none.
+    """Return the newest complete checkpoint given to `copy_checkpoint`; None if there is none.
 
-    In a job with storage.checkpoints.url it is fetched from the bucket into `checkpoint_dir()`, where it has the name
-    that it had, once per pod. All ranks call it before training, and all get the same checkpoint. Elsewhere it is in
-    the folder itself.
+    In a job with storage.checkpoints.url it is fetched from the bucket into `checkpoint_dir()`
+    under its old name, once per pod. All ranks call it before training, and all get the same
+    checkpoint. Otherwise it is in the folder already.
 
     Raises:
-        ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. A start that does not know
-            what there is must not begin from scratch.
-        OSError, ValueError: nor where the folder cannot be read or written, or its note of the newest is damaged.
+        ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. A start
+            that does not know which checkpoints exist must not begin from scratch.
+        OSError, ValueError: for the same reason, if the folder cannot be read or written, or its
+            record of the newest checkpoint is damaged.
     """
     folder = checkpoint_dir()
     copies = _copies()
@@ -128,23 +134,28 @@ def restore_checkpoint() -> Path | None:
 def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = False) -> None:
     """Copy a checkpoint, a file or a folder of files, to the job's bucket while training continues.
 
-    Every rank may call it; rank 0's is copied: of a folder of torch.distributed.checkpoint it must have all parts.
+    Every rank may call it, and rank 0's checkpoint is copied. If that is a folder of
+    torch.distributed.checkpoint, it must have all parts.
 
     Args:
-        path: a complete checkpoint, a file or folder in `checkpoint_dir()`. It may be replaced or removed afterwards,
-            but not written in place: write to another name first, then os.replace.
-        step: steps done, which orders the checkpoints: of a job's start the highest is the newest.
-        keep: so many of the newest stay in the bucket.
-        wait: return when it is in the bucket. Without it the end of the script waits for the last one.
+        path: a complete checkpoint, a file or folder in `checkpoint_dir()`. It may be replaced or
+            removed afterwards, but not written in place: write to a different name first, then use
+            os.replace.
+        step: steps done, which orders the checkpoints. Within one start of the job the highest is
+            the newest.
+        keep: how many of the newest checkpoints stay in the bucket.
+        wait: return only when it is in the bucket. Otherwise the end of the script waits for the
+            last one.
 
-    One is uploaded at a time; of those that come meanwhile the newest is next. An upload that fails is tried again
-    after 1, 2, 4, ... 60 s. A reader sees a checkpoint whole or not at all. Outside of a job with
-    storage.checkpoints.url nothing is copied: the folder itself keeps it, and `restore_checkpoint` finds it there.
+    One is uploaded at a time; the newest of those that wait is next. A failed upload is tried again
+    after 1, 2, 4, ... 60 s. A reader sees a checkpoint whole or not at all. In a job without
+    storage.checkpoints.url, and outside a job, nothing is copied, because the folder itself keeps
+    the checkpoint, and `restore_checkpoint` finds it there.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
-        ddpjob_bucket.BucketError: the bucket cannot be read, the image lacks obstore, or a name has characters that a
-            bucket's should not have.
+        ddpjob_bucket.BucketError: the bucket cannot be read, the image lacks obstore, or a name has
+            characters that it should not have in a bucket.
         OSError: the checkpoint cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -161,7 +172,7 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     saved, copies = Path(path), _copies()
     if not saved.exists():
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {saved} does not exist")
-    if checkpoint_dir().resolve().is_relative_to(saved.resolve()):  # Restored copies would be in the next ones, too.
+    if checkpoint_dir().resolve().is_relative_to(saved.resolve()):  # Restored copies would be in the next ones too.
         raise ValueError(
             f"ddpjob_report.copy_checkpoint: path {saved} holds all checkpoints: give one file or folder in it"
         )
@@ -177,7 +188,7 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
 
 
 def _copies() -> Any:
-    """The part that copies to a bucket; None: the job has none."""
+    """Return the module that copies to a bucket; None if the job has no bucket."""
     if not JobEnvironment.read().checkpoint_url:
         return None
     from ddpjob_report import copies
@@ -186,31 +197,32 @@ def _copies() -> Any:
 
 
 def _copied() -> dict[str, float]:
-    """How far the copies are, once there are any."""
+    """Return the figures of the copies, once there are any."""
     copies = sys.modules.get("ddpjob_report.copies")
     return {} if copies is None else copies.figures()
 
 
 def should_stop() -> bool:
-    """Whether to save and leave now: the pod of any rank was asked to end. All ranks call it, at the same steps.
+    """Whether to save and leave now, because the pod of any rank was asked to end.
 
-    It is the same on every rank, where torch.distributed is initialized: the ranks agree by an exchange of one number
-    over gloo, which does not wait for the GPU. From the first call on, SIGTERM ends the process no longer.
+    All ranks call it, at the same steps. If torch.distributed is initialized, the answer is the
+    same on every rank: the ranks exchange one number over gloo, which does not wait for the GPU.
+    From the first call on, SIGTERM no longer ends the process.
 
     Raises:
-        RuntimeError: another rank is gone, as any collective does.
+        RuntimeError: another rank is gone, as in any collective.
     """
     return stop.agreed()
 
 
 def saved_and_leave() -> NoReturn:
-    """End this process, after `should_stop()`, as one that has saved: it does not count as a failure.
+    """End this process after `should_stop()` and a save. It does not count as a failure.
 
-    All ranks call it. It waits for those that are still saving, and for the last copy in the job's bucket as long as
-    the pod's grace period allows.
+    All ranks call it. It waits for ranks that are still saving, and for the last copy in the job's
+    bucket as long as the pod's grace period allows.
 
     Raises:
-        RuntimeError: called outside of the main thread, where only that thread would end.
+        RuntimeError: it was called outside the main thread, where it would end only that thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("ddpjob_report.saved_and_leave: must be called in the main thread, which it ends")
@@ -224,10 +236,10 @@ def saved_and_leave() -> NoReturn:
 
 
 def as_number(value: Any) -> int | float | None:
-    """The number that the value is, or holds as its only element; None: it is or holds something else."""
+    """Return the number that the value is, or that is its only element; None for anything else."""
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
-    detach = getattr(value, "detach", None)  # torch warns of float() where gradients are needed
+    detach = getattr(value, "detach", None)  # torch warns about float() on a tensor that requires gradients
     try:
         return _plain(detach() if callable(detach) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -235,7 +247,10 @@ def as_number(value: Any) -> int | float | None:
 
 
 def _number(name: str, value: Any) -> int | float | None:
-    """The figure; None where it is infinite, undefined, or larger than a status can hold. Raises TypeError."""
+    """Return the figure; None if it is infinite, undefined, or too large for a status.
+
+    Raises TypeError.
+    """
     number = as_number(value)
     if number is None:
         shown = f"{value!r:.80}" if isinstance(value, (bool, str, bytes, int, float)) else f"a {type(value).__name__}"
@@ -245,7 +260,7 @@ def _number(name: str, value: Any) -> int | float | None:
 
 def _plain(value: Any) -> int | float:
     item = getattr(value, "item", None)
-    value = item() if callable(item) else value  # float() takes no array of one element from numpy 2.4 on
+    value = item() if callable(item) else value  # from numpy 2.4 on float() refuses an array of one element
     try:
         return operator.index(value)
     except TypeError:

@@ -31,7 +31,7 @@ _NAME, _UNFINISHED = "accelerate-step-", ".unfinished"
 
 
 class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
-    """Reports what is logged by `accelerator.log`."""
+    """Reports the values that `accelerator.log` logs."""
 
     name = "ddpjob"
     requires_logging_directory = False
@@ -41,25 +41,25 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
 
     @property
     def tracker(self) -> Any:
-        """Itself: there is no other library."""
+        """Return the tracker itself, because there is no other library."""
         return self
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Hyperparameters are not shown."""
+        """Do nothing, because hyperparameters are not shown."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """Called by `accelerator.log`."""
+        """Report the values of a call of `accelerator.log`."""
         report(**{**figures(values), **({} if step is None else {"step": step})})
 
 
 def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: int = 2) -> None:
-    """Save all that `accelerator.prepare` has seen, as the state after `step` steps. All ranks call it.
+    """Save everything that `accelerator.prepare` was given, as the state after `step` steps.
 
-    It is written under another name first, so that what is found after a crash is whole. The newest `keep` stay. In a
-    job with a bucket it is copied as well.
+    All ranks call it. It is written under a different name first, so that a state found after a
+    crash is whole. The newest `keep` stay. In a job with a bucket it is copied as well.
 
     Raises:
-        ValueError: Accelerate names its checkpoints by itself.
+        ValueError: Accelerate is set to name its checkpoints itself.
         RuntimeError: each rank trains a model of its own, as without a GPU and Accelerator(cpu=True).
     """
     home = _home(accelerator, folder)
@@ -76,21 +76,23 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
         unfinished.rename(made)
         if JobEnvironment.read().checkpoint_url:
             copy_checkpoint(made, step, keep=keep)
-        # And what a save has left in whose middle the pods were killed, now that there is a newer one.
+        # Also leftovers of saves during which the pods were killed, now that there is a newer one.
         for old in [*sorted(_all(home), key=_step, reverse=True)[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
 def resume(accelerator: Any, folder: str | Path | None = None) -> int:
-    """Load the newest state that `save` has written, after `accelerator.prepare`: its step. 0: there is none.
+    """Load the newest state that `save` wrote. Return its step; 0 if there is none.
+
+    Call it after `accelerator.prepare`.
 
     Raises:
-        ValueError: Accelerate names its checkpoints by itself.
+        ValueError: Accelerate is set to name its checkpoints itself.
         RuntimeError: each rank trains a model of its own, as without a GPU and Accelerator(cpu=True).
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
-    accelerator.wait_for_everyone()  # No rank saves, and removes old states, before all have looked.
+    accelerator.wait_for_everyone()  # No rank may save, and so remove old states, before all have looked.
     if found is None:
         return 0
     accelerator.load_state(str(found))
@@ -109,7 +111,7 @@ def _home(accelerator: Any, folder: str | Path | None) -> Path:
 
 
 def _all(folder: Path) -> list[Path]:
-    """What `save` has completed: nothing unfinished, nothing that someone has put beside it."""
+    """Return the states that `save` has completed, without unfinished ones and other files."""
     return [path for path in folder.glob(f"{_NAME}*") if re.fullmatch(r"[0-9]+", path.name[len(_NAME) :])]
 
 

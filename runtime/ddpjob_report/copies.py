@@ -1,4 +1,4 @@
-"""Copies of a script's checkpoints in the job's bucket (storage.checkpoints.url), and what a start continues from."""
+"""Copies a script's checkpoints to the job's bucket, and restores the newest one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_report import link
 
 RECORD = ".ddpjob-newest.json"
-"""Without a bucket: names the newest checkpoint in the folder."""
+"""File that names the newest checkpoint in the folder, if there is no bucket."""
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
 """How long the end of the script waits for its last copy."""
@@ -36,14 +36,15 @@ class _CopyState:
     uploads: Uploads | None = None
     keep = 3
     restored: Stored | None = None
-    """What all ranks continue from; None: nothing is there."""
+    """The checkpoint from which all ranks continue; None if there is none."""
     process = 0
     leaves = False
-    """The end of this process waits for no copy: the grace period is over."""
+    """Whether the end of this process does not wait for copies, because the grace period is
+    over."""
 
 
 def url() -> str:
-    """The job's folder in the bucket; empty: checkpoints are not copied."""
+    """Return the job's folder in the bucket; empty if checkpoints are not copied."""
     return JobEnvironment.read().checkpoint_url
 
 
@@ -51,20 +52,20 @@ def url() -> str:
 
 
 def restore(folder: Path) -> Path | None:
-    """The newest checkpoint of the bucket, in the folder; None: there is none. The same on all ranks.
+    """Fetch the bucket's newest checkpoint into the folder; None if there is none.
 
-    Raises BucketError, OSError, ValueError.
+    It is the same on all ranks. Raises BucketError, OSError, ValueError.
     """
     bucket = _joined()
     entry = _CopyState.restored
-    if entry is None:  # A folder that lasts, as on one machine, may have one from before the job got its bucket.
+    if entry is None:  # A persistent folder may have one from before the job had a bucket.
         return recorded(folder) if JobEnvironment.read().shares_checkpoints else None
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         found = _fetched(folder, entry)
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
-                discard(leftover)  # Of a process that was killed while it fetched: this one is alone here.
+                discard(leftover)  # Left by a process that was killed; this one holds the lock.
             found = _patiently(lambda: _fetch(bucket, entry, folder))
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
@@ -72,7 +73,7 @@ def restore(folder: Path) -> Path | None:
 
 
 class _DamagedCopy(BucketError):
-    """To fetch it again would not help."""
+    """The copy is damaged, and fetching it again would not help."""
 
 
 def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
@@ -85,7 +86,7 @@ def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
 
 
 def _joined() -> Bucket:
-    """The bucket, where this process is one of the ranks that have agreed on what they continue from."""
+    """Return the bucket, after this process has joined the ranks in what they continue from."""
     if _CopyState.bucket is None or _CopyState.process != os.getpid():
         opened = Bucket.open(url())
         _CopyState.restored = _patiently(lambda: opened.join(JobEnvironment.read().uid, _order()))
@@ -94,9 +95,10 @@ def _joined() -> Bucket:
 
 
 def _order() -> tuple[int, ...]:
-    """Of this start among the job's: generation and round, as the launcher gives them to all ranks alike.
+    """Return this start's place among the job's starts, as the launcher gives it to all ranks.
 
-    A program of `command` starts its ranks itself: torchrun there counts its restarts.
+    It begins with the generation and the round. A program of `command` starts its ranks itself, and
+    there torchrun counts its restarts.
     """
     job = JobEnvironment.read()
     fence = job.fence or f"{job.generation or 0}.0"
@@ -108,7 +110,7 @@ def _order() -> tuple[int, ...]:
 
 
 def _patiently(act: Callable[[], Any]) -> Any:
-    """What a moment's absence of the bucket should not end."""
+    """Retry `act` so that a short outage of the bucket does not fail the start."""
     for number in range(_TRIES):
         try:
             return act()
@@ -124,7 +126,10 @@ def _patiently(act: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process of the folder at a time: the ranks of a node share what one of them has fetched. Raises OSError."""
+    """Hold the folder's lock.
+
+    The ranks of a node share what one of them fetches. Raises OSError.
+    """
     with (folder / _LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -135,7 +140,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _fetched(folder: Path, entry: Stored) -> Path | None:
-    """What an earlier process has fetched, if nothing of it has changed since."""
+    """Return the checkpoint that an earlier process fetched, if nothing in it has changed since."""
     try:
         known = json.loads((folder / _FETCHED).read_text())
         path = folder / known["name"]
@@ -159,24 +164,28 @@ def _signatures(path: Path) -> dict[str, list[int]]:
 
 
 def copy(path: Path, step: int, keep: int) -> None:
-    """Upload a checkpoint in the background, as it is now. Raises BucketError, OSError, ValueError."""
+    """Upload a checkpoint as it is now, in the background.
+
+    Raises BucketError, OSError, ValueError.
+    """
     _check_parts(path)
     bucket = _joined()
     _CopyState.keep = keep
     if _CopyState.uploads is None:
         for leftover in path.parent.glob(f"{_LINKS}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        link.prepare()  # First: what is registered for the exit runs in reverse, and the last copy is posted as well.
+        link.prepare()  # First, since exit handlers run in reverse, and the last copy must be posted too.
         _CopyState.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
         atexit.register(_at_exit)
     _CopyState.uploads.offer(Waiting(_linked(path), step, None, time.time()))
 
 
 class _FilesOfIndex(pickle._Unpickler):
-    """Finds the names of files in an index of torch.distributed.checkpoint, without torch, and runs nothing of it.
+    """Finds the file names in an index of torch.distributed.checkpoint without running its code.
 
-    It is Python's slow unpickler, because the fast one allocates as large a memo as nine bytes of a pickle ask for. The
-    opcode that allocates a bytearray of any size is unknown here.
+    It needs no torch. It is Python's slow unpickler, because the fast one allocates as large a memo
+    as nine bytes of a pickle ask for. The opcode that allocates a bytearray of any size is not
+    supported here.
     """
 
     dispatch: ClassVar[Any] = {
@@ -195,7 +204,7 @@ class _FilesOfIndex(pickle._Unpickler):
                 return super().__new__(cls)
 
             def __init__(self, *args: Any) -> None:
-                """Whatever it is made of."""
+                """Accept any arguments."""
 
             def __setstate__(self, state: Any) -> None:
                 if name == "_StorageInfo" and isinstance(state, dict) and isinstance(state.get("relative_path"), str):
@@ -205,14 +214,14 @@ class _FilesOfIndex(pickle._Unpickler):
 
 
 def _check_parts(path: Path) -> None:
-    """Raise ValueError for a folder of torch.distributed.checkpoint of which other nodes have parts."""
+    """Raise ValueError if a folder of torch.distributed.checkpoint lacks other nodes' parts."""
     for index in path.rglob(".metadata") if path.is_dir() else ():
         with index.open("rb") as file:
             found = _FilesOfIndex(file)
             try:
                 found.load()
             except Exception:
-                continue  # Of something else, or a torch to come: it is copied as it is.
+                continue  # A different format, or one of a later torch: copy it as it is.
         lacking = sorted(name for name in found.names if not (index.parent / name).exists())
         if lacking:
             raise ValueError(
@@ -224,9 +233,9 @@ def _check_parts(path: Path) -> None:
 
 
 def _linked(path: Path) -> Path:
-    """The checkpoint under another name, by links: the script may replace or remove its own while this is uploaded."""
+    """Link the checkpoint under a different name. The script may replace or remove its own."""
     files = files_of(path)
-    folder = path.parent.absolute() / f"{_LINKS}{secrets.token_hex(4)}"  # The script may change its folder meanwhile.
+    folder = path.parent.absolute() / f"{_LINKS}{secrets.token_hex(4)}"  # The script may change its working directory.
     try:
         for file in files:
             to = folder / file.relative_to(path.parent)
@@ -251,25 +260,34 @@ def _tidy(bucket: Bucket) -> None:
 
 
 def _post() -> None:
-    """Say that a copy is in the bucket: the script's next report may be far off, or there may be none."""
+    """Report that a copy is in the bucket.
+
+    The script's next report may be far off, or never come.
+    """
     link.post({"metrics": figures()})
 
 
 def finish(seconds: float | None) -> bool:
-    """Wait until the last copy is in the bucket, at most so long (None: without a limit). Returns whether it is."""
+    """Wait until the last copy is in the bucket, at most `seconds` (None: no limit).
+
+    Return whether it is.
+    """
     uploads = _CopyState.uploads
     return uploads is None or _CopyState.process != os.getpid() or (uploads.wait(seconds) and not uploads.lost)
 
 
 def leave(seconds: float) -> None:
-    """Wait for the last copy at most so long, and not again at the end of the process, which may come then."""
+    """Wait for the last copy at most `seconds`.
+
+    The process, which may end then, does not wait again.
+    """
     _CopyState.leaves = True
     if not finish(seconds):
         _say("the last checkpoint is not in the bucket when the grace period ends")
 
 
 def figures() -> dict[str, float]:
-    """What is reported of the copies; empty: this process makes none."""
+    """Return the figures to report about the copies; empty if this process makes none."""
     if _CopyState.process != os.getpid():
         return {}
     found = _CopyState.uploads.figures() if _CopyState.uploads is not None else {}
@@ -277,7 +295,7 @@ def figures() -> dict[str, float]:
 
 
 def _at_exit() -> None:
-    """A script has not ended well before its result is in the bucket: the folder goes with the pod."""
+    """Wait for the last copy, or end with an error: without it the result is lost with the pod."""
     if _CopyState.process != os.getpid() or _CopyState.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):
@@ -288,7 +306,10 @@ def _at_exit() -> None:
 
 
 def _has_failed() -> bool:
-    """Whether an exception ends the script: then its job restarts at once, from the copy before."""
+    """Whether an exception ends the script.
+
+    Then its job restarts at once, from the previous copy.
+    """
     written = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return hasattr(sys, "last_type") or (bool(written) and Path(written).exists())
 
@@ -297,7 +318,10 @@ def _has_failed() -> bool:
 
 
 def record(folder: Path, path: Path, step: int) -> None:
-    """Note a checkpoint of the folder as its newest. Raises OSError; ValueError where it is elsewhere."""
+    """Record a checkpoint of the folder as its newest.
+
+    Raises OSError, and ValueError if it is elsewhere.
+    """
     made, home = path.resolve(), folder.resolve()
     if not made.is_relative_to(home):
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {path} is not in checkpoint_dir(), which is {folder}")
@@ -307,7 +331,7 @@ def record(folder: Path, path: Path, step: int) -> None:
         with temporary.open("w") as file:
             json.dump({"name": name, "step": step}, file)
             file.flush()
-            os.fsync(file.fileno())  # Else a power cut may leave an empty one, which names nothing.
+            os.fsync(file.fileno())  # Otherwise a power failure may leave an empty file.
         temporary.replace(folder / RECORD)
     except OSError:
         discard(temporary)
@@ -315,9 +339,10 @@ def record(folder: Path, path: Path, step: int) -> None:
 
 
 def recorded(folder: Path) -> Path | None:
-    """The checkpoint that was noted last, if it is still there.
+    """Return the checkpoint that was recorded last, if it still exists.
 
-    Raises OSError, ValueError: a start that does not know what there is must not begin from scratch.
+    Raises OSError, ValueError, because a start that does not know the newest must not begin from
+    scratch.
     """
     try:
         text = (folder / RECORD).read_text()

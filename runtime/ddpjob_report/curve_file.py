@@ -1,6 +1,6 @@
-"""Keeps what is reported in the checkpoint folder, for `ddpjob plot` and the dashboard: CHECKPOINTS/run/metrics.jsonl.
+"""Keeps reported figures in the checkpoint folder, for `ddpjob plot` and the dashboard.
 
-The built-in trainer writes the same file; the lines are the same.
+The built-in trainer writes the same lines to the same file.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from ddpjob_report import link
 
 NAME = "run/metrics.jsonl"
 SHORTEST_PAUSE = 0.5
-"""Seconds between two lines at the beginning."""
+"""How many seconds are between two lines at the beginning."""
 LINES_PER_LIFE = 2000
-"""A pause becomes longer as the script runs: a week's lines are some 20 times as many as those of this many pauses."""
+"""A pause is the script's running time divided by this, once that exceeds SHORTEST_PAUSE. A week
+takes some 15,000 lines."""
 _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
 class CurveFile(link.Outbox):
-    """Writes beside what is sent: a folder that hangs costs its lines alone."""
+    """Writes independently of what is sent, so that a folder that hangs costs only its lines."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._began = folder / NAME, time.monotonic()
@@ -34,7 +35,7 @@ class CurveFile(link.Outbox):
     def _work(self) -> None:
         try:
             self._path.parent.mkdir(exist_ok=True)
-            # "a" with a line per write: of a writer that is killed only the last line is lost.
+            # "a" with one line per write: a killed writer loses only the last line.
             with self._path.open("ab", buffering=0) as file:
                 if file.tell() and not _ends_with_newline(self._path):
                     file.write(b"\n")
@@ -62,7 +63,7 @@ class CurveFile(link.Outbox):
 
 
 def _lines_of(step: int, figures: dict[str, Any]) -> list[bytes]:
-    """The step, and the accuracy as an evaluation at it."""
+    """Return the lines of a step, and of its accuracy as an evaluation."""
     metrics = figures.get("metrics", {})
     known = {name: value for name, value in {**metrics, **figures}.items() if name not in _NOT_OF_A_STEP}
     lines = [_line("step", {"loss": None, **known, "step": step})]
@@ -72,7 +73,7 @@ def _lines_of(step: int, figures: dict[str, Any]) -> list[bytes]:
 
 
 def _line(event: str, fields: dict[str, Any]) -> bytes:
-    # The line's own names are last: a metric may have any name.
+    # The line's own names come last, because a metric may have any name.
     return (json.dumps({**fields, "event": event, "time": round(time.time(), 3)}) + "\n").encode()
 
 
@@ -90,7 +91,7 @@ def add(figures: dict[str, Any]) -> None:
     global _file
     if _file is None:
         folder = JobEnvironment.read().checkpoint_dir
-        # Not created: under a volume that is not mounted would be the node's own disk.
+        # Not created: without the volume's mount it would be on the node's own disk.
         if not folder or not Path(folder).is_dir() or not link.is_reporting():
             return
         _file = CurveFile(Path(folder))
@@ -98,6 +99,6 @@ def add(figures: dict[str, Any]) -> None:
 
 
 def close() -> None:
-    """Write what is left; nothing is written afterwards."""
+    """Write the remaining figures. Nothing is written afterwards."""
     if _file is not None:
         _file.close()

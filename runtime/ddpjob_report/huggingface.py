@@ -21,13 +21,15 @@ from ddpjob_report.resume import check_group, figures, newest
 
 
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
-    """Reports steps, and what the Trainer logs. When a pod is asked to end, has the Trainer save, and leaves."""
+    """Reports steps and the Trainer's logs. When a pod is asked to end, saves and leaves."""
 
     def __init__(self) -> None:
         self._leaving = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Before the first step, on all ranks. Says where the Trainer does not continue in its checkpoint's epoch.
+        """Check the group before the first step, on all ranks.
+
+        Warns if the Trainer does not continue in its checkpoint's epoch.
 
         Raises:
             RuntimeError: each rank trains a model of its own, as without a GPU and `use_cpu=True`.
@@ -46,9 +48,9 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """After an optimizer's step, on all ranks."""
+        """Report an optimizer's step, on all ranks, and ask whether to stop."""
         epochs = -(-args.num_train_epochs // 1) if args.max_steps <= 0 else None
-        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or 2**53)  # 1.0: the first one has just ended
+        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or 2**53)  # 1.0 means that the first one has just ended
         report(epoch=epoch, epochs=epochs, step=state.global_step, steps=state.max_steps)
         if should_stop():
             self._leaving = True
@@ -56,17 +58,20 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """When the Trainer logs: `loss`, and of an evaluation `eval_accuracy`."""
+        """Report what the Trainer logs: `loss`, and `eval_accuracy` after an evaluation."""
         values = figures(logs or {})
         values.pop("epoch", None)
         if "eval_accuracy" in values:
             values["accuracy"] = values.pop("eval_accuracy")
-        if state.global_step:  # Curves are kept by step, and after the last one's figures no other step is reported.
+        if state.global_step:  # Curves are kept by step, and none follows the last one's figures.
             values["step"] = state.global_step
         report(**values)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After a checkpoint, on all ranks. In a job with a bucket it is copied."""
+        """Copy a new checkpoint in a job with a bucket, and leave if asked to.
+
+        Called on all ranks.
+        """
         made = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and JobEnvironment.read().checkpoint_url and made.is_dir():
             copy_checkpoint(made, state.global_step)
@@ -75,13 +80,16 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest whole checkpoint in the Trainer's output folder, for `resume_from_checkpoint`. None: there is none."""
+    """Return the newest whole checkpoint in the Trainer's output folder; None if there is none.
+
+    It is meant for `resume_from_checkpoint`.
+    """
     found = newest(Path(folder).glob("checkpoint-*"), _is_whole)
     return None if found is None else str(found)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """The Trainer writes its own state last."""
+    """Whether a checkpoint is whole: the Trainer writes its own state last."""
     try:
         return isinstance(json.loads((checkpoint / "trainer_state.json").read_text()), dict)
     except (OSError, ValueError):

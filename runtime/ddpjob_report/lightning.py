@@ -31,19 +31,19 @@ _STOPPED = "stopped-step="
 
 
 class DDPJobCallback(Callback):  # type: ignore[misc]
-    """Reports steps, the loss, and what the model logs. When a pod is asked to end, saves a checkpoint (in a job
-    with a bucket it is copied), and leaves.
+    """Reports steps, the loss, and what the model logs.
 
-    `folder`: of that checkpoint; the job's checkpoint folder where it is None.
+    When a pod is asked to end, it saves a checkpoint (which is copied in a job with a bucket) and
+    leaves. `folder`: the folder of that checkpoint; None: the job's checkpoint folder.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
         self._step = 0
-        """Optimizer steps when the ranks last asked whether to stop."""
+        """The optimizer's steps when the ranks last asked whether to stop."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Before the first batch, on all ranks.
+        """Check the group before the first batch, on all ranks.
 
         Raises:
             RuntimeError: each rank trains a model of its own, as without `strategy="ddp"` and `num_nodes`.
@@ -53,7 +53,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a batch, on all ranks. The loss is read as often as Lightning logs."""
+        """Report a batch, on all ranks. The loss is read as often as Lightning logs."""
         values: dict[str, Any] = {}
         if trainer.log_every_n_steps and (batch_idx + 1) % trainer.log_every_n_steps == 0:
             values = figures(trainer.callback_metrics)
@@ -62,7 +62,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 values.update(figures({"loss": loss * trainer.accumulate_grad_batches}))
         report(**{**values, **_counts(trainer)})
         if module.automatic_optimization and trainer.global_step == self._step:
-            return  # No checkpoint has the gradients that are being accumulated: a stop waits for their step.
+            return  # Accumulated gradients are not in a checkpoint, so a stop waits for their step.
         self._step = trainer.global_step
         if should_stop():
             folder = checkpoint_dir() if self._folder is None else Path(self._folder)
@@ -72,14 +72,14 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 for old in folder.glob(f"{_STOPPED}*.ckpt"):
                     if old != made:
                         old.unlink()
-                if JobEnvironment.read().checkpoint_url:  # How many stay there, the script's own copies say.
+                if JobEnvironment.read().checkpoint_url:  # The script's own copies decide how many stay there.
                     copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """After an evaluation: `val_accuracy` and `val_acc` are shown as accuracy."""
+        """Report an evaluation. `val_accuracy` and `val_acc` are shown as accuracy."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
-            return  # `trainer.validate` is no part of the training: its trainer knows no steps.
+            return  # `trainer.validate` is not part of the training: its trainer has no steps.
         values = figures(trainer.callback_metrics)
         for name in ("val_acc", "val_accuracy"):
             if name in values:
@@ -88,16 +88,17 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest whole checkpoint of the folder, for `ckpt_path`. None: there is none.
+    """Return the folder's newest whole checkpoint for `ckpt_path`; None if there is none.
 
-    Newest is the one with the highest number at the end of its name, as in ModelCheckpoint's `{epoch}-{step}`.
+    The newest has the highest number at the end of its name, as in ModelCheckpoint's
+    `{epoch}-{step}`.
     """
     found = newest(Path(folder).glob("*.ckpt"), zipfile.is_zipfile)
     return None if found is None else str(found)
 
 
 def _counts(trainer: Any) -> dict[str, Any]:
-    steps = trainer.estimated_stepping_batches  # infinite, or -1 where the length of the data is unknown
+    steps = trainer.estimated_stepping_batches  # infinite, or -1 if the length of the data is unknown
     endless = trainer.max_epochs is None or trainer.max_epochs < 0
     return {
         "epoch": trainer.current_epoch + 1,

@@ -20,7 +20,7 @@ INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
 
 
 class Outbox:
-    """Figures on their way out by a thread of its own, the newest of each name: the script never waits."""
+    """Sends the newest figure of each name in its own thread, so that the script never waits."""
 
     def __init__(self, thread: str) -> None:
         self._pending: dict[str, Any] = {}
@@ -32,15 +32,15 @@ class Outbox:
         atexit.register(self.close)
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Send the figures with the next ones, in place of older ones of the same names."""
+        """Send the figures with the next ones; they replace older ones of the same names."""
         if os.getpid() != self._process:
-            return  # A loader's process, which has no thread of this kind, and another rank's lock.
+            return  # A loader's process, without this thread and with a copy of the lock.
         with self._changed:
             self._pending = merged(self._pending, figures)
             self._changed.notify()
 
     def close(self) -> None:
-        """Send what is left, for at most two seconds."""
+        """Send the remaining figures, for at most two seconds."""
         if os.getpid() != self._process:
             return
         with self._changed:
@@ -53,13 +53,16 @@ class Outbox:
 
 
 class Link(Outbox):
-    """Posts with a proof that it knows the job's token. What could not be posted is posted with the next figures."""
+    """Posts with a proof that it knows the job's token.
+
+    Figures of a failed post join the next one.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         self._poster = Poster(address, token)
         self._refused = False
         self._counted: tuple[float, float] | None = None  # (step, time) as last posted
-        self._seen: tuple[float, float] | None = None  # as last seen: of a post that failed, when it was tried first
+        self._seen: tuple[float, float] | None = None  # as last seen; for a failed post, the time of its first attempt
         super().__init__("ddpjob-report")
 
     def _work(self) -> None:
@@ -80,23 +83,23 @@ class Link(Outbox):
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send(self, figures: dict[str, Any]) -> bool:
-        """Whether the coordinator has taken them, or never will."""
+        """Send the figures. Return whether the coordinator has accepted them, or never will."""
         try:
             status, answer = self._poster.post(self._with_speed(figures))
         except (OSError, ValueError, http.client.HTTPException):
-            return False  # One that restarts or is gone must not disturb training; the operator notices it.
+            return False  # A missing coordinator must not disturb training; the operator notices it.
         self._counted = self._seen
         if status == 400 and not self._refused:
             self._refused = True
-            with contextlib.suppress(OSError):  # A full disk: the next report may be taken.
+            with contextlib.suppress(OSError):  # A full disk: the next report may be accepted.
                 sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
         return status in (200, 400)
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """With the speed and the time left that follow from the steps, where the script does not report them."""
+        """Add speed and remaining time, computed from the steps, unless the script reports them."""
         step, now = figures.get("step"), time.monotonic()
         if step is None or (self._counted is not None and step == self._counted[0]):
-            return figures  # More figures of a step that is counted already, such as its evaluation.
+            return figures  # More figures of a counted step, such as its evaluation.
         if self._seen is None or step != self._seen[0]:
             self._seen = step, now
         before = self._counted
@@ -105,14 +108,14 @@ class Link(Outbox):
         speed, more = (step - before[0]) / (self._seen[1] - before[1]), dict(figures)
         if "samplesPerSecond" not in figures:
             metrics = [(protocol.COUNTED_SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
-            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # rather the script's than one too many
+            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # prefer the script's to one too many
         if (figures.get("steps") or 0) > 0 and "eta" not in figures:
             more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))
         return more
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """All figures; of equal names the newer, of too many metrics the last ones."""
+    """Merge figures. The newer one of a name stays, and of too many metrics the last ones."""
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:
         metrics = {**{k: v for k, v in older["metrics"].items() if k not in newer["metrics"]}, **newer["metrics"]}
@@ -131,7 +134,10 @@ def post(figures: dict[str, Any]) -> None:
 
 
 def prepare() -> bool:
-    """Have what is posted sent until this process ends; whether this is rank 0 of a job."""
+    """Start to send what is posted, until this process ends.
+
+    Return whether this is rank 0 of a job.
+    """
     global _link
     if _link is None:
         job = JobEnvironment.read()
@@ -142,11 +148,11 @@ def prepare() -> bool:
 
 
 def is_reporting() -> bool:
-    """Whether figures are posted here: this is rank 0 of a job."""
+    """Whether figures are posted here, because this is rank 0 of a job."""
     return _link is not None
 
 
 def close() -> None:
-    """Post what is left; nothing is posted afterwards."""
+    """Post the remaining figures. Nothing is posted afterwards."""
     if _link is not None:
         _link.close()

@@ -1,4 +1,4 @@
-"""What the callbacks share: which checkpoint to resume from, and which of a framework's log entries are figures."""
+"""Helps the callbacks to find the checkpoint to resume from, and the figures in logged values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from ddpjob_report import as_number, restore_checkpoint
 
 
 def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | None:
-    """The path with the highest number at the end of its name (before the ending) of those that are whole.
+    """Return the whole checkpoint with the highest number at the end of its name.
 
-    Of equal numbers the highest version: Lightning adds -v1, -v2, ... where there is a file of that name.
+    The number stands before the file's extension. Of equal numbers the highest version counts,
+    because Lightning adds -v1, -v2, ... if a file of that name exists.
 
-    In a job with a bucket it is the bucket's newest, the same on all ranks. Else, also while the bucket has none, None
-    where each node has a folder of its own: the ranks would resume from different steps.
+    In a job with a bucket it is the bucket's newest, the same on all ranks. Otherwise, or while the
+    bucket is empty, it is None if each node has a folder of its own, because the ranks would resume
+    from different steps.
     """
     if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()
@@ -41,13 +43,18 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
 
 
 class Refusal(RuntimeError):
-    """A mistake that no restart helps. The worker ends with the exit code of a refused configuration."""
+    """A mistake that no restart can fix.
+
+    The worker ends with the exit code of a refused configuration.
+    """
 
     ddpjob_refusal = True
 
 
 def check_group(framework: str, processes: int, remedy: str) -> None:
-    """Refuse a framework that trains in one process where the job has more: each would overwrite the others' model.
+    """Refuse a framework that trains in one process although the job has more.
+
+    Each rank would overwrite the others' model.
 
     Raises Refusal, which is a RuntimeError.
     """
@@ -58,7 +65,10 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:
-    """What of a framework's log entries is a figure, by names that do not end it: loggers take anything."""
+    """Return the log entries that are figures, under names of allowed length.
+
+    Loggers accept anything.
+    """
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}
     known = {name: number for name, number in read.items() if number is not None}
     return dict(list(known.items())[: protocol.MAX_FIGURES // 2])

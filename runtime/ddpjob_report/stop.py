@@ -1,4 +1,4 @@
-"""SIGTERM as a flag on which the ranks agree."""
+"""Makes SIGTERM a flag on which the ranks agree."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from typing import Any
 from ddpjob_pod.job_environment import JobEnvironment
 
 _MARGIN = 5.0
-"""Seconds of the grace period for all that comes after saving."""
+"""How many seconds of the grace period are kept for everything after saving."""
 _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 """How long torch lets ranks wait in a collective over gloo."""
 
 
 class _State:
     asked = False
-    """This process was asked to end."""
+    """Whether this process was asked to end."""
     since: float | None = None
-    """When this process learned that a rank was, by time.monotonic()."""
+    """When this process learned that a rank was asked to end, by time.monotonic()."""
     agreed = False
-    """All ranks know that one of them was."""
+    """Whether all ranks know that one of them was asked to end."""
     warned = False
     hooked = False
     world: Callable[[], Any] = staticmethod(lambda: None)
     group: Callable[[], Any] = staticmethod(lambda: None)
-    """The ranks' own group, made within the process group `world`: torch's, which end when the script destroys them."""
+    """The ranks' own group, made within the process group `world`. Both belong to torch and end
+    when the script destroys them."""
 
 
 def agreed() -> bool:
-    """Whether any rank was asked to end; the same on every rank that calls it as often."""
+    """Whether any rank was asked to end.
+
+    Every rank that calls it equally often gets the same answer.
+    """
     _listen()
     if not _State.agreed:
         distributed = _distributed()
@@ -48,7 +52,10 @@ def agreed() -> bool:
 
 
 def seconds_left() -> float:
-    """What is left of the pod's grace period, without a margin; all of it where nobody was asked to end."""
+    """Return the rest of the pod's grace period, less a margin.
+
+    The whole grace period is left if no rank was asked to end.
+    """
     spent = 0.0 if _State.since is None else time.monotonic() - _State.since
     return max(0.0, JobEnvironment.read().grace - _MARGIN - spent)
 
@@ -57,12 +64,16 @@ def wait_for_others() -> None:
     """Wait until all ranks are here, if they have agreed to stop."""
     distributed = _distributed()
     if _State.agreed and distributed is not None:
-        with contextlib.suppress(RuntimeError):  # A rank that is gone needs no waiting for.
+        with contextlib.suppress(RuntimeError):  # There is no need to wait for a rank that is gone.
             distributed.barrier(_group(distributed))
 
 
 def _listen() -> None:
-    """Have SIGTERM set the flag. At each call: frameworks set handlers of their own (Lightning, as training begins)."""
+    """Have SIGTERM set the flag.
+
+    It is called each time, because frameworks set handlers of their own (Lightning when training
+    begins).
+    """
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -83,18 +94,21 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
         _State.asked, _State.since = True, time.monotonic()
         rank = os.environ.get("RANK", "0")
         what = "is asked to end; saves at its next should_stop(), if it comes in time"
-        with contextlib.suppress(OSError):  # Not by sys.stderr, which the signal may have interrupted.
+        with contextlib.suppress(OSError):  # Not with sys.stderr, which the signal may have interrupted.
             os.write(2, f"ddpjob_report: SIGTERM: rank {rank} {what}\n".encode())
 
 
 def _leave_to_default() -> None:
-    """A forked process is not the rank: SIGTERM ends it, as multiprocessing expects."""
+    """Restore SIGTERM in a forked process, which is not the rank.
+
+    It ends, as multiprocessing expects.
+    """
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _distributed() -> Any:
-    """torch.distributed where several ranks have formed a group; None: this process decides alone."""
+    """Return torch.distributed if several ranks have formed a group, else None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -102,7 +116,10 @@ def _distributed() -> Any:
 
 
 def _group(distributed: Any) -> Any:
-    """A group over gloo: one number must not wait for the GPU, nor mix with the script's own collectives."""
+    """Return a group over gloo.
+
+    It waits for no GPU and does not mix with the script's collectives.
+    """
     world = distributed.group.WORLD
     if _State.world() is not world:
         gloo = distributed.is_gloo_available()
@@ -112,10 +129,10 @@ def _group(distributed: Any) -> Any:
 
 
 def _timeout(world: Any) -> Any:
-    """How long the script lets ranks wait for each other, where that is longer than torch's default for gloo (None)."""
+    """Return the script's timeout between ranks, or None if torch's default for gloo is longer."""
     given = []
     for device in getattr(world, "_device_types", ()):
-        with contextlib.suppress(AttributeError, RuntimeError):  # Of a backend, or a torch, that does not say.
+        with contextlib.suppress(AttributeError, RuntimeError):  # A backend or a torch that does not provide it.
             given.append(world._get_backend(device).options._timeout)
     longest = max(given, default=_GLOO_DEFAULT)
     return longest if longest > _GLOO_DEFAULT else None

@@ -1,8 +1,8 @@
-"""What runs inside the pods of a job, in any image: the coordinator, its store, and the launcher with its workers.
+"""Everything that runs inside a job's pods, in any image: coordinator, store, launcher, workers.
 
-Needs Python 3.9 or later and its standard library; the launcher and the store also need torch. Job pods find the
-package in an archive of a ConfigMap that is mounted at /opt/ddpjob. `protocol` is all that coordinator, launcher and
-operator share.
+It needs Python 3.9 or later and the standard library; the launcher and the store also need torch.
+Job pods find the package in an archive of a ConfigMap that is mounted at /opt/ddpjob. Coordinator,
+launcher and operator share only `protocol`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 PROGRAM = _PACKAGE if _PACKAGE.is_dir() else _PACKAGE.parent
-"""What Python runs: this folder, or in job pods the archive that holds it."""
+"""The path that Python runs: this folder, or in job pods the archive that contains it."""
 WORKER = PROGRAM / "worker.py" if PROGRAM == _PACKAGE else PROGRAM.with_name("ddpjob_worker.py")
-"""The workers' entry, as a file of its own."""
+"""The workers' entry point, which is a separate file."""

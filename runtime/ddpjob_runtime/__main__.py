@@ -1,8 +1,9 @@
-"""Runs one of the runtime's programs by the path of this package.
+"""Runs one of the runtime's programs, given the path of this package.
 
     python3 PATH/ddpjob_runtime coordinator|launcher|store|check ARGUMENTS
 
-By path, since neither PYTHONPATH nor the working directory may be used for it: the user's program inherits both.
+The path is needed because PYTHONPATH and the working directory belong to the user's program, which
+inherits both.
 """
 
 from __future__ import annotations
@@ -33,19 +34,22 @@ def main() -> None:
 
 
 class Archive(zipimport.zipimporter):
-    """Python's own compiles a module to say what its file is called, and then once more to run it."""
+    """Finds a module's file name without compiling it, unlike zipimport's own loader.
+
+    That one compiles each module twice.
+    """
 
     def get_filename(self, fullname: str) -> str:
-        """The path of the module's source in the archive."""
+        """Return the path of the module's source in the archive."""
         path = f"{self.archive}/{self.prefix}{fullname.rpartition('.')[2]}"
         return path + ("/__init__.py" if self.is_package(fullname) else ".py")
 
 
 def find_package() -> None:
-    """Make the package importable and leave nothing of it on `sys.path`, where the user's modules are looked for.
+    """Make the package importable, and leave no trace on `sys.path`, where user modules are found.
 
-    Python has put this folder on the path, or in job pods the archive that holds this file; submodules are found by
-    the package's own path once it is imported.
+    Python has put this folder on the path, or in job pods the archive that contains this file.
+    Submodules are found through the package's own path once it is imported.
     """
     folder = Path(__file__).resolve().parent
     sys.path[0] = str(folder.parent if folder.is_dir() else folder)

@@ -1,9 +1,10 @@
-"""Checks a node, or the links between ranks, before training: what `spec.preflight` runs in a job's pods.
+"""Checks a node, or the links between ranks, before training, as `spec.preflight` asks.
 
     python3 PATH/ddpjob_runtime check JSON
 
-A process of its own: a device's context ends with it, and a driver that hangs holds nobody else. It writes lines of
-JSON: `{"step": NAME}` before each part, and at the end `{"problem": TEXT, ...}`, empty when all is well.
+It is a separate process, so that a device's context ends with it, and a hung driver blocks nothing
+else. It writes lines of JSON: `{"step": NAME}` before each part, and at the end
+`{"problem": TEXT, ...}`, with an empty TEXT if all is well.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ from pathlib import Path
 from typing import Any
 
 FILE_BYTES = 1 << 20
-"""Written to the checkpoint folder, synced, read back."""
+"""Size of the file that is written to the checkpoint folder, synced and read back."""
 SUM_BYTES = 16 << 20
-"""Of the all-reduce that is timed."""
+"""Size of the all-reduce that is timed."""
 FREE_SHARE = 0.5
-"""Of a GPU's memory; with less, another process holds it. A share, since time-sliced GPUs are never quite free."""
+"""The share of a GPU's memory that must be free; with less, another process holds it. Not all of
+it, because time-sliced GPUs are never quite free."""
 _SIDE = 1024
 _SIOCGIFADDR = 0x8915
 
 
 def main() -> None:
-    """Run the check that the argument describes; end at once when the launcher is gone, which closes stdin."""
+    """Run the check that the argument describes.
+
+    End at once when the launcher is gone, which closes stdin.
+    """
     settings = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
@@ -41,7 +46,7 @@ def main() -> None:
     except Exception as error:
         found = {"problem": f"{type(error).__name__}: {str(error)[:1000]}"}
     _say(**found)
-    os._exit(0)  # A group that has failed may not come to an end.
+    os._exit(0)  # A process group that has failed may never finish.
 
 
 def _end_with_launcher() -> None:
@@ -58,7 +63,11 @@ def _say(**fields: Any) -> None:
 
 
 def check_node(settings: dict[str, Any]) -> dict[str, Any]:
-    """`folder`: of the checkpoints, empty: not looked at; `pod`; `gpus`: how many there must be; `resource`: theirs."""
+    """Check this node.
+
+    `folder` is that of the checkpoints (empty: not checked); `pod` is this pod's name; `gpus` and
+    `resource` say how many devices of which kind it must have.
+    """
     folder = settings["folder"]
     if folder:
         _say(step=f"checkpoint folder {folder}")
@@ -69,7 +78,7 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         import torch
     except ImportError:
-        return {"problem": ""}  # The launcher says so, and what to do.
+        return {"problem": ""}  # The launcher reports that, with the remedy.
     devices, problem = _devices(torch, settings["gpus"], settings["resource"])
     for device in devices:
         _say(step=device)
@@ -78,7 +87,7 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def folder_problem(folder: Path, pod: str) -> str:
-    """Why the folder takes no checkpoints; empty: it does."""
+    """Return why the folder cannot hold checkpoints; empty if it can."""
     path, content = folder / f".ddpjob-preflight-{pod}-{os.urandom(4).hex()}", os.urandom(FILE_BYTES)
     try:
         try:
@@ -95,12 +104,12 @@ def folder_problem(folder: Path, pod: str) -> str:
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
-    """The node's devices by torch's names, and what is wrong with their number."""
+    """Return the node's devices by torch's names, and what is wrong with their number."""
     if not wanted or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ["cpu"], ""
     kind = "xpu" if resource.startswith("gpu.intel.com/") else "cuda"
     if kind == "cuda" and resource.partition("/")[0] not in ("nvidia.com", "amd.com") and not torch.cuda.is_available():
-        return ["cpu"], ""  # A device whose torch is a plugin: nothing here knows it.
+        return ["cpu"], ""  # A device that torch supports by a plugin, which is unknown here.
     module = getattr(torch, kind, None)
     there = module.device_count() if module is not None and module.is_available() else 0
     problem = f"torch sees {there} of {wanted} devices ({resource})" if there < wanted else ""
@@ -108,9 +117,9 @@ def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
 
 
 def device_problem(torch: Any, device: str) -> str:
-    """What is wrong with a device: no memory, or a result that is not the right one; empty: nothing.
+    """Return what is wrong with a device, such as a wrong result; empty if nothing is.
 
-    All sums are of whole numbers below 2**24, which float32 and TF32 hold exactly.
+    All sums are of whole numbers below 2**24, which float32 and TF32 represent exactly.
     """
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(device)
@@ -127,7 +136,7 @@ def device_problem(torch: Any, device: str) -> str:
         v = ((torch.arange(_SIDE) * 13) % 7 - 3).double()
         product = torch.mm(a, b).cpu().double()
         wrong = int((torch.mv(product, v) != torch.mv(a.cpu().double(), torch.mv(b.cpu().double(), v))).sum())
-    except RuntimeError as error:  # torch's, for whatever the driver says
+    except RuntimeError as error:  # torch raises it for any driver error
         return f"{device}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
     return f"{device}: {wrong} of {_SIDE} rows of a matrix product are wrong" if wrong else ""
 
@@ -136,8 +145,10 @@ def device_problem(torch: Any, device: str) -> str:
 
 
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
-    """One rank of an all-reduce of whole numbers, verified and timed: `rank`, `world`, `local`, `host` and `port` of
-    the store, `backend`, `gpus`, `seconds`. Returns also `rate`, the bus bandwidth of nccl-tests in 10^6 bytes a second
+    """Run one rank of an all-reduce of whole numbers, verified and timed.
+
+    `settings` has `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus` and
+    `seconds`. Returns also `rate`, the bus bandwidth as nccl-tests define it in 10^6 bytes a second
     (None with one rank), and `transport`.
     """
     import torch
@@ -158,7 +169,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     pattern = torch.arange(SUM_BYTES // 4, dtype=torch.int32, device=device) % 1000
     expected = pattern * sum(other % 8 + 1 for other in range(world))
     shortest, problem = float("inf"), ""
-    for count in (1000, SUM_BYTES // 4, SUM_BYTES // 4):  # The first one makes the connections.
+    for count in (1000, SUM_BYTES // 4, SUM_BYTES // 4):  # The first one opens the connections.
         _say(step=f"all-reduce of {4 * count} bytes by {backend}")
         numbers = pattern[:count] * (rank % 8 + 1)
         began = time.monotonic()
@@ -166,7 +177,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         wrong = int((numbers != expected[:count]).sum())  # Also waits for the device.
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
-        if wrong and not problem:  # To end here would break the connections of the others, which may be well.
+        if wrong and not problem:  # Ending here would break the connections of ranks that may be well.
             problem = f"{wrong} of {count} sums of an all-reduce by {backend} are wrong"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
     if log is not None:
@@ -178,7 +189,10 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_nccl_log() -> Path:
-    """Have NCCL write what it chooses into a file; before it is used for the first time."""
+    """Have NCCL log its choices to a file.
+
+    Must be called before NCCL is used for the first time.
+    """
     handle, name = tempfile.mkstemp(prefix="ddpjob-nccl-")
     os.close(handle)
     os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET,GRAPH", NCCL_DEBUG_FILE=name)
@@ -186,7 +200,7 @@ def _keep_nccl_log() -> Path:
 
 
 def nccl_transport(log: str) -> str:
-    """What NCCL's log (NCCL_DEBUG=INFO) says of the network, its devices, and how channels reach their peers."""
+    """Return the network, devices and channel types that NCCL's log (NCCL_DEBUG=INFO) names."""
     network = re.search(r"NET/(IB|Socket) : Using (.*)", log) or re.search(r"Using network (\S+)()", log)
     how = sorted(
         {"/".join(found.split("/")[:2]) for found in re.findall(r"\bvia ((?:P2P|SHM|NET|COLLNET|NVLS)\S*)", log)}
@@ -203,7 +217,10 @@ def nccl_transport(log: str) -> str:
 
 
 def _gloo_interface() -> str:
-    """GLOO_SOCKET_IFNAME, else the interface of the host's name's address, as torch chooses it; else the loopback."""
+    """Return GLOO_SOCKET_IFNAME, otherwise the interface of the host name's address, as torch does.
+
+    If neither is known, return the loopback.
+    """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
         return named
@@ -216,7 +233,7 @@ def _gloo_interface() -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """Address -> interface."""
+    """Return the interface of each address of this host."""
     import fcntl
 
     found = {}

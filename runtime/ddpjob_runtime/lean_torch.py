@@ -1,4 +1,4 @@
-"""Imports torch for its rendezvous alone: no worker may be forked from a process that did."""
+"""Imports torch only for its rendezvous; no worker may be forked from a process that did this."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from types import ModuleType
 from typing import Any
 
 META_KERNELS = "torch._meta_registrations"
-"""What torch's operators do with tensors that have no data: a fifth of the time that its import takes."""
+"""How torch's operators treat tensors without data. Importing it is a fifth of torch's import
+time."""
 
 
 @contextlib.contextmanager
 def for_rendezvous() -> Iterator[None]:
-    """Around an import of torch: that module runs as soon as anything asks it for a name, which may be never."""
+    """Defer META_KERNELS while torch is imported: it runs when first used, which may be never."""
     hook = _MetaKernelsLater()
     sys.meta_path.insert(0, hook)
     try:
@@ -26,10 +27,10 @@ def for_rendezvous() -> Iterator[None]:
 
 
 class _MetaKernelsLater:
-    """Import hook for that module."""
+    """Import hook that defers META_KERNELS."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Where it always is, to be run later; None for any other."""
+        """Return the module's usual place, to be run later; None for any other module."""
         spec = PathFinder.find_spec(name, path, target) if name == META_KERNELS else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Later(spec.loader)
@@ -37,17 +38,20 @@ class _MetaKernelsLater:
 
 
 class _Later(Loader):
-    """Gives a module that is run when it is needed. Python's own LazyLoader runs it for inspect, which torch asks."""
+    """Loads a module that is run when it is needed.
+
+    Python's LazyLoader runs it already when torch has `inspect` look at it.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Python fills in its name, its file and the like."""
+        """Create the module. Python fills in its name, file and other attributes."""
         return _NotRun(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Not yet."""
+        """Do nothing yet."""
 
 
 class _NotRun(ModuleType):

@@ -1,4 +1,4 @@
-"""Lines of a log that must never stop their program: on a full disk, or in a pipe that nobody reads, they are lost.
+"""Writes log lines that never block their program: on a full disk or an unread pipe they are lost.
 
 A container's output is a pipe. When its reader stops, as the container runtime does while the host's log folder is
 full or hangs, the pipe fills, and the next write would block the coordinator's event loop or a launcher's only reader.
@@ -19,13 +19,13 @@ from typing import TextIO
 from ddpjob_runtime import protocol
 
 PIECE = select.PIPE_BUF
-"""Bytes that a pipe takes at once if it takes any."""
+"""How many bytes a pipe accepts at once if it accepts any."""
 PATIENCE_SECONDS = 0.05
-"""How long a slow reader may take. One that has not read the line before in time gets none."""
+"""How long a slow reader may take. If it was too slow for the previous line, it gets no time."""
 
 
 class Log:
-    """Writes lines to stderr, or to `stream`. `who`: the program that they come from."""
+    """Writes lines to stderr, or to `stream`. `who`: the program that logs."""
 
     def __init__(self, who: str, stream: TextIO | None = None) -> None:
         self._who, self._stream, self._lost = who, stream, 0
@@ -35,16 +35,16 @@ class Log:
         self.write(f"{protocol.iso(protocol.time_of(time.time()))} {self._who}: {text}\n")
 
     def write(self, line: str) -> None:
-        """Write a line that another part of the program has composed, or lose it."""
+        """Write a complete line, or lose it."""
         if self._lost:
             line = f"({self._lost} lines are missing here, because nobody read this log)\n{line}"
         data = line.encode(errors="backslashreplace")
-        with contextlib.suppress(OSError, ValueError):  # A full disk, or a stream that is closed.
+        with contextlib.suppress(OSError, ValueError):  # A full disk, or a closed stream.
             stream = self._stream or sys.stderr
             stream.flush()
             try:
                 descriptor = stream.fileno()
-            except io.UnsupportedOperation:  # A notebook's, or a test's.
+            except io.UnsupportedOperation:  # A notebook's or a test's stream.
                 stream.write(line)
                 return
             pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
@@ -53,7 +53,10 @@ class Log:
 
 
 def divert_loggers(log: Log) -> None:
-    """Have `log` write what loggers write to stderr: torchrun's are called by the thread that restarts workers."""
+    """Have `log` write what loggers write to stderr.
+
+    The thread that restarts workers calls torchrun's loggers.
+    """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = [h for logger in loggers if isinstance(logger, logging.Logger) for h in logger.handlers]
     for handler in (*handlers, logging.lastResort):
@@ -73,7 +76,7 @@ class _Emit:
 
 
 def _write(descriptor: int, piece: bytes, wait: float) -> bool:
-    """Whether the descriptor has taken the piece."""
+    """Return whether the descriptor has accepted the piece."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(wait * 1000)) and os.write(descriptor, piece) > 0

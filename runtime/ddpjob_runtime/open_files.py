@@ -1,4 +1,4 @@
-"""How many files and connections a process may have open."""
+"""Raises the limit of open files and connections."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ OPEN_FILES = 65536
 
 
 def raise_open_files() -> None:
-    """Raise the soft limit as far as the hard one allows, up to OPEN_FILES, for this process and those it starts.
+    """Raise the soft limit up to OPEN_FILES or the hard limit, for this process and its children.
 
-    Containers often begin with 1,024, while one store has a connection of each rank and of each node.
+    Containers often begin with 1,024, whereas one store has a connection of each rank and each
+    node.
     """
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)

@@ -1,6 +1,7 @@
-"""What coordinator, launchers and operator agree on: words, numbers, lines and the coordinator's report.
+"""What coordinator, launchers and operator share: words, numbers, lines and the report.
 
-docs/protocol.md describes how they are used. Standard library only, Python 3.9 or later: users' images run it.
+docs/protocol.md describes how they are used. This module needs only the standard library of Python
+3.9 or later, because it runs in users' images.
 """
 
 # ruff: noqa: UP045  (the types of records are evaluated, and Python 3.9 cannot evaluate `X | None`)
@@ -21,24 +22,25 @@ from itertools import islice
 from typing import Any, Optional, Union
 
 VERSION = 1
-"""Of this protocol and of how pods start the runtime. A job whose pods use another one gets a new generation."""
+"""Version of this protocol and of how pods start the runtime. A job whose pods use a different
+version gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""Rounds and incidents of the coordinator of attempt A begin at A times this and one: coordinators of one generation
-know nothing of each other, and no number may be used twice."""
+"""The coordinator of attempt A numbers its rounds and incidents from A times this, plus one. The
+coordinators of a generation know nothing of each other, and no number may be used twice."""
 
 
 class Word(str, Enum):
-    """A string of the protocol. Formats as its value in every version of Python."""
+    """A string of the protocol. It formats as its value in every version of Python."""
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]
 
 
-# --- exit codes of the launcher; any other one counts as a failure of the node
+# --- exit codes of the launcher; any other code counts as a failure of the node
 
 EXIT_DONE = 0
 EXIT_STEPPED_ASIDE = 75
-"""Of a worker: it saved a checkpoint because it was asked to end."""
+"""A worker's exit code after it saved a checkpoint because it was asked to end."""
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
 EXIT_INIT_FAILURE = 78
@@ -59,7 +61,7 @@ class Mode(Word):
 
 
 class CoordinatorState(Word):
-    """What the group of a job does."""
+    """The state of a job's group."""
 
     FORMING = "Forming"
     RUNNING = "Running"
@@ -69,7 +71,10 @@ class CoordinatorState(Word):
 
 
 class MemberState(Word):
-    """What one member does. `LOST` is never reported: a lost member is in `Report.lost`."""
+    """The state of one member.
+
+    `LOST` is never reported, because lost members are in `Report.lost`.
+    """
 
     STARTING = "Starting"
     READY = "Ready"
@@ -80,7 +85,7 @@ class MemberState(Word):
 
 
 class IncidentKind(Word):
-    """The first cause of a break, as far as the coordinator can see it."""
+    """The first cause of a break, as the coordinator sees it."""
 
     WORKER_FAILED = "WorkerFailed"
     OOM_KILLED = "OOMKilled"
@@ -92,28 +97,30 @@ class IncidentKind(Word):
 
 
 COLD_WORKERS = "ColdWorkers"
-"""Kind of a note: the workers of a node are not forked from a process that has imported torch."""
+"""Kind of a note: a node's workers are not forked from a process that has imported torch."""
 PREFLIGHT = "Preflight"
-"""Kind of a note: what the check of the links has measured, of the node with rank 0."""
+"""Kind of a note: what the node with rank 0 measured when it checked the links."""
 DATA = "Data"
-"""Kind of a note: how far a node has come that fetches storage.data.url; empty: it is done."""
+"""Kind of a note: how much of storage.data.url a node has fetched; empty when it is done."""
 COMMUNICATION_ERROR = re.compile(
     r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
     r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"
     r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
     re.I,
 )
-"""What a rank raises whose peer is gone. It is searched for in the exception's own text, not in its traceback: source
-lines there may name a backend."""
+"""Errors that a rank raises when its peer is gone. The pattern is searched in the exception's
+own text, not in its traceback, whose source lines may name a backend."""
 RANK_FAILURE = "RankFailed"
-"""Kind of the termination message that a rank of torchrun in a `command` writes (worker.py)."""
+"""Kind of the termination message that a rank writes if torchrun runs in a `command`
+(worker.py)."""
 
 RANK_ENDED = "(this rank has ended)"
-"""In place of the stacks of a rank whose process is gone."""
+"""Replaces the stacks of a rank whose process is gone."""
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
-"""Before the error of a rank, in the first line of its stacks: it waits for a thread of its own, or for a device."""
+"""Precedes a rank's error in the first line of its stacks. The rank waits for a thread of its
+own, or for a device."""
 DATA_WAITS = "waits for another pod of this node, which fetches the data"
-"""The text of such a note where another one says more."""
+"""The text of a DATA note of a pod that waits, if a different pod's note says more."""
 
 
 # --- lines between members and the coordinator
@@ -154,11 +161,12 @@ class ToMember(Word):
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
-"""A connection on which nothing was heard for this long is dead."""
+"""A connection that has been silent for this long is dead."""
 RECONNECT_SECONDS = 30.0
-"""How long a member of mode Standard continues without its coordinator, which may only stand still. Workers need the
-coordinator's store for a new round alone. The operator replaces all pods as soon as it knows that the coordinator has
-ended. In Fast a member continues for as long as its workers run; without workers it waits as for its first coordinator.
+"""How long a member continues without its coordinator in mode Standard, because the coordinator may
+only be suspended. Workers need the coordinator's store only for a new round. The operator replaces
+all pods as soon as it knows that the coordinator has ended. In Fast a member continues as long as
+its workers run; without workers it waits as for its first coordinator.
 """
 
 MAX_LINE = 256 * 1024
@@ -166,71 +174,84 @@ MAX_TEXT = 4096
 MAX_TRACEBACK = 32 * 1024
 MAX_NOTE = 1000
 MAX_KIND = 100
-"""Characters of a note's kind."""
+"""The most characters of a note's kind."""
 MAX_SIGNAL = 20
 MAX_NAME = 253
-"""Characters of a pod's name, as in Kubernetes."""
+"""The most characters of a pod's name, as in Kubernetes."""
 MAX_REASON = 300
-"""Characters of the reason for which a member was lost."""
+"""The most characters of the reason why a member was lost."""
 MAX_INCIDENTS = 50
 MAX_NOTES = 100
-"""In a report. They are of a few kinds, and of as many pods as a job has."""
+"""The most notes of a report. There are few kinds, and each pod of a job may have one of each."""
 DETAILED_INCIDENTS = 10
-"""The newest ones, of which the operator keeps the tracebacks: a status shows no more."""
+"""How many of the newest incidents the operator keeps with tracebacks; a status shows no more."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""Characters that the operator keeps of the message and of the traceback of such an incident, of the message of an
-older one, and of the stacks of an overdue step. The pods' logs hold the whole texts."""
+"""How many characters the operator keeps of the message and of the traceback of such an
+incident, of the message of an older one, and of the stacks of an overdue step. The pods' logs
+have the whole texts."""
 MAX_REPORT = 1024 * 1024
-"""Bytes of the report of a job with so many pods that it grows no further."""
+"""The most bytes of a report, whatever the number of pods."""
 MAX_TEXTS = 96 * 1024
-"""Bytes of a report without its pods."""
+"""The most bytes of a report without its pods."""
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"
-"""In the checkpoint folder: what a member was asked to write down of rounds and breaks, a line each. Hidden, since
-scripts take the newest or last of the files that they see there for their checkpoint."""
+"""File in the checkpoint folder in which a member records rounds and breaks, one per line. It is
+hidden, because scripts take the newest or last visible file there for their checkpoint."""
 MAX_RECORDED = 5
-"""Incidents of one such line, which is half as long as a line may be: a longer one would end the connection."""
+"""The most incidents of one such line. It may be half as long as a line to a member: a longer
+one would end the connection."""
 MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
-"""Of one job: its nodes and spares."""
+"""The most pods of one job, which are its nodes and spares."""
 MAX_NUMBER = 2**62
-"""The largest whole number that is taken from a member. A status holds 63 bits, and rounds are counted on from it."""
+"""The largest whole number that a member may send. A status holds 63 bits, and round numbers
+grow from it."""
 MAX_SECONDS = 2**31
-"""The longest time that is taken from a member or from the operator."""
+"""The longest time in seconds that a member or the operator may send."""
 MAX_FIGURES = 100
-"""Entries of a progress report and of its metrics, and characters of their names."""
+"""The most entries of a progress report and of its metrics, and the most characters of their
+names."""
 STRAGGLERS = "stragglers"
-"""In a progress report: ranks that lag, `[{"rank": 3, "slowdown": 1.8}]`."""
+"""Key of a progress report: the ranks that lag, `[{"rank": 3, "slowdown": 1.8}]`."""
 MAX_STRAGGLERS = 8
 ROUND = "round"
-"""In a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
+"""Key of a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
 UNGROUPED = "ungrouped"
-"""In the step counter's reports: true if the program makes steps and has formed no group with the other ranks."""
+"""Key of the step counter's reports: true if the program makes steps but has formed no group
+with the other ranks."""
 UNCOUNTABLE = "uncountable"
-"""Likewise: true if the next steps may be made where nobody counts them, as those of a compiled optimizer."""
+"""Key of the step counter's reports: true if the next steps may escape the counter, as those of
+a compiled optimizer do."""
 EXCHANGING = "exchanging"
-"""Likewise: true if the ranks have exchanged something in each of the first steps."""
+"""Key of the step counter's reports: true if the ranks exchanged something in each of the first
+steps."""
 FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
-"""Likewise: whether the optimizer had the state of a checkpoint before its first step, one of RESUMED_WORDS."""
+"""Key of the step counter's reports: whether the optimizer had the state of a checkpoint before
+its first step, as one of RESUMED_WORDS."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 COUNTED_SPEED = "stepsPerSecond"
-"""The metric of a script that reports no samples per second; the step counter's only one."""
+"""The metric of a script that reports no samples per second. The step counter has no other."""
 CHECKPOINT_TIME = "checkpointTime"
-"""The metric by which a script says when its newest checkpoint was on disk, in Unix seconds."""
+"""The metric with which a script reports when its newest checkpoint was on disk, in Unix
+seconds."""
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
-"""Metrics of the copies in a bucket: the newest one's step, when it was saved (Unix seconds), and for how many seconds
-a checkpoint has been on its machine alone while none reached the bucket. A report of nothing but these is made beside
-the steps, and is no sign that the script makes any."""
+"""Metrics of the copies in a bucket: the newest copy's step, when it was saved (Unix seconds),
+and for how many seconds a checkpoint has existed only on its machine while none reached the
+bucket. A report with only these is made in the background, and does not show that the script
+makes steps."""
 
 
 def encode(verb: str, **values: Any) -> bytes:
-    """One line, ready to send."""
+    """Return one line, ready to send."""
     return _line(dict(values, t=verb)) if values else _bare(verb)
 
 
 @cache
 def _bare(verb: str) -> bytes:
-    """Heartbeats of a thousand members are a thousand lines a second."""
+    """Return a line without fields.
+
+    Cached, as a thousand members send a thousand heartbeats a second.
+    """
     return _line({"t": verb})
 
 
@@ -239,7 +260,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The object of one line.
+    """Return the object of one line.
 
     Raises:
         ValueError: not a JSON object with a verb; the message shows the line.
@@ -254,9 +275,10 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def clip(text: object, limit: int = MAX_TEXT) -> str:
-    """The text within `limit` characters, without its middle: messages begin with the error, tracebacks end with it.
+    """Shorten the text to `limit` characters by leaving out its middle.
 
-    Lines stay whole where they are not too long for that.
+    Messages begin with the error, and tracebacks end with it. Lines stay whole unless they are too
+    long.
     """
     full = "" if text is None else str(text)
     if len(full) <= limit:
@@ -269,12 +291,15 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""Characters that are left out so that the next line is whole."""
+"""How many characters may be left out so that the next line is whole."""
 _NEWLINE = "\n"
 
 
 def last_lines(text: str, limit: int) -> str:
-    """The end of the text within `limit` characters, from the beginning of a line where it has one soon."""
+    """Return the last `limit` characters of the text.
+
+    They begin with a whole line if one begins near.
+    """
     text = text.strip()
     last = text[-limit:]
     whole = last.find("\n") + 1 if len(text) > limit else 0
@@ -282,8 +307,10 @@ def last_lines(text: str, limit: int) -> str:
 
 
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
-    """What two errors have in common that are one and the same: the first line without its digits, which may be those
-    of a rank, and the last line of the script that the traceback names; empty: it names none.
+    """Return what two occurrences of the same error have in common.
+
+    That is the first line without its digits, which may name a rank, and the last line of the
+    script that the traceback names (empty if it names none).
     """
     lines = _FRAME.findall(traceback)
     return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
@@ -295,10 +322,10 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
 def clip_kept(text: str, limit: int) -> str:
-    """The text within `limit` characters, of which Python keeps at most two bytes each.
+    """Shorten the text to `limit` characters, of which Python keeps at most two bytes each.
 
-    One character beyond 16 bits, such as an emoji, would make it keep four bytes of every other one. In a text
-    of more than half the limit such characters are replaced.
+    A single character beyond 16 bits, such as an emoji, would make it keep four bytes of every
+    other one. In a text longer than half the limit such characters are replaced.
     """
     text = clip(text, limit)
     return text if text.isascii() or len(text) <= limit // 2 else _BEYOND_16_BITS.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -308,7 +335,10 @@ def clip_kept(text: str, limit: int) -> str:
 
 
 def seal(token: str, *parts: str | bytes) -> str:
-    """Proves that its sender knows the job's token, without the token: HMAC-SHA256 of the parts, in hexadecimal."""
+    """Return a proof that its sender knows the token.
+
+    It is an HMAC-SHA256 of the parts, in hexadecimal.
+    """
     mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
     for part in parts:
         data = part.encode(errors="surrogatepass") if isinstance(part, str) else part
@@ -327,8 +357,9 @@ def is_sealed(proof: Any, token: str, *parts: str | bytes) -> bool:
 
 HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status", "/metrics"
 INSTANCE_HEADER, NONCE_HEADER, PROOF_HEADER = "DDPJob-Instance", "DDPJob-Nonce", "DDPJob-Proof"
-"""The coordinator's random number, the request's, and the seal: of a request `"request", INSTANCE, NONCE, METHOD, PATH
-with query, BODY`, of an answer `"answer", INSTANCE, NONCE, BODY`."""
+"""The coordinator's random number, the request's nonce, and the seal. The seal of a request is
+over `"request", INSTANCE, NONCE, METHOD, PATH with query, BODY`, that of an answer over
+`"answer", INSTANCE, NONCE, BODY`."""
 MAX_NONCE = 100
 
 
@@ -350,7 +381,10 @@ class Command(Word):
 
 
 def order_mark(pods: Iterable[str]) -> str:
-    """What the report shows of an order of pods, by which its sender knows it again; empty: of none."""
+    """Return the mark of an order of pods in the report.
+
+    By it the sender recognizes the order; empty for none.
+    """
     names = "\n".join(pods)
     return hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16] if names else ""
 
@@ -359,33 +393,33 @@ def order_mark(pods: Iterable[str]) -> str:
 
 
 def time_of(unix_seconds: float) -> datetime:
-    """Unix seconds -> a time in UTC."""
+    """Convert Unix seconds to a time in UTC."""
     return datetime.fromtimestamp(unix_seconds, timezone.utc)
 
 
 def iso(moment: datetime) -> str:
-    """ISO 8601 in UTC with milliseconds."""
+    """Format a time as ISO 8601 in UTC with milliseconds."""
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
 
 
 def largest_report(pods: int) -> int:
-    """Bytes that the report of a job with so many pods, spares included, may have.
+    """Return how many bytes the report of a job with `pods` pods, spares included, may have.
 
-    The coordinator does not know the number of spares, and need not: the members beyond its nodes that it may
-    have to name fit into what is left of 64 KiB.
+    The coordinator need not know the number of spares: the members beyond its nodes that it may
+    have to name fit into the rest of the 64 KiB.
     """
     return min(MAX_REPORT, MAX_TEXTS + 64 * 1024 + 1024 * pods)
 
 
 class Record:
-    """A dataclass that is written as a JSON object: field `min_nodes` is key `minNodes`."""
+    """A dataclass that is written as a JSON object. Field `min_nodes` becomes key `minNodes`."""
 
     @classmethod
     def read(cls: type[R], body: Any, where: str = "report") -> R:
-        """From JSON. Unknown keys are ignored, keys of fields with a default may be missing.
+        """Read it from JSON. Unknown keys are ignored; keys with a default may be missing.
 
         Raises:
-            ValueError: names the key and what it must be.
+            ValueError: the message names the key and states the rule.
         """
         if not isinstance(body, dict):
             raise ValueError(f"{where}: must be an object, not {body!r:.80}")
@@ -398,17 +432,17 @@ class Record:
         return cls(**values)
 
     def write(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return {key: _write(getattr(self, name)) for name, key, *_ in _layout(type(self))}
 
 
 R = typing.TypeVar("R", bound=Record)
 Read = Callable[[Any, str], Any]
-"""The JSON value and where it is -> the value. Raises ValueError, which names the place."""
+"""Converts a JSON value, given its place. Raises ValueError, which names the place."""
 
 
 def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
-    """(field, key, how its value is read, whether it must be there) of a record."""
+    """Return (name, key, reader, whether it is required) of each field of a record."""
     kinds = typing.get_type_hints(cls)
     return tuple(
         (
@@ -425,7 +459,7 @@ _layout: Callable[[Any], tuple[tuple[str, str, Read, bool], ...]] = cache(_layou
 
 
 def _at_most(most: int, default: Any) -> Any:
-    """A field with a default whose value has at most so many entries or characters."""
+    """Return a field with a default whose value has at most `most` entries or characters."""
     return field(default=default, metadata={"most": most})
 
 
@@ -443,7 +477,10 @@ def _write(value: Any) -> Any:
 
 
 def _reader(kind: Any, most: int) -> Read:
-    """How a value of a type is read, of at most so many entries or characters: found once, not at each report."""
+    """Return the reader of a type, for at most `most` entries or characters.
+
+    Called once per type.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Union:  # Optional
         there = _reader(arguments[0], most)
@@ -469,10 +506,10 @@ def _read_list(read: Read, most: int, value: Any, where: str) -> tuple[Any, ...]
 
 
 def read_figures(value: Any, where: str) -> dict[str, Any]:
-    """Named figures, and those of `metrics`. What is no figure is left out: a script reports what it likes.
+    """Return the named figures and those of `metrics`, without values that are not figures.
 
     Raises:
-        ValueError: not an object.
+        ValueError: the value is not an object.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: must be an object, not {value!r:.80}")
@@ -486,7 +523,7 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
 
 
 def read_stragglers(value: Any) -> list[dict[str, Any]]:
-    """Ranks that lag, each at most once; what is none is left out."""
+    """Return the ranks that lag, each at most once. Malformed entries are left out."""
     found: dict[int, dict[str, Any]] = {}
     for item in value[:MAX_STRAGGLERS] if isinstance(value, list) else []:
         if not isinstance(item, dict) or not is_number(item.get("slowdown")) or item["slowdown"] < 1:
@@ -511,7 +548,10 @@ def _is_figure(value: Any) -> bool:
 
 
 def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
-    """Which of step (or epoch), loss and speed progress has: people wait for the first of each."""
+    """Return which of step (or epoch), loss and speed the progress has.
+
+    People wait for the first of each.
+    """
     metrics = progress.get("metrics")
     counted = isinstance(metrics, dict) and COUNTED_SPEED in metrics
     has = {
@@ -523,17 +563,26 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 
 
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
-    """What of progress is a reason to look at once: which figures it has, and what the step counter has found out."""
+    """Return what makes progress urgent to read.
+
+    These are the figures it has, and the step counter's flags.
+    """
     return awaited_figures(progress) | {name for name in FLAGS if progress.get(name)}
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number of at most 64 bits: JSON's true is none, and the status holds no larger ones."""
+    """Whether it is a finite number of at most 64 bits, as the status requires.
+
+    JSON's true is not one.
+    """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def whole_number(value: Any, name: str, least: int = 0, most: int = MAX_NUMBER) -> int:
-    """The value, if it is a whole number within these bounds. Raises ValueError, which names the field."""
+    """Return the value if it is a whole number within these bounds.
+
+    Raises ValueError, which names the field.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"{name}: must be a whole number from {least} to {most}, not {value!r:.80}")
     return value
@@ -554,7 +603,7 @@ def _read_text(kind: Any, value: Any, where: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The text with halves of surrogate pairs (file names that are not UTF-8) escaped: no API takes them."""
+    """Escape lone surrogates (as in file names that are not UTF-8), because no API accepts them."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -570,7 +619,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.(?:\d{3}|\d{6}))Z", re.ASC
 
 def _read_time(kind: Any, value: Any, where: str) -> datetime:
     try:
-        # strptime takes ten times as long, and a report has a dozen times.
+        # strptime is ten times slower, and a report has a dozen times.
         return datetime.fromisoformat(_TIME.fullmatch(value)[1] + "+00:00")  # type: ignore[index]
     except (TypeError, ValueError):
         raise ValueError(f"{where}: must be a time like 2026-01-31T23:59:59.000Z, not {value!r:.80}") from None
@@ -581,7 +630,7 @@ _READERS = {int: _read_number, float: _read_number, str: _read_text, Word: _read
 
 @dataclass(frozen=True)
 class Member(Record):
-    """A launcher that is connected. `rank`: the group rank in its round."""
+    """A connected launcher. `rank`: its group rank in its round."""
 
     pod: str = field(metadata={"most": MAX_NAME})
     state: MemberState
@@ -593,7 +642,10 @@ class Member(Record):
 
 @dataclass(frozen=True)
 class LostMember(Record):
-    """A member whose connection has ended, and whose index nobody has taken. `since`: when it was last heard."""
+    """A member whose connection has ended and whose index is still free.
+
+    `since`: when it last sent something.
+    """
 
     pod: str = field(metadata={"most": MAX_NAME})
     since: datetime
@@ -603,7 +655,7 @@ class LostMember(Record):
 
 @dataclass(frozen=True)
 class Note(Record):
-    """Something the operator should know about a pod, such as that it has no warm workers."""
+    """Something that the operator should know about a pod, such as that it has no warm workers."""
 
     pod: str = field(metadata={"most": MAX_NAME})
     kind: str = field(metadata={"most": MAX_KIND})
@@ -631,18 +683,21 @@ class Incident(Record):
     alike_ranks: int = 0
     """How many ranks failed with the same `error_mark`; 0: a rank had a different error of its own."""
     alike_pods: int = 0
-    """How many pods they were in."""
+    """How many pods these ranks were in."""
     group_rank: Optional[int] = None
-    """Group rank of a node whose workers have all ended with exit code 0 before those of others."""
+    """Group rank of a node whose workers all ended with exit code 0 before those of others."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
-        """With so many characters of its traceback, and few of its message."""
+        """Return a copy with `traceback` characters of its traceback, and few of its message."""
         trace = clip(self.traceback, traceback) if traceback else ""
         return replace(self, message=clip(self.message, 500), traceback=trace)
 
 
 def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
-    """With the texts that the operator keeps: those of the newest incidents in detail."""
+    """Return incidents with the texts that the operator keeps.
+
+    Only the newest ones are in detail.
+    """
     older = len(incidents) - detailed
     return tuple(
         replace(
@@ -656,7 +711,11 @@ def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENT
 
 @dataclass(frozen=True)
 class Recovery(Record):
-    """`last_seconds`: from the last break to the next step; `down_since`: the group has made no step since then."""
+    """How the job recovers.
+
+    `last_seconds`: from the last break to the next step; `down_since`: since when the group has
+    made no step.
+    """
 
     last_seconds: Optional[float] = None
     down_since: Optional[datetime] = None
@@ -664,13 +723,16 @@ class Recovery(Record):
 
 @dataclass(frozen=True)
 class Overdue(Record):
-    """The next step is overdue: none since the moment `since`. `where` and `traceback`: the stacks of all ranks."""
+    """A step that is overdue: none was made since `since`.
+
+    `where` and `traceback`: all ranks' stacks.
+    """
 
     since: datetime
     where: str
     traceback: str = _at_most(MAX_TRACEBACK, "")
     activity: str = _at_most(MAX_FIGURES, "")
-    """What the script said that it does meanwhile."""
+    """What the script reported that it is doing."""
 
 
 @dataclass(frozen=True)
@@ -680,30 +742,30 @@ class Report(Record):
     generation: int
     state: CoordinatorState
     nodes: int
-    """How many members a round shall have; `min_nodes` are enough."""
+    """How many members a round should have; `min_nodes` are enough."""
     min_nodes: int
     backoff: tuple[float, ...] = field(metadata={"most": 2})
-    """Initial and longest wait of a crash loop, in seconds."""
+    """Initial and longest back-off delay of a crash loop, in seconds."""
     now: Optional[datetime] = None
-    """The coordinator's clock, which its times are read by."""
+    """The coordinator's clock, to which the report's times refer."""
     news: int = 0
-    """Grows with every change but that of the progress."""
+    """Grows with every change except that of the progress."""
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None
     world: Optional[int] = None
-    """Members of the present round."""
+    """The number of members of the current round."""
     round: int = 0
     started_at: Optional[datetime] = None
     members: tuple[Member, ...] = _at_most(MAX_PODS, ())
     lost: tuple[LostMember, ...] = _at_most(MAX_PODS, ())
     incidents: tuple[Incident, ...] = _at_most(MAX_INCIDENTS, ())
-    """Oldest first; the last ones only."""
+    """The latest incidents, oldest first."""
     backoff_until: Optional[datetime] = None
     notes: tuple[Note, ...] = _at_most(MAX_NOTES, ())
     progress: dict[str, Any] = field(default_factory=dict)
     recovery: Recovery = Recovery()
     overdue: Optional[Overdue] = None
-    """Only where `hang_after` is none: else it is an incident."""
+    """Set only if `hang_after` is None; otherwise an overdue step is an incident."""
     order: str = _at_most(MAX_FIGURES, "")
-    """The `order_mark` of the pods in whose order ranks are numbered; empty: by index."""
+    """The `order_mark` of the pods in whose order ranks are numbered; empty if by index."""

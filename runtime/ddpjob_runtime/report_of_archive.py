@@ -1,6 +1,6 @@
-"""In job pods this is `ddpjob_report.py`, beside the archive in which the package `ddpjob_report` is.
+"""In job pods this is `ddpjob_report.py`, next to the archive with the package `ddpjob_report`.
 
-A program with this folder in PYTHONPATH imports the package by it, which takes this module's place.
+A program with this folder in PYTHONPATH imports this module, which replaces itself by the package.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python3 PATH/ddpjob_runtime store --port PORT --host ADDRESS
 
-Prints a line "ready PORT" when it accepts connections; ends when its standard input does (the coordinator has died).
+It prints a line "ready PORT" when it accepts connections, and ends when its standard input ends,
+because then the coordinator has died.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
-    gc.disable()  # A tenth of the time that torch takes; afterwards this process makes no objects.
+    gc.disable()  # Saves a tenth of torch's import time; later this process makes no objects.
     try:
         with lean_torch.for_rendezvous():
             import torch.distributed  # noqa: F401
-    except Exception as error:  # OSError, too: a library of CUDA's that is missing
+    except Exception as error:  # an OSError too: a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # This node's trouble for now, not the image's: a library that is missing has no errno.
-        why = " ".join(str(error).split())  # The coordinator takes the last line.
+            raise  # This node's temporary problem, not the image's: a missing library has no errno.
+        why = " ".join(str(error).split())  # The coordinator reads the last line.
         sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")
         sys.stdout.flush()
         os._exit(protocol.EXIT_INIT_FAILURE)

@@ -1,4 +1,4 @@
-"""Where a container leaves the reason of its end: Kubernetes copies it to the pod's status, the operator reads it."""
+"""Writes why a container ends, which Kubernetes copies to the pod's status for the operator."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        with contextlib.suppress(OSError):  # It may be the same disk that is full.
+        with contextlib.suppress(OSError):  # stderr may be on the same full disk.
             sys.stderr.write(f"ddpjob: cannot write {path}: {error}\n")

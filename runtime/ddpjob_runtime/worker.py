@@ -4,14 +4,21 @@
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
     worker.py -u FILE ARGUMENTS | -u -m NAME ARGUMENTS
 
-The second form is Python's own: torchrun in a `command` starts its workers by it (PYTHON_EXEC). An error is then also
-written as the reason of the container's end, because no launcher reports it.
+The second form is Python's own, with which torchrun in a `command` starts its workers
+(PYTHON_EXEC). An error is then also written as the container's termination message, because no
+launcher reports it.
 
-Adds six things: the process dies with its launcher; an exception is written to torchrun's error file (as @record does
-for scripts that use it); on rank 0 the steps of optimizers are counted; torch's compiler is imported when something
-needs it; an extension of torch whose builder was killed is built again; `import ddpjob_report` finds it beside the
-runtime. Nothing else of this file stays visible to the program: no other module of the runtime is imported under its
-name, and standard modules only where they are needed.
+It adds six things:
+
+- The process dies with its launcher.
+- An exception is written to torchrun's error file, as @record does for scripts that use it.
+- On rank 0 the steps of optimizers are counted.
+- torch's compiler is imported only when something needs it.
+- An extension of torch is built again if its builder was killed.
+- `import ddpjob_report` finds the package that comes with the runtime.
+
+Nothing else of this file is visible to the program: no other module of the runtime is imported
+under its name, and standard modules are imported only where they are needed.
 """
 
 from __future__ import annotations
@@ -26,25 +33,26 @@ if TYPE_CHECKING:
 
 EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
-"""The first argument of a worker that torchrun in a `command` has started."""
+"""The first argument of a worker that was started by torchrun in a `command`."""
 STAY_SECONDS = 10.0
-"""How long a process may stay after its program has failed: for exit handlers, threads and destructors."""
+"""How long exit handlers, threads and destructors may keep a process whose program has failed."""
 REASON_BYTES = 4096
 """The size of a container's termination message."""
 EXIT_REFUSED = 78
-"""The code of a program that refuses its configuration; before the first step it ends the job."""
+"""Exit code of a program that refuses its configuration. Before the first step it ends the job."""
 MARK = b"ddpjob\n"
-"""In the file by which torch locks an extension while a rank builds it."""
+"""The content of the file with which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
-"""Exceptions before one that is recorded, and characters of each."""
+"""How many causes of a recorded exception are recorded, and how many characters of each."""
 POST_SECONDS = 0.5
 POSTS_OF_SPEED = 10
 STEPS_WITHOUT_GROUP = 10
-"""From so many on a program is taken not to form a group any more."""
+"""After this many steps a program without a group is taken not to form one."""
 STEPS_OF_EXCHANGE = 3
-"""The ranks of a program train together if the first optimizer's steps after the first one, up to this, exchange."""
+"""The ranks train together if the first optimizer's steps, from the second up to this one,
+exchange data."""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
-"""Packages by which a program may train with other ranks without a group of torch.distributed."""
+"""Packages with which a program may train with other ranks without a group of torch.distributed."""
 
 
 def main() -> None:
@@ -61,7 +69,10 @@ def main() -> None:
 
 
 def become_worker(words: list[str]) -> None:
-    """Start again by the Python that runs torchrun, which may be another than the first one on the path."""
+    """Start again with the Python that runs torchrun.
+
+    It may differ from the first one on the path.
+    """
     import os
     import shutil
 
@@ -79,7 +90,8 @@ def become_worker(words: list[str]) -> None:
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
     """Become the program that `words` (this file's arguments) name.
 
-    `hide` is called last: in a worker that was forked with torch imported it takes away what the program shall import.
+    `hide` is called last: in a worker that was forked with torch imported it removes modules that
+    the program should import itself.
     """
     mode, target = words[0], words[1]
     die_with_launcher()
@@ -99,7 +111,7 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
 
 
 def die_with_launcher() -> None:
-    """Workers have a session of their own: only the kernel can end them when the launcher is killed."""
+    """Have the kernel kill this worker when its launcher dies. It has a session of its own."""
     import ctypes
     import os
     import signal
@@ -111,7 +123,7 @@ def die_with_launcher() -> None:
 
 
 def descends_from(launcher: int) -> bool:
-    """Whether the launcher has started this process, itself or by a program of PYTHON_EXEC that runs Python."""
+    """Whether the launcher started this process, directly or through a PYTHON_EXEC program."""
     import os
 
     process = os.getppid()
@@ -125,7 +137,7 @@ def descends_from(launcher: int) -> bool:
 
 
 def show_stacks_on_signal() -> None:
-    """Write the main thread's stack to a file at a signal that nobody else uses, even while blocked in C++."""
+    """Write the main thread's stack to a file at a free signal, even while it is blocked in C++."""
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")
@@ -138,7 +150,7 @@ def show_stacks_on_signal() -> None:
         file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
     except OSError:
         return  # A hang without stacks is better than no training.
-    # Other threads continue to run meanwhile, and reading their frames crashes a healthy process now and then.
+    # Other threads keep running, and reading their frames crashes a healthy process now and then.
     faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
 
 
@@ -154,7 +166,7 @@ def replace_process(command: list[str]) -> None:
 
 
 def offer_report() -> None:
-    """In a job: let the program import `ddpjob_report`, which is beside this package, unless its image has one."""
+    """In a job, let the program import this runtime's `ddpjob_report`, unless its image has one."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -162,13 +174,17 @@ def offer_report() -> None:
 
 
 class ReportImport:
-    """Import hook for `ddpjob_report`: its folder or archive is on sys.path once a program asks for it, and not before.
+    """Import hook that puts `ddpjob_report` on sys.path when a program imports it, and not before.
 
-    From then on it has to be: processes that multiprocessing spawns find modules by sys.path alone.
+    It has to stay there, because processes that multiprocessing spawns find modules only by
+    sys.path.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Called last, for what is found nowhere else."""
+        """Find `ddpjob_report`.
+
+        This hook is called last, for modules that are found nowhere else.
+        """
         if name != "ddpjob_report":
             return None
         from importlib.machinery import PathFinder
@@ -179,7 +195,10 @@ class ReportImport:
 
 
 def packages() -> str:
-    """Where the runtime's packages are: the folder above this file's, or in job pods the archive beside it."""
+    """Return where the runtime's packages are.
+
+    That is the folder above this file's, or in job pods the archive next to this file.
+    """
     import os
 
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
@@ -188,7 +207,7 @@ def packages() -> str:
 
 
 def put_compiler_off() -> None:
-    """In a job: have torch's compiler imported when something needs it (late_dynamo.py), as the fork server has it."""
+    """In a job, defer torch's compiler until it is needed (see late_dynamo.py)."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR") and "torch" not in sys.modules:
@@ -196,10 +215,10 @@ def put_compiler_off() -> None:
 
 
 class CompilerImport:
-    """Import hook for `torch._dynamo`: at its first import the module is there without having run its code."""
+    """Import hook that gives `torch._dynamo` as a module whose code has not run yet."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Called first."""
+        """Find `torch._dynamo`. This hook is called first."""
         if name != "torch._dynamo":
             return None
         sys.meta_path.remove(self)
@@ -216,7 +235,7 @@ class CompilerImport:
 
 
 def build_again() -> None:
-    """In a job: have an extension of torch whose builder was killed built again."""
+    """In a job, have an extension of torch built again if its builder was killed."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -224,10 +243,11 @@ def build_again() -> None:
 
 
 def mend_baton(module: Any) -> None:
-    """Have whoever builds an extension (torch.utils.cpp_extension) hold a lock of the kernel's beside the file.
+    """Have a rank that builds an extension (torch.utils.cpp_extension) lock the file in the kernel.
 
-    It ends with the process. torch (but for the newest) knows the file alone: of a builder that was killed, as by a
-    restart of the group, it stays, and every later rank waits for ever. A file without the mark is not a rank's.
+    The lock ends with the process. torch (except the newest) knows only the file. If its builder is
+    killed, as by a restart of the group, the file stays and every later rank waits forever. A file
+    without the mark is not a rank's.
     """
     import contextlib
     import fcntl
@@ -239,7 +259,7 @@ def mend_baton(module: Any) -> None:
         path = baton.lock_file_path
         if not acquire(baton) and not (is_left_behind(path) and acquire(baton)):
             return False
-        with contextlib.suppress(OSError):  # A file system without locks: as torch does it.
+        with contextlib.suppress(OSError):  # Without locks in the file system, do as torch does.
             baton.held = open(path, "r+b", buffering=0)  # noqa: PTH123, SIM115 - as long as the baton
             fcntl.flock(baton.held, fcntl.LOCK_EX)
             baton.held.write(MARK)
@@ -248,7 +268,7 @@ def mend_baton(module: Any) -> None:
     def is_left_behind(path: str) -> bool:
         with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:  # noqa: PTH123
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another rank may have removed it meanwhile, and made a new one.
+            # A different rank may have removed it and made a new one.
             if file.read() == MARK and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # noqa: PTH116
                 os.remove(path)  # noqa: PTH107
                 return True
@@ -258,7 +278,10 @@ def mend_baton(module: Any) -> None:
 
 
 def after_import(name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with a module as soon as the program has it: one without torch pays nothing."""
+    """Call `act` with a module once the program has imported it.
+
+    A program without torch pays nothing.
+    """
     loaded = sys.modules.get(name)
     if loaded is not None:
         act(loaded)
@@ -267,7 +290,7 @@ def after_import(name: str, act: Callable[[Any], None]) -> None:
 
 
 class AfterImport:
-    """Import hook for one module: what is done to it is there for its first use."""
+    """Import hook that changes one module before its first use."""
 
     def __init__(self, name: str, act: Callable[[Any], None]) -> None:
         self.name, self.act = name, act
@@ -296,8 +319,10 @@ class AfterImport:
 
 
 def run_recorded(mode: str, target: str) -> None:
-    """Run to the end. An exception is recorded, printed without this file's frames, and ends the process with 1, or
-    with EXIT_REFUSED where ddpjob_report has raised it because a restart cannot help.
+    """Run the program to its end.
+
+    An exception is recorded, printed without this file's frames, and ends the process with 1, or
+    with EXIT_REFUSED if ddpjob_report raised it because a restart cannot help.
     """
     import os
 
@@ -310,16 +335,16 @@ def run_recorded(mode: str, target: str) -> None:
             run_script(target)
     except KeyboardInterrupt as error:
         hide_own_frames(error)
-        raise  # Python ends by SIGINT after it.
+        raise  # Python then ends itself with SIGINT.
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)  # Or whatever main() has returned.
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)  # It may be any object.
         if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
             end_in_time()
             record(end, errors, code & 0xFF)
         raise
     except BaseException as error:
         failure = error
-    if failure is not None:  # Outside of the handler: what the hook raises has nothing to do with it.
+    if failure is not None:  # Outside the handler, so that the hook's errors are not chained to it.
         code = EXIT_REFUSED if getattr(failure, "ddpjob_refusal", False) is True else 1
         if os.getpid() == process:
             end_in_time()
@@ -329,7 +354,10 @@ def run_recorded(mode: str, target: str) -> None:
 
 
 def show(error: BaseException) -> None:
-    """Print an exception as the interpreter does: by the program's own hook, or both where that fails itself."""
+    """Print an exception with the program's own hook.
+
+    If that fails, print both errors, as Python does.
+    """
     trace = own_frames_removed(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
@@ -344,7 +372,7 @@ def show(error: BaseException) -> None:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Have the interpreter, which is about to print this exception, print it without this file's frames."""
+    """Have the interpreter print this exception without this file's frames."""
     hook, trace = sys.excepthook, own_frames_removed(error)
 
     def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
@@ -354,7 +382,10 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def run_script(path: str) -> None:
-    """`python PATH`: a file of source or bytecode, or a folder or archive with a __main__.py."""
+    """Run as `python PATH` does.
+
+    It may be a source or bytecode file, or a folder or archive with a __main__.py.
+    """
     import os
 
     if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and is_archive(path)):  # noqa: PTH112
@@ -373,7 +404,7 @@ def run_script(path: str) -> None:
 
 
 def load(path: str) -> tuple[Any, Any]:
-    """(loader, code) of a file. As for Python, bytecode is what is called .pyc or begins as such."""
+    """Return (loader, code) of a file. As in Python, bytecode is called .pyc or begins as such."""
     import io
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
     from importlib.util import MAGIC_NUMBER
@@ -397,7 +428,7 @@ def is_archive(path: str) -> bool:
 
 
 def run_module(name: str, new_path: str | None = None) -> None:
-    """`python -m NAME`."""
+    """Run as `python -m NAME` does."""
     import os
     import runpy
 
@@ -408,7 +439,7 @@ def run_module(name: str, new_path: str | None = None) -> None:
 
 
 def new_main() -> Any:
-    """An empty __main__ for the program; this file's module keeps another name."""
+    """Return an empty __main__ for the program; this file's module keeps a different name."""
     import builtins
     from types import ModuleType
 
@@ -418,7 +449,7 @@ def new_main() -> Any:
     if sys.version_info < (3, 14):
         vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
-    if "__mp_main__" in sys.modules:  # multiprocessing's second name, by which spawned processes know what is in it
+    if "__mp_main__" in sys.modules:  # multiprocessing's second name for it in spawned processes
         sys.modules["__mp_main__"] = module
     return module
 
@@ -427,7 +458,7 @@ def new_main() -> Any:
 
 
 def own_frames_removed(error: BaseException) -> TracebackType | None:
-    """The traceback as Python would show it. An error before the program's first frame (a syntax error) has none."""
+    """Return the traceback as Python would show it; None for the program's own syntax error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -435,7 +466,10 @@ def own_frames_removed(error: BaseException) -> TracebackType | None:
 
 
 def program_frames(error: BaseException) -> TracebackType | None:
-    """The traceback from the program's first frame: without those of `python -m` either."""
+    """Return the traceback from the program's first frame.
+
+    Frames of `python -m` are left out too.
+    """
     trace = own_frames_removed(error)
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
@@ -443,9 +477,9 @@ def program_frames(error: BaseException) -> TracebackType | None:
 
 
 def record(error: BaseException, path: str, code: int) -> None:
-    """Write torchrun's error file, in torch.distributed.elastic's own format. `path`: empty without torchrun.
+    """Write torchrun's error file in the format of torch.distributed.elastic.
 
-    `code`: the exit code of this process.
+    `path` is empty without torchrun. `code`: the exit code of this process.
     """
     import json
     import time
@@ -482,7 +516,10 @@ def record(error: BaseException, path: str, code: int) -> None:
 
 
 class Reason:
-    """Why a rank has failed, as the reason of its container's end (termination_log.py). The first failure counts."""
+    """Why a rank failed, written as its container's termination message (termination_log.py).
+
+    The first failure counts.
+    """
 
     wanted = False
     """Whether this process writes it, because torchrun in a `command` has started it."""
@@ -498,14 +535,14 @@ class Reason:
         self.said, self.trace = said, trace
 
     def write(self) -> None:
-        """Write it, unless another rank of the same round has written before."""
+        """Write it, unless a rank of the same round has already done so."""
         import fcntl
         import json
         import os
 
         named = os.environ.get("DDPJOB_TERMINATION_LOG")
         try:
-            made = os.O_CREAT if named else 0  # Without a name it is the container's own file, if there is one.
+            made = os.O_CREAT if named else 0  # Without a name, use the container's own file, if there is one.
             file = os.open(named or "/dev/termination-log", os.O_RDWR | made, 0o600)
         except OSError:
             return
@@ -524,7 +561,7 @@ class Reason:
             os.close(file)
 
     def text(self) -> bytes:
-        """Cut to REASON_BYTES: the beginning of the message, and the end of the traceback."""
+        """Return at most REASON_BYTES, with the message's beginning and the traceback's end."""
         import json
 
         room = REASON_BYTES
@@ -537,10 +574,11 @@ class Reason:
 
 
 def end_in_time() -> None:
-    """Have the kernel end this process if it is still there after STAY_SECONDS, although its program has failed.
+    """Have the kernel end this process if it is alive STAY_SECONDS after its program failed.
 
-    Exit handlers, threads and destructors may wait for ever for ranks that wait for this one. No thread of Python
-    could end it: during the interpreter's own end, and while a library holds the lock, none runs.
+    Exit handlers, threads and destructors may wait forever for ranks that wait for this one. A
+    Python thread could not end it, because none runs while the interpreter ends or a library holds
+    the lock.
     """
     import signal
 
@@ -550,7 +588,7 @@ def end_in_time() -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Its message, or what Python's tracebacks say where it has none to give: its own __str__ fails."""
+    """Return the error's message, or what Python's tracebacks show if its __str__ fails."""
     try:
         return str(error)
     except Exception:
@@ -558,9 +596,10 @@ def text_of(error: BaseException) -> str:
 
 
 def with_inner_error(said: str) -> str:
-    """The error with what a traceback in its text ends with in its first line, which is what most places show.
+    """Add the inner error of a traceback in the text to its first line, which most places show.
 
-    mp.spawn and DataLoaders pass the errors of their processes on so; mp.spawn's text begins with an empty line.
+    mp.spawn and DataLoaders pass on the errors of their processes so; mp.spawn's text begins with
+    an empty line.
     """
     lines = [line for line in said.splitlines() if line.strip()]
     heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
@@ -574,8 +613,10 @@ def with_inner_error(said: str) -> str:
 
 
 def causes(error: BaseException, said: str) -> str:
-    """What it was raised from, or while handling, that `said` does not say: programs print an exception and call
-    sys.exit(1), or wrap it, and its words tell whether it is only a lost peer's consequence.
+    """Return the exceptions that led to this one, except those that `said` contains.
+
+    Programs print an exception and call sys.exit(1), or wrap it, and its text shows whether it is
+    only a consequence of a lost peer.
     """
     found: list[str] = []
     seen = [error]
@@ -594,7 +635,10 @@ def causes(error: BaseException, said: str) -> str:
 
 
 def refused_arguments(error: BaseException) -> str:
-    """What argparse has printed before it ended the program: the SystemExit itself is only a number."""
+    """Return what argparse printed before it ended the program.
+
+    SystemExit itself is only a number.
+    """
     parsers = getattr(sys.modules.get("argparse"), "ArgumentParser", ())
     trace = error.__traceback__ if isinstance(error, SystemExit) else None
     while trace is not None:
@@ -612,16 +656,16 @@ def group_exists() -> bool:
 
 
 def collectives() -> int:
-    """How many collective operations the program's groups have made; 0 where a backend does not count them."""
+    """Return how many collectives the program's groups have made; 0 if they are not counted."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         return sum(group._get_sequence_number_for_group() for group in list(c10d._world.pg_map))  # type: ignore[union-attr]
-    except Exception:  # No group, another torch, or a backend that cannot say.
+    except Exception:  # No group, a different torch, or a backend without a counter.
         return 0
 
 
 def exchanges_otherwise() -> bool:
-    """Whether the program may be in touch with other ranks by other means than a process group."""
+    """Whether the program may communicate with other ranks without a process group."""
     rpc = sys.modules.get("torch.distributed.rpc.api")
     by_rpc = rpc is not None and hasattr(rpc, "_is_current_rpc_agent_set") and rpc._is_current_rpc_agent_set()
     return by_rpc or any(name in sys.modules for name in OTHER_EXCHANGES)
@@ -631,7 +675,7 @@ def exchanges_otherwise() -> bool:
 
 
 def count_steps() -> None:
-    """On rank 0: when the program imports torch's optimizers, count their steps and post them to the coordinator."""
+    """On rank 0, count the steps of torch's optimizers once they are imported, and post them."""
     import os
 
     if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
@@ -640,13 +684,13 @@ def count_steps() -> None:
 
 
 def hook_steps(optimizer_module: Any) -> None:
-    """Count the steps of its optimizers, where this torch can say so."""
+    """Count the steps of the optimizers if this version of torch has the hook."""
     if hasattr(optimizer_module, "register_optimizer_step_post_hook"):
         StepCounter(optimizer_module)
 
 
 class StepCounter:
-    """Counts optimizer steps, the busiest optimizer's; a thread posts them at most twice a second."""
+    """Counts the busiest optimizer's steps. A thread posts the count at most twice a second."""
 
     def __init__(self, optimizer_module: Any) -> None:
         import os
@@ -656,7 +700,7 @@ class StepCounter:
         self.world, self.grouped = int(os.environ.get("WORLD_SIZE") or 1), False
         self.said = self.captured = self.said_uncountable = False
         self.compiled = 0
-        self.state = 0  # its id: the first optimizer's, which nothing here keeps alive
+        self.state = 0  # the id of the first optimizer's state, which is not kept alive here
         self.has_state = self.loaded = False
         self.made = self.exchanged = 0  # collectives up to the last step, and in how many steps in a row there were any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
@@ -669,7 +713,7 @@ class StepCounter:
             if torch.compiler.is_compiling():  # a compiled step is not counted: that would cost a graph break
                 return
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                self.captured = True  # The steps that a CUDA graph repeats are not counted: no Python runs.
+                self.captured = True  # The steps that a CUDA graph replays are not counted, as they run no Python.
                 return
             self.captured, self.compiled = False, frames_compiled()
             if not counts:
@@ -698,13 +742,16 @@ class StepCounter:
         optimizer_module.register_optimizer_step_post_hook(count_step)
 
     def resumed(self, steps: int) -> str:
-        """Whether the first optimizer had a state before it made a step. One that has none afterwards shows nothing."""
+        """Return whether the first optimizer had a state before its first step.
+
+        If it has none even after that step, the answer is "unknown".
+        """
         if self.loaded:
             return "yes"
         return "no" if steps > 1 and self.has_state else "unknown"
 
     def start(self) -> None:
-        """At the first step: start the posting thread, and post once more at the end of the process."""
+        """Start the posting thread at the first step, and post once more when the process ends."""
         import atexit
         import contextlib
         import encodings.idna  # noqa: F401  (encodes names; the thread must not be the first to import it)
@@ -712,7 +759,7 @@ class StepCounter:
         import threading
 
         with contextlib.suppress(OSError):
-            # Nor the first to look a name up: glibc then reads the environment, and crashes if the script changes it.
+            # Nor the first to resolve a name: glibc then reads the environment, and crashes if it changes.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
@@ -726,7 +773,7 @@ class StepCounter:
             time.sleep(POST_SECONDS if posts else 0.01)
             steps, now = max(self.counts.values(), default=0), time.monotonic()
             if steps > (posts[-1][0] if posts else 0):
-                # What the first steps took is not known. Later: since some posts ago, or a post holds few whole steps.
+                # The first steps' time is unknown. Later measure over several posts: one has only few steps.
                 self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
                 posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
             elif not self.said_uncountable and self.uncountable():
@@ -734,14 +781,17 @@ class StepCounter:
                 self.post(0.0)
 
     def uncountable(self) -> bool:
-        """Whether the next steps may be made where nobody counts them: after the last one that was counted something
-        was compiled, or a CUDA graph was captured.
+        """Whether the next steps may escape the counter.
+
+        That is so if something was compiled, or a CUDA graph was captured, after the last counted
+        step.
         """
         return self.captured or frames_compiled() > self.compiled
 
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
-        """Post the count; if that fails it is dropped, since the next post contains it. `last`: the program ends, and
-        will form no group.
+        """Post the count. A failed post is dropped, since the next one contains its count.
+
+        `last`: the program ends, and will not form a group.
         """
         import json
         import os
@@ -768,7 +818,7 @@ class StepCounter:
         try:
             status, instance = self.ask(body)
             if status == "401" and instance != self.instance:
-                self.instance = instance  # a coordinator takes no proof that was made for another
+                self.instance = instance  # a coordinator accepts only proofs made for itself
                 status, _ = self.ask(body)
         except OSError:
             return
@@ -776,7 +826,7 @@ class StepCounter:
             self.posted = steps
 
     def trains_alone(self, steps: int, least: int) -> bool:
-        """Whether each of several ranks seems to train a model of its own; the program's log says so once."""
+        """Whether each rank seems to train a model of its own. This is logged once."""
         alone = self.world > 1 and steps >= least and not self.grouped and not exchanges_otherwise()
         if alone and not self.said:
             self.said = True
@@ -787,7 +837,10 @@ class StepCounter:
         return alone
 
     def ask(self, body: bytes) -> tuple[str, str]:
-        """The answer's status and the coordinator's number. The token stays here: nobody knows who listens there."""
+        """Post the body; return the answer's status and the coordinator's number.
+
+        The token is not sent, since anyone may be listening at the address.
+        """
         import os
         import socket
 
@@ -803,14 +856,14 @@ class StepCounter:
 
 
 def frames_compiled() -> int:
-    """How often torch's compiler has compiled something in this process."""
+    """Return how often torch's compiler has compiled something in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Any = getattr(utils, "counters", None)
     return int(counters["frames"]["ok"]) if counters is not None else 0
 
 
 def seal(token: str, *parts: Any) -> str:
-    """As protocol.seal: proves that its sender knows the token."""
+    """Return a proof that its sender knows the token, as protocol.seal does."""
     import hashlib
     import hmac
 

@@ -18,6 +18,7 @@ from ddpjob.engine.apply import Applied
 from ddpjob.engine.apply import apply as right_apply
 from ddpjob.engine.ports import Cluster
 from ddpjob.objects.platform import Platform
+from ddpjob_runtime.protocol import VERSION
 
 from .simulated import Simulation
 
@@ -85,7 +86,7 @@ async def runtime_changed(s: Simulation) -> None:
     files = next(s.store.all("ConfigMap"))
     s.store.remove("ConfigMap", files)
     s.store.create("ConfigMap", {**files, "metadata": {**files["metadata"], "name": old, "uid": "old"}})
-    s.job_body["status"] = {**status, "templateHash": f"{template}-{key}", "runtime": old}
+    s.job_body["status"] = {**status, "templateHash": f"{template}-{key}-{VERSION + 1}", "runtime": old}
     s.store.changed("DDPJob", s.job_body)
     running, observed = set(s.pods), s.now + 5
     await s.until(lambda: s.now >= observed)

@@ -1,4 +1,5 @@
-"""The trainer: PyTorch training over any number of ranks that may change at every restart. Knows nothing of Kubernetes.
+"""The trainer: PyTorch training on any number of ranks, which may change at every restart.
 
-`train` holds the loop; the packages are its rooms, and `python -m ddpjob_trainer --help` lists what there is to run.
+It knows nothing of Kubernetes. `train` holds the loop, the packages are its rooms, and `python -m
+ddpjob_trainer --help` lists the commands.
 """

@@ -1,6 +1,6 @@
-"""The command line: `python -m ddpjob_trainer [--config FILE] [key=value ...]` trains, with a COMMAND it runs that.
+"""The command line: `python -m ddpjob_trainer` trains, or runs a command.
 
-`commands.dispatch` lists the commands.
+Usage: `[COMMAND] [--config FILE] [key=value ...]`. `commands.dispatch` lists the commands.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from ddpjob_trainer.lifecycle import fast_exit
 
 _EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklearn", "matplotlib", "rich", "psutil",
           "prometheus_client")  # fmt: skip
-"""What the extra `trainer` brings, as it is imported: an image may lack some."""
+"""Import names of the packages in the extra `trainer`, some of which an image may lack."""
 _INSTALL = "pip install '.[trainer]' in the checkout of DDPJob"
-"""As ddpjob/missing_package.py says it, which the trainer cannot import."""
+"""The same words as in ddpjob/missing_package.py, which the trainer cannot import."""
 
 
 def main() -> int:
-    """Run what the command line asks for; returns the exit code.
+    """Run the command line and return the exit code.
 
-    Raises TrainerError with a message for the user, and Refused when the arguments are wrong or their folder is taken.
+    Raises TrainerError with a message for the user, and Refused if the arguments are wrong or their
+    folder is in use.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        # What `record` does where there is no file to write: importing it, and torch, would take seconds before --help.
+        # This is what `record` does if there is no error file. Importing it imports torch, which
+        # would delay --help by seconds.
         faulthandler.enable(all_threads=True)
         return _main()
     with uncollected(keep=True):
@@ -55,7 +57,7 @@ def _refused(error: ConfigError | FolderTakenError) -> StartRefused:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)  # Not done by `record` for an exit.
+        get_error_handler().record_exception(error)  # `record` does not do this for an exit.
     return StartRefused(f"{error}", fast_exit.with_code(exit_code(error)))
 
 

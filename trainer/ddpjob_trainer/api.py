@@ -1,4 +1,4 @@
-"""What a training loop of one's own imports: the parts that make it exact on any number of ranks (docs/own-loop.md)."""
+"""The parts that make your own training loop exact on any number of ranks (docs/own-loop.md)."""
 
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.data.randomness import derive, seed_torch

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, whenever a process or a machine dies."""
+"""Files and folders that appear complete or not at all, even if a process or a machine dies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Check = Callable[[], None]
 
 @contextmanager
 def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[bytes]]:
-    """A temporary file beside `path`, which replaces it at the end of the `with`.
+    """Yield a temporary file next to `path`, which replaces it at the end of the `with`.
 
-    The file is synced, renamed to `path`, and the folder is synced. `before_rename`, if given, is called once the
-    content is on disk; when it or the body raises, the old file stays. Raises OSError.
+    The file is synced and renamed to `path`, then the folder is synced. `before_rename`, if given,
+    is called once the content is on disk; if it or the body raises, the old file stays. Raises
+    OSError.
     """
-    # Process ids alone are not enough: in containers that share the folder they are equal as a rule.
+    # Process ids alone are not enough: containers that share the folder usually have the same ones.
     writer = f"{JobEnvironment.read().host}.{os.getpid()}"
     temporary = path.parent / f".{path.name}.{writer}.tmp"
     try:
@@ -51,7 +52,7 @@ def write_all(file: IO[bytes], content: bytes | memoryview) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power failure."""
+    """Make the names in a folder survive a power failure, by syncing the folder."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -60,7 +61,10 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder. A folder is renamed first, so that it is never seen in part. Raises OSError."""
+    """Remove a file or folder. Raises OSError.
+
+    A folder is renamed first, so that nobody sees it half removed.
+    """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return

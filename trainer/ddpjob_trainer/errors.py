@@ -1,4 +1,4 @@
-"""Errors whose message is written for the person who can act on it."""
+"""Errors whose messages are written for the person who can act on them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FolderTakenError(CheckpointError):
 
 
 class RendezvousError(TrainerError):
-    """The ranks cannot find each other, or one of them ended."""
+    """The ranks cannot find each other, or one of them has ended."""
 
 
 class PreflightError(TrainerError):
@@ -51,7 +51,7 @@ class PreflightError(TrainerError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message; its class name when it has none."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -65,13 +65,15 @@ class LedgerError(TrainerError):
 
 
 EXIT_USAGE, EXIT_CONFIGURATION = 2, 78
-"""Of wrong arguments: argparse's, and EX_CONFIG of sysexits.h, also of a folder that another job uses."""
+"""Exit codes for wrong arguments: argparse's, and EX_CONFIG of sysexits.h. The latter also means
+that another job uses the folder."""
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code for an error that ends the program.
+    """Return the exit code for an error that ends the program.
 
-    A job whose program ends with 78 before its first step fails with the message, since trying again cannot help.
+    A job whose program exits with 78 before its first step fails with the message, because retrying
+    cannot help.
     """
     if isinstance(error, FolderTakenError):
         return EXIT_CONFIGURATION
@@ -81,7 +83,10 @@ def exit_code(error: BaseException) -> int:
 
 
 class StartRefused(SystemExit):
-    """The program ends with `code` since it must not begin as it is. Its message, in a job's status, is the error's."""
+    """Ends the program with `code`, because it cannot start as configured.
+
+    The message is the error's, and appears in the job's status.
+    """
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -89,7 +94,7 @@ class StartRefused(SystemExit):
 
 
 def install_hook() -> None:
-    """Print a TrainerError that nobody catches as one line, without a traceback. The exit code stays 1."""
+    """Print an uncaught TrainerError as one line, without a traceback. The exit code stays 1."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""Functions of the user by name: `package.module:function`, as keys of the configuration name them."""
+"""Loads the user's functions that the configuration names as `package.module:function`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function that `key` names; `kinds`: other words that may stand before the colon there.
+    """Return the function that `key` names.
 
+    `kinds` lists other words that may stand before the colon in that key; they improve the hint.
     Raises ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")

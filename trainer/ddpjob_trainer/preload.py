@@ -1,7 +1,8 @@
-"""What every rank imports, for DDPJOB_PRELOAD.
+"""The modules that every rank imports, for DDPJOB_PRELOAD.
 
-A launcher that forks its workers imports this once, before the first fork. Only modules that start no thread and open
-no file: torchvision, scikit-learn and matplotlib, which few runs need, are left to those runs.
+A launcher that forks its workers imports this module once, before the first fork. It imports only
+modules that start no thread and open no file. Runs that need torchvision, scikit-learn or
+matplotlib, which few do, import them later.
 """
 
 from ddpjob_pod import late_dynamo

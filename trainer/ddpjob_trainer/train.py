@@ -1,4 +1,4 @@
-"""The training loop: steps that any number of ranks share, evaluation, checkpoints, and an orderly end at SIGTERM."""
+"""The training loop: steps shared by any number of ranks, evaluation, checkpoints, SIGTERM."""
 
 from __future__ import annotations
 
@@ -90,9 +90,10 @@ def run(config: Config) -> int:
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
-    """The fingerprint of the data, the same on all ranks.
+    """Return the data's fingerprint, which must be the same on all ranks.
 
-    Raises DataError on all when they see different data: a sample number would mean different images.
+    Raises DataError on every rank if they see different data, because a sample number would then
+    mean different images.
     """
     seen = group.gather(data.fingerprint())
     if len(set(seen)) == 1:
@@ -122,7 +123,7 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
 
 
 class _StepBatches:
-    """The micro-batches of one step with their data, from those of the whole training."""
+    """The micro-batches of one step with their data, taken from the whole training's stream."""
 
     def __init__(self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]]) -> None:
         self._micros, self._loaded = micros, loaded
@@ -151,7 +152,7 @@ class Trainer:
         flops: float = 0.0,
         fingerprint: int = 0,
     ) -> None:
-        """`flops` of a sample, and the data's `fingerprint`; 0: unknown."""
+        """`flops` are those of one sample, `fingerprint` is the data's; 0 means unknown."""
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
         self._fingerprint, self._other_data = fingerprint, False
@@ -162,7 +163,7 @@ class Trainer:
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         self._check_data()
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
-        if is_own(config.model):  # Which may draw from a generator that nobody has seeded.
+        if is_own(config.model):  # It may draw from a generator that nobody has seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._erasers = erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
@@ -200,7 +201,7 @@ class Trainer:
         checkpoints.alive = self.stacks.alive
 
     def _check_data(self) -> None:
-        """Raise ConfigError where loss, evaluation, checkpoints, mixing or strategy are not for such data."""
+        """Raise ConfigError if loss, evaluation, checkpoints or strategy do not suit the data."""
         self._check_inputs()
         criterion, keys = self.strategy.criterion, self.config.checkpoint
         criterion.check(self.config.data, self.data.targets, self.data.classes)
@@ -218,7 +219,8 @@ class Trainer:
 
     def _check_inputs(self) -> None:
         keys, data, strategy = self.config.data, self.data, self.config.strategy
-        if side := keys.size_tested:  # Else an epoch would be trained first.
+        # Otherwise the error would come only after an epoch of training.
+        if side := keys.size_tested:
             check_image_size(self.config.model, (3, side, side), data.classes, "data.test_image_size")
         if keys.cutmix and len(data.shape) != 3:
             raise ConfigError(
@@ -245,12 +247,13 @@ class Trainer:
         )
 
     def _micro_batches(self, tied: bool) -> int:
-        """How many a global batch has when the run begins; 0: samples are dealt out one by one."""
+        """Return how many a global batch has in this run; 0 deals samples out one by one."""
         parts = self.strategy.data_share.parts * max(self.group.world, wanted_world()) // self.group.world
         return self.config.data.micro_batches or (parts * self.strategy.portions if tied else 0)
 
     def _how_to_divide(self, model: torch.nn.Module) -> Dividing:
-        if self.config.ddp.ordered or not self.strategy.divides:  # Sums of parts are not those of the whole to the bit.
+        # Sums over parts differ in the last bits from sums over whole micro-batches.
+        if self.config.ddp.ordered or not self.strategy.divides:
             return Dividing.NO
         if not self.config.data.exact:
             return Dividing.LOCAL
@@ -271,7 +274,7 @@ class Trainer:
     # ------------------------------------------------------------ the loop
 
     def train(self) -> int:
-        """Train all epochs that are left; returns the exit code."""
+        """Train the remaining epochs and return the exit code."""
         began = time.monotonic()
         if self._dividing is Dividing.EXACT and self.sampler.dealing.passes(self.config.data.batch):
             self.strategy.share_parts()
@@ -285,7 +288,7 @@ class Trainer:
         while not stopped and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
-        self._save()  # Unless this very state is saved already.
+        self._save()  # Does nothing if this very state is saved already.
         with self.reporter.during(_SAVING):
             self.checkpoints.finish(self.stop.seconds_left if stopped else None)
         self._report_checkpoints()
@@ -298,11 +301,15 @@ class Trainer:
         self.reporter.close()
         self.profile.close()
         self.strategy.close()
-        self.group.barrier()  # Nobody leaves before rank 0 has saved: torchrun ends the others when one leaves.
+        # Wait until rank 0 has saved, because torchrun ends all ranks when one exits.
+        self.group.barrier()
         return EXIT_STEPPED_ASIDE if stopped else 0
 
     def _train_epoch(self) -> bool:
-        """Train the rest of the sampler's epoch and evaluate; returns whether all ranks agreed to stop."""
+        """Train the rest of the current epoch and evaluate.
+
+        Return whether all ranks agreed to stop.
+        """
         self.reporter.restart_clock()
         self._restart_clock()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -332,11 +339,11 @@ class Trainer:
         return stop or self._evaluate_if_due()
 
     def _optimize(self, step: Step, agreement: Agreement | None) -> tuple[torch.Tensor, int | torch.Tensor, Agreement]:
-        """One optimizer step.
+        """Take one optimizer step.
 
-        Returns this rank's sum of losses and the number of readable samples of the global batch; zeros for both when
-        the step was skipped. And the agreement: where images may be unreadable it is None before, since it carries
-        their number.
+        Returns this rank's sum of losses, the number of readable samples in the global batch, and
+        the agreement. Both numbers are zero if the step was skipped. If images may be unreadable,
+        the agreement also carries their number; it is then None on entry and made here.
         """
         state, size = self.sampler.state, self.data.train_size
         at = Position(state.epoch * size + state.consumed, size, self.config.data.batch, self.config.train.epochs)
@@ -363,14 +370,15 @@ class Trainer:
         return (*counted, agreement)
 
     def _loaded(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
-        """Each micro-batch of `steps`, which may be of several epochs, with its data, mixed where that is configured.
+        """Yield each micro-batch of `steps` with its data, mixed if that is configured.
 
-        Steps are asked for as far ahead as the data set reads. The wait for data is reported.
+        The steps may span several epochs. They are requested as far ahead as the data set reads.
+        The time spent waiting for data is reported.
         """
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
         for epoch, micro in micros:
-            self._clock.lap(self._end_of_passes)  # Of the micro-batch before.
+            self._clock.lap(self._end_of_passes)  # Ends the passes of the previous micro-batch.
             waiting = time.perf_counter()
             batch = next(loaded)
             self.reporter.waited(time.perf_counter() - waiting)
@@ -384,11 +392,11 @@ class Trainer:
 
     @property
     def _end_of_passes(self) -> StepPhase:
-        """What a step is in since its last mark, when a micro-batch's passes are over."""
+        """The phase that the end of a micro-batch's passes is counted as."""
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _computed(self, step: Step) -> int:
-        """Samples that go through this rank's model, with those of micro-batches that do not count."""
+        """Return how many samples this rank's model computes, whether they count or not."""
         if self.config.model.sync_batchnorm:
             return len(step.mine)
         return sum(len(micro.samples) for micro in step.micros)
@@ -421,9 +429,9 @@ class Trainer:
         )
 
     def _exchange_figures(self, loss: torch.Tensor) -> tuple[float, Machines]:
-        """The sum of a number, (1,), over the ranks, and what each rank's machine did since the last report.
+        """Return the ranks' sum of `loss`, (1,), and each machine's figures since the last report.
 
-        One collective: each rank adds its own columns to zeros.
+        This takes one collective: each rank adds its own columns to zeros.
         """
         (steps, taken), phases = self._window, self._clock.take()
         spent = sum(phases.values())
@@ -450,7 +458,10 @@ class Trainer:
         return summed, Machines(own_seconds, even_seconds, data, memory, share, self._flops, peak, stages)
 
     def _exchange_peaks(self) -> list[float]:
-        """FLOP/s of each rank's devices; 0: unknown. All ranks together: they may have different ones."""
+        """Return the FLOP/s of each rank's devices, which may differ; 0 means unknown.
+
+        All ranks must call this together.
+        """
         own = device_peak(self.config, self.device, self.strategy.precision.dtype)
         peaks = torch.zeros(self.group.world, dtype=torch.float64)
         peaks[self.group.rank] = own * computes_on(self.config, self.device)
@@ -462,9 +473,13 @@ class Trainer:
         self._window = 0, 0
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate after the last complete epoch if that is due; returns whether all ranks agreed to stop."""
+        """Evaluate after the last complete epoch if that is due.
+
+        Return whether all ranks agreed to stop.
+        """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # Within the next epoch, at a resume with another train.eval_every, the weights are no longer this one's.
+        # If a resume with a different train.eval_every falls within the next epoch, the weights are
+        # no longer those of the last complete epoch.
         passed = self.sampler.state.consumed > 0 and complete < epochs
         due = (complete % self.config.train.eval_every == 0 and not passed) or complete == epochs
         if complete == 0 or complete <= self.epochs_evaluated or not due:
@@ -500,8 +515,9 @@ class Trainer:
         return self.checkpoints.due(self.step + 1, epoch=complete, last=complete == self.config.train.epochs)
 
     def _save(self) -> None:
-        """Save the state after the last step; it is written while training continues."""
-        self.guard.check()  # Its steps are not taken again, so what became of them is recorded before.
+        """Save the state after the last step. It is written while training continues."""
+        # A restart does not repeat these steps, so check and record their results first.
+        self.guard.check()
         with self.reporter.during(_SAVING):
             self.checkpoints.save(self._snapshot, self.step)
 
@@ -515,7 +531,8 @@ class Trainer:
             self.reporter.copies = copies.figures()
         for step in copied:
             self.reporter.copied(step)
-        # What a start finds for certain: with checkpoint.url a folder may be lost with its machine.
+        # The checkpoints that a restart is certain to find: with checkpoint.url, the folder may be
+        # lost with its machine.
         for step in copied if self.config.checkpoint.url else [save.step for save in completed]:
             self.ledger.checkpoint(step)
 
@@ -533,7 +550,7 @@ class Trainer:
     def resume(self) -> None:
         """Continue from the newest whole checkpoint that any rank holds, if there is one.
 
-        Raises CheckpointError when it is of another model, optimizer or data set.
+        Raises CheckpointError if it belongs to a different model, optimizer or data set.
         """
         snapshot = self.checkpoints.newest(self.strategy.layout)
         if snapshot is None:
@@ -554,7 +571,8 @@ class Trainer:
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         if not self.config.data.micro_batches and not self.config.model.sync_batchnorm:
-            # Another number of ranks changes nothing. Another train.accumulate does: it is set for want of memory.
+            # A different number of ranks changes nothing here. A different train.accumulate does,
+            # because users raise it when memory is short.
             kept, before = int(snapshot["micro_batches"]), int(snapshot["config"].get("train.accumulate", 1))
             self.micro_batches = max(1, kept * self.config.train.accumulate // before) if kept else self.micro_batches
         self.sampler.dealing = self._dealing()
@@ -576,7 +594,7 @@ class Trainer:
             self.strategy.load({**state, "model": weights})
 
     def _steps_left(self) -> int:
-        """Steps until the training is complete, with this configuration's batch and epochs."""
+        """Return the number of steps until the configured training is complete."""
         state, size, batch = self.sampler.state, self.data.train_size, self.config.data.batch
         epochs = self.config.train.epochs - state.epoch
         if epochs <= 0:
@@ -584,7 +602,7 @@ class Trainer:
         return steps_per_epoch(size - state.consumed, batch) + (epochs - 1) * steps_per_epoch(size, batch)
 
     def _notes(self) -> list[str]:
-        """What was decided for the user, of which there is no other sign."""
+        """Return notes on decisions made for the user that nothing else would show."""
         notes = []
         if self._other_data:
             notes.append(
@@ -617,7 +635,7 @@ class Trainer:
         return notes
 
     def _uneven(self) -> str:
-        """Why ranks (or pipelines) wait for others in each step, if a full global batch cannot be dealt out evenly."""
+        """Return why ranks or pipelines wait in each step; empty if a full batch divides evenly."""
         batch, parts, dealing = self.config.data.batch, self.strategy.data_share.parts, self.sampler.dealing
         if dealing.passes(batch):
             return ""
@@ -635,7 +653,10 @@ class Trainer:
         return ""
 
     def _check_that_ranks_have_work(self) -> None:
-        """Raise ConfigError when a rank would be idle in a new run. Ranks that come later may be, with weight zero."""
+        """Raise ConfigError if a rank would be idle in a new run.
+
+        Ranks that join later may be idle; their weight is zero.
+        """
         parts, batch, micro_batches = self.strategy.data_share.parts, self.config.data.batch, self.micro_batches
         if parts > batch:
             raise ConfigError(
@@ -657,14 +678,15 @@ class Trainer:
             )
 
     def _check_smallest_micro_batch(self) -> None:
-        """Raise ConfigError when a step to come has a micro-batch of one sample, and the model cannot take it."""
+        """Raise ConfigError if a later micro-batch has one sample and the model needs two."""
         size, batch, parts = self.data.train_size, self.config.data.batch, self.micro_batches
         to_come = {size - self.sampler.state.consumed, size}  # Samples of this epoch, and of the next ones.
-        if parts and self._dividing is Dividing.LOCAL:  # Each rank's share is one by itself.
+        # Each rank's share is a micro-batch by itself.
+        if parts and self._dividing is Dividing.LOCAL:
             parts = max(parts, self.strategy.data_share.parts * self.sampler.dealing.passes(batch))
 
         def single(batch: int) -> set[int]:
-            """Samples of the steps that would have a micro-batch of one."""
+            """Return the sizes of steps that would have a micro-batch of one sample."""
             steps = {samples % batch for samples in to_come} | {min(batch, size)}
             return {step for step in steps if 0 < step < 2 * parts}
 

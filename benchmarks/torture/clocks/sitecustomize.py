@@ -1,6 +1,7 @@
-"""On PYTHONPATH of tortured jobs: the clock of each pod is behind the machine's by what a file says at the moment.
+"""Sets the clocks of tortured jobs' pods behind the machine's, by the value that a file has.
 
-Python's clock only, and never ahead: the launcher compares it with the times of files, which remain the machine's.
+It is on their PYTHONPATH. It changes only Python's clock, and never to ahead: the launcher compares
+it with the times of files, which remain the machine's.
 """
 
 import mmap

@@ -1,6 +1,7 @@
 """Evaluates the CRD's x-kubernetes-validations as the API server does.
 
-A rule that refers to `oldSelf` is a transition rule: it is evaluated only where an update replaces an existing value.
+A rule that refers to `oldSelf` is a transition rule. It is evaluated only if an update replaces an
+existing value.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from ddpjob.api.schema import Problem, join, list_key, object_schema
 
 _MISSING = object()
 SUPPORTED = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
-"""Fields of a validation rule that are implemented here. A rule with another one raises NotImplementedError."""
+"""Fields of a validation rule that are implemented here. A rule with any other field raises
+NotImplementedError."""
 Variables = Callable[[], dict[str, Any]]
-"""`self` and, where a value is replaced, `oldSelf`, as CEL has them."""
+"""The variables of CEL: `self` and, if a value is replaced, `oldSelf`."""
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Violations of the rules by a defaulted object that fits the schema.
+    """Return violations of the rules by a defaulted object that fits the schema.
 
     `old` is the defaulted object that it replaces, if any.
     """
@@ -28,7 +30,8 @@ def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = Non
 
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
-    variables = cache(lambda: _variables(value, old))  # Those of all rules here; to convert them takes longest.
+    # Shared by all rules here, since the conversion takes longest.
+    variables = cache(lambda: _variables(value, old))
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from _apply(rule, variables, path, replaces=old is not _MISSING)
     if isinstance(value, Mapping):
@@ -43,7 +46,10 @@ def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterat
 
 
 def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
-    """The item of the old list with the same key; items of lists without map keys have no old value."""
+    """Return the item of the old list with the same key.
+
+    Items of lists without map keys have no old value.
+    """
     key = list_key(schema, item)
     if key is None or not isinstance(old, list):
         return _MISSING
@@ -73,8 +79,8 @@ def _holds(text: str, variables: Variables, transition: bool) -> bool:
         return bool(_program(text).evaluate(variables()))
     except CELEvalError:
         if transition:
-            # cel-python raises where values of different types, such as 1 and "1", are compared; for the API server
-            # they are unequal.
+            # cel-python raises an error if values of different types, such as 1 and "1", are
+            # compared. The API server takes them as unequal.
             return False
         raise
 
@@ -99,13 +105,13 @@ def _to_cel(value: Any) -> Any:
 
 
 def _as_go_reads(value: Any) -> Any:
-    """A copy in which integers beyond 64 bits are floating-point numbers, as Go's JSON reads them."""
+    """Return a copy in which integers beyond 64 bits are floats, as Go's JSON parser reads them."""
     if isinstance(value, Mapping):
         return {key: _as_go_reads(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_as_go_reads(item) for item in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return float(str(value))  # Infinite where it is too large for one.
+        return float(str(value))  # Infinite if it is too large for a float.
     return value
 
 
@@ -123,9 +129,10 @@ def _program(text: str) -> Any:
 
 
 def _matches(text: str, pattern: str) -> Any:
-    """CEL's `matches`: RE2's `$` is the end of the text, Python's also matches before a final newline.
+    """Implement CEL's `matches`.
 
-    No rule escapes a `$`.
+    RE2's `$` is the end of the text, but Python's also matches before a final newline. No rule
+    escapes a `$`.
     """
     from celpy.celtypes import BoolType
 

@@ -14,12 +14,13 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Labels by which the jobs of all kinds name their LocalQueue and their WorkloadPriorityClass to Kueue."""
+"""Labels by which jobs of all kinds name their LocalQueue and their WorkloadPriorityClass to
+Kueue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPJob:
-    """A job as it was read: identity, spec and the status written last."""
+    """A job as it was read: identity, spec and the last written status."""
 
     name: str
     namespace: str
@@ -35,15 +36,17 @@ class DDPJob:
     queue_priority: str = ""
     """The WorkloadPriorityClass that its label names."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
-    """`spec` as it is in the object, of a job that names a class."""
+    """`spec` as it is in the object, for a job that names a class."""
     oversized: str = ""
-    """Path of what is too large in the spec. Its large fields were not read, and no pods are made from the others."""
+    """Path of the oversized part of the spec. Large fields are then not read, and no pods are made
+    from the other fields."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
-        """Read a whole object with metadata, spec and status. Raises KeyError or ValueError if it does not fit.
+        """Read a whole object with metadata, spec and status.
 
-        `spec` is what runs: with the values of the class that the status holds, and within its limits.
+        Raises KeyError or ValueError if it does not fit. `spec` is the effective spec: it has the
+        values of the class in the status, and is cut to its limits.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -69,9 +72,10 @@ class DDPJob:
         )
 
     def granted(self, status: JobStatus) -> DDPJob:
-        """The job at the size that its queue has granted, which may be less than its spec asks for.
+        """Return the job at the size that its queue has granted.
 
-        It keeps as many nodes as it has, and its spares with them: what it asks for comes with the quota.
+        It may be less than the spec asks for. It keeps its current number of nodes, and its spares,
+        until the queue grants quota for more.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
@@ -81,19 +85,22 @@ class DDPJob:
 
     @property
     def made_claim(self) -> str:
-        """Name of the PersistentVolumeClaim that the job makes from its claimTemplate; empty: it makes none."""
+        """Name of the PersistentVolumeClaim that the job makes from its claimTemplate.
+
+        Empty if it makes none.
+        """
         return f"{self.name}-checkpoints" if self.spec.storage.claim_template else ""
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """Names of the PersistentVolumeClaims that the pods mount, each once."""
+        """Names of the PersistentVolumeClaims that the pods mount, without duplicates."""
         volumes = (self.spec.storage.data, self.spec.storage.checkpoints)
         named = [v.claim_name for v in volumes if v and v.claim_name]
         return tuple(dict.fromkeys(name for name in (*named, self.made_claim) if name))
 
     @property
     def owner_reference(self) -> Json:
-        """For the metadata of the job's objects."""
+        """The owner reference for the metadata of the job's objects."""
         return {
             "apiVersion": API_VERSION,
             "kind": KIND,
@@ -105,18 +112,21 @@ class DDPJob:
 
 
 def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
-    """The class whose values a job has, by its spec as written: the one that it names, once it has been taken."""
+    """Return the class whose values a job has, given its spec as written.
+
+    It is the class that the spec names, once that has been taken.
+    """
     taken = status.job_class
     return taken if taken is not None and taken.name == spec.get("className") else None
 
 
 def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
-    """A spec as written with what a class gives."""
+    """Return a spec as written plus the values of a class."""
     return with_class(spec, given.spec, given.fixed)
 
 
 def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
-    """Where a running job is scaled beyond its class: as many nodes as the class allows."""
+    """Cut a running job that was scaled beyond its class to as many nodes as the class allows."""
     most = limits.max_nodes
     if most is None or spec.pods <= most:
         return spec
@@ -126,7 +136,10 @@ def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
 
 
 def queue_labels(meta: Mapping[str, Any], taken: JobClass | None) -> tuple[str, str]:
-    """`queue` and `queue_priority` of a DDPJob, by its metadata and class: labels change without another generation."""
+    """Return `queue` and `queue_priority` of a DDPJob from its metadata and class.
+
+    Labels can change while the generation stays the same.
+    """
     labels = meta.get("labels") or {}
     queue = labels.get(QUEUE_LABEL, "")
     if taken is not None and (not queue or QUEUE in taken.fixed):

@@ -1,4 +1,4 @@
-"""Classes of jobs: what the platform team gives to jobs that name a class, what these decide themselves, and limits."""
+"""Job classes: the values and limits that the platform team sets for jobs that name a class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpjob.api.schema import Json, without_nulls
 
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
-"""Bytes of a class's JSON: the status of each of its jobs holds it."""
+"""Bytes of a class's JSON. It is limited because the status of each of its jobs holds a copy."""
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
 _SETTABLE = (*CLASS_FIELDS, QUEUE)
@@ -27,19 +27,21 @@ _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _MOST = 4096
 _OTHER_GPUS = re.compile(r"(^|[./])gpu([./]|$)|/mig-")
-"""Names of GPUs, whatever a job's gpuResource is: nvidia.com/gpu, nvidia.com/mig-1g.5gb, gpu.intel.com/i915."""
+"""Names of GPU resources, whatever a job's gpuResource is: nvidia.com/gpu, nvidia.com/mig-1g.5gb,
+gpu.intel.com/i915."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a job that begins now would get of its class."""
+    """The class that a job would get if it began now."""
 
     job_class: JobClass | None = None
-    """None: the job's namespace may use no class of this name."""
+    """None: no class of this name may be used in the job's namespace."""
     known: tuple[str, ...] = ()
-    """Names of the classes that it may use."""
+    """Names of the classes that the job may use."""
     problems: tuple[str, ...] = ()
-    """Why the job cannot have it, one sentence each with the field and the remedy."""
+    """Reasons why the job cannot have the class, one sentence each with the field and the
+    remedy."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ class JobClasses:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> JobClasses:
-        """Of the chart's value jobClasses. Raises ValueError, with the place of the fault and the remedy."""
+        """Read the chart's value jobClasses.
+
+        Raises ValueError, with the place of the fault and the remedy.
+        """
         if len(found) > MOST_CLASSES:
             raise ValueError(f"there are {len(found)} classes; at most {MOST_CLASSES} are possible")
         found = {str(name): without_nulls(one) for name, one in found.items()}
@@ -59,7 +64,10 @@ class JobClasses:
         return cls(classes, {name: tuple(one.get("namespaces", ["*"])) for name, one in found.items()})
 
     def offer(self, job: DDPJob) -> Offer:
-        """What the job would get; nothing where that is not the time to take a class."""
+        """Return the class that the job would get.
+
+        An empty offer unless the job is about to begin.
+        """
         if not begins(job):
             return Offer()
         known = tuple(sorted(n for n, spaces in self.namespaces.items() if {"*", job.namespace} & set(spaces)))
@@ -70,19 +78,22 @@ class JobClasses:
 
 
 def lacks_class(job: DDPJob) -> bool:
-    """Whether the job names a class that it has not taken: a new job's, or another one than before."""
+    """Whether the job names a class that it has not taken.
+
+    The job is new, or the class is a different one than before.
+    """
     taken = job.status.job_class
     return bool(job.spec.class_name) and (taken is None or taken.name != job.spec.class_name)
 
 
 def begins(job: DDPJob) -> bool:
-    """Whether the job has a class, and no pods that have been made with what this one held before."""
+    """Whether the job has a class and no pods that were made with an earlier version of it."""
     fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED) or lacks_class(job)
     return bool(job.spec.class_name) and fresh and not (job.spec.run_policy.suspend or job.status.terminal)
 
 
 def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
-    """What the job has written itself and may not, or more than the class allows."""
+    """Return a sentence for each field that the job must not set, and each value above a limit."""
     return (*_fixed(job, given), *_exceeded(job, given))
 
 
@@ -122,7 +133,10 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
 
 
 def _gpus_of_pod(spec: JobSpec) -> int:
-    """As Kubernetes counts: init containers that end hold GPUs one after the other, and before the others do."""
+    """Count the GPUs of a pod as Kubernetes does.
+
+    Ordinary init containers hold GPUs one after another, before the other containers start.
+    """
     ending, sidecars = 0, 0
     for container in _containers(spec, "initContainers"):
         own = _gpus(container, spec.gpu_resource)
@@ -136,7 +150,10 @@ def _gpus_of_pod(spec: JobSpec) -> int:
 
 
 def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
-    """Of podTemplate, of these kinds or of all, the trainer's too. A template with faults is refused for these."""
+    """Yield podTemplate's containers of these kinds, or of all kinds, the trainer's included.
+
+    Malformed entries are skipped here; validation refuses them elsewhere.
+    """
     pod = spec.pod_template.get("spec")
     for kind in kinds or ("containers", "initContainers"):
         listed = pod.get(kind) if isinstance(pod, Mapping) else None
@@ -144,7 +161,10 @@ def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
 
 
 def _gpus(container: Json, resource: str) -> int:
-    """As many GPUs as a container asks for, of every kind: the job chooses which of them gpusPerNode means."""
+    """Return the number of GPUs of every kind that a container requests.
+
+    All kinds count, because the job itself chooses which of them gpusPerNode means.
+    """
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
     asked = limits.items() if isinstance(limits, Mapping) else ()
@@ -157,7 +177,10 @@ def _fits(image: str, pattern: str) -> bool:
 
 
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
-    """The CRD's rules for the job with its class: what they forbid may come about by halves."""
+    """Check the CRD's rules against the job with its class.
+
+    Half of a forbidden combination may come from each.
+    """
     from ddpjob.api.cel import check_rules
 
     spec = classed(job.written, given)
@@ -166,7 +189,7 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
         return
     whole = with_defaults({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": spec})
     if job.status.slots:
-        whole["status"] = {}  # Rules for new jobs only are not for this one.
+        whole["status"] = {}  # Rules that apply only to new jobs do not apply to this one.
     for problem in check_rules(whole, None):
         yield f"{problem} (with class {given.name})"
 
@@ -175,7 +198,7 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
 
 
 def _read(name: str, given: Any) -> JobClass:
-    """Raises ValueError."""
+    """Read one class. Raises ValueError."""
     if not _NAME.fullmatch(name) or len(name) > 63:
         raise ValueError(f"{name!r} cannot be a class's name; use at most 63 lower-case letters, digits and -")
     if not isinstance(given, Mapping):
@@ -210,7 +233,7 @@ def _spec(name: str, spec: Any) -> Json:
             if path not in CLASS_FIELDS:
                 remedy = f"a job decides it, or has the CRD's default; a class can set {', '.join(CLASS_FIELDS)}"
                 raise ValueError(f"{name}.spec.{path}: a class cannot set it: {remedy}")
-    # With the least of what the class leaves to its jobs.
+    # Add the minimum that the class leaves to its jobs.
     whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
     problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
     if problems:

@@ -1,8 +1,8 @@
 """`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
 
-The CRD file is the only source of names, defaults and ranges. A field that has a default there has none here:
-`JobSpec.read` fills in the CRD's defaults first, so that a spec can be read under a CRD of another release too.
-A default here is the value of a field that is absent.
+The CRD file is the only source of names, defaults and ranges. A field with a default there has none
+here: `JobSpec.read` fills in the CRD's defaults first, so that a spec can also be read under a CRD
+of a different release. A default here is the value of a field that is absent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pydantic.alias_generators import to_camel
 from ddpjob.api.schema import apply_defaults, default_of, exceeds, schema_of, without_nulls
 
 MANAGER = "ddpjob.io/operator"
-"""`spec.managedBy` of a job that this operator runs; it may as well be left out."""
+"""`spec.managedBy` of a job that this operator runs; leaving the field out means the same."""
 Json = dict[str, Any]
 """A JSON object at the edge: a manifest or a part of one."""
 
 
-# pydantic reads a validator's signature, and what Python says of builtins differs between its patch releases: of an
-# itemgetter 3.12.3 says that it takes any arguments, which pydantic refuses.
+# pydantic reads a validator's signature, and Python's patch releases report different ones for
+# builtins: 3.12.3 reports that an itemgetter takes any arguments, which pydantic refuses.
 def _name_of(reference: Json) -> Any:
     return reference["name"]
 
@@ -44,7 +44,7 @@ class Placement(StrEnum):
 
 
 class WhenDeleted(StrEnum):
-    """What becomes of the claim that a job has made when the job is deleted."""
+    """What happens to the claim that a job has made when the job is deleted."""
 
     RETAIN = "Retain"
     DELETE = "Delete"
@@ -78,7 +78,7 @@ class CleanPodPolicy(StrEnum):
 
 
 class NotifyEvent(StrEnum):
-    """What `notify.events` names: after what the job's receiver is notified."""
+    """Events in `notify.events`, after which the job's receiver is notified."""
 
     COMPLETE = "Complete"
     FAILED = "Failed"
@@ -86,7 +86,8 @@ class NotifyEvent(StrEnum):
 
 
 CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""Applies to the dataclass that has it and to those nested in it. They are built for pydantic at the first read."""
+"""Applies to the dataclass that has it and to dataclasses nested in it. Their validators are built
+at the first read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class ClaimTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketVolume(Volume):
-    """A volume, or in place of one a bucket: its URL, and how its server is reached."""
+    """A volume, or a bucket in its place: its URL, and how its server is reached."""
 
     url: str | None = None
     endpoint: str | None = None
@@ -122,8 +123,10 @@ class BucketVolume(Volume):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVolume(BucketVolume):
-    """The volume of the checkpoints; in place of `claim_name`, `host_path` and `nfs` the job may make a claim, or copy
-    them to a bucket.
+    """The volume of the checkpoints.
+
+    In place of `claim_name`, `host_path` and `nfs`, the job may make a claim or copy checkpoints to
+    a bucket.
     """
 
     shared: bool
@@ -137,15 +140,20 @@ class CheckpointVolume(BucketVolume):
 
 @dataclass(frozen=True, kw_only=True)
 class DataVolume(BucketVolume):
-    """The volume of the training data; in place of `claim_name`, `host_path` and `nfs` pods may fetch it from a bucket,
-    into `cache`, a folder of their Kubernetes node, or a disk of their own.
+    """The volume of the training data.
+
+    In place of `claim_name`, `host_path` and `nfs`, pods may fetch the data from a bucket into
+    `cache`, which is a folder of their Kubernetes node, or into a disk of their own.
     """
 
     cache: str | None = None
 
     @property
     def fetched_folder(self) -> str:
-        """Name of the folder for what `url` has, of one server: no other source's files are there."""
+        """Name of the folder for the data of `url` on one server.
+
+        No other source's files are stored there.
+        """
         text = f"{(self.endpoint or '').rstrip('/')} {(self.url or '').rstrip('/')}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -158,17 +166,23 @@ class Storage:
 
     @property
     def checkpoint_path(self) -> str:
-        """Path of the checkpoints in the container. Without `checkpoints` it holds a folder of the pod's own."""
+        """Path of the checkpoints in the container.
+
+        Without `checkpoints`, it is a folder inside the pod.
+        """
         return self.checkpoints.mount_path if self.checkpoints else default_of("spec.storage.checkpoints.mountPath")
 
     @property
     def url(self) -> str | None:
-        """Of the bucket that checkpoints are copied to, as the spec has it; None: they are not."""
+        """URL of the bucket that checkpoints are copied to, as written in the spec.
+
+        None if they are not copied.
+        """
         return self.checkpoints.url if self.checkpoints else None
 
     @property
     def claim_template(self) -> ClaimTemplate | None:
-        """Of the claim that the job makes; None: it makes none."""
+        """Template of the claim that the job makes; None if it makes none."""
         return self.checkpoints.claim_template if self.checkpoints else None
 
 
@@ -184,7 +198,7 @@ class Rendezvous:
 
     @property
     def pod_fields(self) -> Json:
-        """What they are in the spec of the coordinator's own pod."""
+        """The same settings as fields of the spec of the coordinator's own pod."""
         fields: Json = {
             "nodeSelector": self.node_selector,
             "tolerations": list(self.tolerations),
@@ -199,7 +213,7 @@ class Rendezvous:
 
     @property
     def master_port(self) -> int:
-        """MASTER_PORT of a `command`: what it starts may listen there on index 0."""
+        """MASTER_PORT for a `command`: the processes that it starts may listen there on index 0."""
         return self.port + 2 if self.port < 65534 else self.port - 1
 
 
@@ -213,19 +227,22 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """Seconds to wait before a restart after a repeated failure: `initial`, doubled each time, at most `maximum`."""
+    """Seconds to wait before a restart after a repeated failure.
+
+    The wait is `initial`, doubled each time, at most `maximum`.
+    """
 
     initial: Annotated[float, Field(alias="initialSeconds")]
     maximum: Annotated[float, Field(alias="maxSeconds")]
 
     def seconds(self, failures: int) -> float:
-        """The wait after this many failures in a row; none after the first."""
+        """Return the wait after this many failures in a row; there is none after the first."""
         return 0.0 if failures < 2 else min(self.maximum, self.initial * 2.0 ** min(failures - 2, 40))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One entry of `recovery.rules`; without exit codes it matches all of them."""
+    """One entry of `recovery.rules`. Without exit codes, it matches all of them."""
 
     cause: RuleCause
     action: RuleAction
@@ -241,7 +258,7 @@ class Recovery:
     rules: tuple[Rule, ...] = ()
     node_lost_after_seconds: int
     hang_after_seconds: int | None = None
-    """None: a step that is overdue is reported, and the group is left alone."""
+    """None: an overdue step is reported, and the group is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,14 +277,15 @@ class Scheduling:
     one_pod_per_node: bool
     topology_key: str
     same_topology: str | None = None
-    """Label of Kubernetes nodes of which all node pods get the same value; None: they may differ."""
+    """Label whose value must be the same on the Kubernetes nodes of all node pods; None: it may
+    differ."""
     disruption_budget: bool
     gang: bool | None = None
-    """None: where the cluster serves gangs."""
+    """None: a gang is used if the cluster supports them."""
 
     @property
     def by_volcano(self) -> bool:
-        """Whether Volcano's scheduler places the pods, by the name that it has where nobody has given it another."""
+        """Whether Volcano's scheduler places the pods, judged by its default name."""
         return self.scheduler_name == "volcano"
 
 
@@ -280,7 +298,7 @@ class PreflightScope(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """Checks of new pods; `min_megabytes_per_second` None: any speed will do."""
+    """Checks of new pods. If `min_megabytes_per_second` is None, any speed passes."""
 
     scope: PreflightScope
     timeout_seconds: int
@@ -289,7 +307,7 @@ class Preflight:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Who reaches the job's pods, and by which interface they reach each other."""
+    """Who may reach the job's pods, and the interface by which they reach each other."""
 
     isolate: bool
     interface: str | None = None
@@ -297,7 +315,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Notify:
-    """Which of the operator's receivers is notified, and after what."""
+    """The operator's receiver that is notified, and the events it is notified of."""
 
     receiver: str
     events: tuple[NotifyEvent, ...]
@@ -312,7 +330,7 @@ class JobSpec:
     """The controller that runs the job; None: this operator."""
     class_name: str = ""
     image: str = ""
-    """Empty: the class that should name one has not been taken yet."""
+    """Empty: the class that should name an image has not been taken yet."""
     image_pull_policy: str | None = None
     image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
     script: str | None = None
@@ -336,7 +354,7 @@ class JobSpec:
     run_policy: RunPolicy
     scheduling: Scheduling
     rank_order: tuple[str, ...] = ()
-    """Labels of Kubernetes nodes, the widest place first; empty: ranks follow the indices."""
+    """Labels of Kubernetes nodes, the widest domain first. If empty, ranks follow the indices."""
     preflight: Preflight | None = None
     network: Network
     notify: Notify | None = None
@@ -352,7 +370,10 @@ class JobSpec:
 
     @property
     def under_torchrun(self) -> bool:
-        """False for `command`: then no process in the node pods talks to the coordinator."""
+        """Whether torchrun starts the workers.
+
+        With `command`, no process in the node pods talks to the coordinator.
+        """
         return not self.command
 
     @property
@@ -362,12 +383,15 @@ class JobSpec:
 
     @property
     def min_nodes(self) -> int:
-        """The least number of nodes to train with."""
+        """The smallest number of nodes to train with."""
         return self.elastic.min_nodes if self.elastic else self.nodes
 
     @property
     def on_host_network(self) -> bool:
-        """Whether podTemplate puts the node pods on their hosts' network, where no NetworkPolicy applies."""
+        """Whether podTemplate puts the node pods on their host's network.
+
+        No NetworkPolicy applies there.
+        """
         pod = self.pod_template.get("spec")
         return isinstance(pod, Mapping) and bool(pod.get("hostNetwork"))
 
@@ -378,12 +402,15 @@ class JobSpec:
 
     @property
     def pods(self) -> int:
-        """Node pods wanted, spares included."""
+        """Number of node pods wanted, spares included."""
         return self.nodes + self.spares
 
     @classmethod
     def read(cls, spec: Mapping[str, Any]) -> JobSpec:
-        """Read a `spec`, with or without the CRD's defaults. Raises ValueError for one that does not fit the CRD."""
+        """Read a `spec`, with or without the CRD's defaults.
+
+        Raises ValueError if it does not fit the CRD.
+        """
         full = apply_defaults(spec, schema_of("spec"))
         full.setdefault("procsPerNode", max(full["gpusPerNode"], 1))
         full["podTemplate"] = without_nulls(full["podTemplate"])
@@ -392,14 +419,15 @@ class JobSpec:
 
 
 _CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder")
-"""Fields that running pods adopt, but for recovery.mode."""
+"""Fields that running pods adopt, except for recovery.mode."""
 
 
 def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
-    """Hash of what pods are made from: no upgrade of the CRD may change it, since that replaces all running pods.
+    """Hash what pods are made from.
 
-    A spec is read with the defaults of the CRD in the cluster, which may be a later one. Left out are therefore fields
-    that have their defaults, and fields that this operator does not know.
+    No upgrade of the CRD may change the hash, since that would replace all running pods. A spec is
+    read with the defaults of the CRD in the cluster, which may be a later one. Fields that have
+    their default values, and fields that this operator does not know, are therefore left out.
     """
     fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}
     hashed = _without_defaults(fixed, schema_of("spec")) | {"recovery.mode": mode}
@@ -426,16 +454,17 @@ def _without_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
 
 _SPEC = TypeAdapter(JobSpec)
 
-# --- limits of size: the operator keeps every job of every namespace, and users choose how large they are
+# --- size limits: the operator keeps every job in memory, and users choose how large they are
 
 LARGEST_TEXT, MOST_VALUES = 256 * 1024, 5000
-"""Characters in all names and texts of a spec, and values (mappings, lists, texts and numbers) in it. An empty mapping
-takes 3 bytes in etcd and 72 in the operator, so that the number of values counts as well."""
+"""Maximum number of characters in all names and texts of a spec, and of values (mappings, lists,
+texts and numbers) in it. Values are limited too, because an empty mapping takes 3 bytes in etcd and
+72 in the operator."""
 _SMALL_TEXT, _SMALL_VALUES = 4096, 100
 
 
 def oversized(spec: Mapping[str, Any]) -> str:
-    """Return the path of what is too large in a spec, or an empty text."""
+    """Return the path of the oversized part of a spec, or an empty text."""
     parts = (("spec.podTemplate", spec.get("podTemplate")), ("spec", spec))
     return next((path for path, part in parts if exceeds(part, LARGEST_TEXT, MOST_VALUES)), "")
 

@@ -46,21 +46,22 @@ class ConditionType(StrEnum):
     FAILED = "Failed"
     FAST_RECOVERY = "FastRecovery"
     PREFLIGHT_PASSED = "PreflightPassed"
-    """Only set with spec.preflight."""
+    """Set only with spec.preflight."""
     RANKS_ORDERED = "RanksOrdered"
-    """Only set with spec.rankOrder: whether the ranks of the running group follow it."""
+    """Set only with spec.rankOrder: whether the ranks of the running group follow it."""
     ISOLATED = "Isolated"
-    """Only set where something prevents the isolation that spec.network asks for."""
+    """Set only if something prevents the isolation that spec.network asks for."""
     ADMITTED = "Admitted"
-    """Only set for a job in a queue of Kueue's: whether the queue has granted the quota to run."""
+    """Set only for a job in a Kueue queue: whether the queue has granted the quota to run."""
     NODES_HEALTHY = "NodesHealthy"
-    """Only set where a pod stays on a Kubernetes node that a health agent calls unhealthy."""
+    """Set only while a pod stays on a Kubernetes node that a health agent calls unhealthy."""
     CHECKPOINTS_COPIED = "CheckpointsCopied"
-    """Only set where checkpoints do not reach the bucket, although they should."""
+    """Set only if checkpoints do not reach the bucket, although they should."""
     NOTIFIES = "Notifies"
-    """Only set where the job's namespace may not use the receiver that spec.notify names."""
+    """Set only if the job's namespace may not use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
-    """Only set with spec.className: whether the job has what its class gives, and keeps to its limits."""
+    """Set only with spec.className: whether the job has its class's values and keeps to its
+    limits."""
 
 
 class NotificationState(StrEnum):
@@ -85,12 +86,15 @@ class Phase(StrEnum):
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """RFC 3339 to an aware datetime; None stays None."""
+    """Convert RFC 3339 to an aware datetime; None stays None."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
 
 
 def known_time(text: Any) -> datetime | None:
-    """The time in a text that anybody may have written; None: there is none that can be computed with."""
+    """Return the time in a text of unknown origin.
+
+    None if it is not a time that can be computed with.
+    """
     try:
         return _computable(datetime.fromisoformat(text))
     except (TypeError, ValueError):
@@ -104,15 +108,15 @@ def _computable(moment: datetime) -> datetime:
 
 
 def format_time(moment: datetime | None) -> str | None:
-    """An aware datetime as RFC 3339 in UTC, to the second; None stays None."""
+    """Format an aware datetime as RFC 3339 in UTC, to the second; None stays None."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if moment else None
 
 
 _OMIT_EMPTY = Field(exclude_if=not_)
-"""Not written while it is None, empty or 0."""
+"""Omits a field that is None, empty or 0 when the status is written."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""Of a count or a number in a status: one more than it can still be written."""
+"""Maximum of a count or a number in a status. One more than the maximum can still be written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Moment = Annotated[datetime, AfterValidator(_computable)]
 _Time = Annotated[_Moment, PlainSerializer(format_time)]
@@ -121,7 +125,10 @@ _Status = Annotated[bool, BeforeValidator(lambda text: text == "True"), PlainSer
 
 
 def _below(*path: str) -> Any:
-    """Where a field is read that the CRD puts into an object of its own; JobStatus.write writes it."""
+    """Declare a field that the CRD nests in a separate object.
+
+    It is read from `path`, and JobStatus.write writes it.
+    """
     return Field(validation_alias=AliasPath(*path), exclude=True)
 
 
@@ -145,10 +152,10 @@ class Slot:
     state: SlotState = SlotState.PLANNED
     node: Annotated[str, _OMIT_EMPTY] = ""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
-    """The job's round when the pod was created: the pod has no part in earlier breaks."""
+    """The job's round when the pod was created. The pod has no part in breaks of earlier rounds."""
     reason: Annotated[str, _OMIT_EMPTY] = ""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """How many of its pods in a row ended for `reason`, soon after their start."""
+    """How many of its pods in a row ended for `reason` soon after their start."""
     not_before: _OptionalTime = None
     lost_since: _OptionalTime = None
 
@@ -157,14 +164,14 @@ class Slot:
 class RendezvousStatus:
     generation: _Number = 0
     attempt: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Coordinators of this generation before the current one."""
+    """Number of coordinators of this generation before the current one."""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
     """How many coordinators in a row ended soon after their start."""
     not_before: _OptionalTime = None
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
     nodes: _Number = 0
-    """Number of nodes that the slots were last laid out for."""
+    """The number of nodes that the slots were last laid out for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +181,12 @@ class GangStatus:
     nodes: _Number = 0
     """Slots 0 to nodes - 1 are in it."""
     placed: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether all of it has been scheduled. Pods that are made later are scheduled one by one."""
+    """Whether all of it has been scheduled. Pods made later are scheduled one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodChanges:
-    """What the queue's flavor, and its admission checks, add to the pods of one kind."""
+    """Fields that the queue's flavor and its admission checks add to the pods of one kind."""
 
     node_selector: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     tolerations: Annotated[tuple[Json, ...], _OMIT_EMPTY] = ()
@@ -189,28 +196,28 @@ class PodChanges:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueStatus:
-    """The quota that the job has been granted by Kueue, and runs with."""
+    """The quota that Kueue has granted to the job, with which it runs."""
 
     workload: str
-    """Name of the Workload that holds it."""
+    """Name of the Workload that holds the quota."""
     uid: str
-    """Of the Workload."""
+    """UID of the Workload."""
     cluster_queue: Annotated[str, _OMIT_EMPTY] = ""
     pods: _Number = 0
-    """For so many pods of slots, and the coordinator's own."""
+    """Number of slots' pods that the quota covers, in addition to the coordinator's own pod."""
     node: PodChanges = field(default_factory=PodChanges)
     coordinator: PodChanges = field(default_factory=PodChanges)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassLimits:
-    """What no job of a class exceeds; None and empty: no limit."""
+    """Limits for every job of a class; None or empty: no limit."""
 
     max_nodes: Annotated[_Number | None, _OMIT_NONE] = None
-    """Of nodes and spares."""
+    """Limit for nodes and spares together."""
     max_gpus_per_node: Annotated[_Number | None, _OMIT_NONE] = None
     images: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
-    """Of all containers; with a final `*` a prefix."""
+    """Allowed images of all containers; a final `*` makes an entry a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +226,7 @@ class JobClass:
 
     name: str
     mark: str
-    """Of the content: two of the same name and mark are equal."""
+    """Hash of the content: two classes with the same name and mark are equal."""
     spec: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     """Values of some of CLASS_FIELDS."""
     queue: Annotated[str, _OMIT_EMPTY] = ""
@@ -237,38 +244,43 @@ class Restart:
     message: str
     counted: bool
     index: Annotated[_Number | None, _OMIT_NONE] = None
-    """The slot; None for the coordinator, and for what is of the whole group."""
+    """The slot; None for the coordinator and for causes that concern the whole group."""
     node: Annotated[str, _OMIT_EMPTY] = ""
     rank: Annotated[_Number | None, _OMIT_NONE] = None
     seconds: Annotated[float | None, _OMIT_NONE] = None
-    """From the break until the group ran again; None while it does not."""
+    """Seconds from the break until the group ran again; None until it does."""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
-    """The round that began with it."""
+    """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether another failure of the same round was its cause."""
+    """Whether it was caused by another failure of the same round."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether ranks of other pods, or the other ranks of the only one, failed in that round with the same error."""
+    """Whether ranks of other pods (or the other ranks of the only pod) failed in that round with
+    the same error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
     counted: _Number = 0
-    """Since the budget was last reset."""
+    """Counted restarts since the budget was last reset."""
     uncounted: _Number = 0
     total: _Number = 0
-    """Since the job began."""
+    """All restarts since the job began."""
     last_counted: _OptionalTime = None
     seen_generation: Annotated[_Number, _below("seen", "generation")] = 0
     seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
-    """As large as a report may number it: one that could not be kept would be new in each reconcile."""
+    """Its limit is that of an incident's number in a report: a larger number could not be stored,
+    and the incident would be new in each reconcile."""
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """The round that the last incident belongs to."""
     recent: tuple[Restart, ...] = ()
     allowed: Annotated[_Number | None, Field(validation_alias="max", exclude=True)] = field(default=None, compare=False)
-    """recovery.maxRestarts when the status was written last."""
+    """recovery.maxRestarts when the status was last written."""
 
     def limit(self, most: int) -> int:
-        """recovery.maxRestarts as `display` has it; `most`, the spec's, where the status does not say it."""
+        """Return recovery.maxRestarts for `display`.
+
+        It is `most`, the spec's value, if the status does not have it.
+        """
         return most if self.allowed is None else self.allowed
 
 
@@ -283,20 +295,20 @@ class AvoidedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Notification:
-    """One entry of `status.notifications`: the last one of its kind."""
+    """One entry of `status.notifications`: the latest one of its kind."""
 
     event: NotifyEvent
     id: str
-    """Of this notification alone, and the same whenever it is sent again."""
+    """Unique to this notification, and the same whenever it is sent again."""
     time: _Time
     state: NotificationState = NotificationState.PENDING
     message: Annotated[str, _OMIT_EMPTY] = ""
-    """Why it was given up."""
+    """The reason why it was given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """`status`."""
+    """The whole `status` of a job."""
 
     __pydantic_config__ = CONFIG
     observed_generation: _Number = 0
@@ -312,50 +324,58 @@ class JobStatus:
     gang: Annotated[GangStatus | None, _OMIT_EMPTY] = None
     """None: the generation's pods are scheduled one by one."""
     queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
-    """None: the job has no quota, since it is in no queue or waits in one."""
+    """None: the job has no quota, because it is in no queue or still waits in one."""
     job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
-    """As it was when the job started or was last resumed; None: none has been taken."""
+    """The class as it was when the job started or was last resumed; None: none has been taken."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
-    """Pods that exist and have not ended, spares left out."""
+    """Number of pods that exist and have not ended, spares excluded."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
-    """Pods that train."""
+    """Number of pods that train."""
     spare: Annotated[_Number, _below("nodes", "spare")] = 0
-    """Pods that are ready to take over at once."""
+    """Number of pods that are ready to take over at once."""
     slots: tuple[Slot, ...] = ()
     rank_order: Annotated[tuple[_Number, ...], _OMIT_EMPTY] = ()
-    """Indices of the last group's nodes in the order of their ranks; empty: that of the indices."""
+    """Indices of the last group's nodes in the order of their ranks; empty: ranks follow the
+    indices."""
     highest_attempt: _Number = 0
-    """Of any slot so far."""
+    """The highest attempt of any slot so far."""
     avoided_nodes: Annotated[tuple[AvoidedNode, ...], _OMIT_EMPTY] = ()
     restarts: Restarts = field(default_factory=Restarts)
     notifications: Annotated[tuple[Notification, ...], _OMIT_EMPTY] = ()
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     trained: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether it has made a step, or has run for so long that it must be assumed."""
+    """Whether the job has made a step, or has run long enough that this must be assumed."""
     claim_made: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the claim of its claimTemplate has existed: one that is gone then took the checkpoints with it."""
+    """Whether the claim of its claimTemplate has ever existed. If it is gone after that, the
+    checkpoints are lost."""
 
     def slot(self, index: int | None) -> Slot | None:
-        """The slot of an index that may be anything: reports are written in the user's image."""
+        """Return the slot of an index, or None.
+
+        The index may be out of range, because reports are written in the user's image.
+        """
         return self.slots[index] if index is not None and 0 <= index < len(self.slots) else None
 
     def condition(self, kind: ConditionType) -> Condition | None:
-        """The condition of a type, if it was ever set."""
+        """Return the condition of a type, if it was ever set."""
         return next((c for c in self.conditions if c.type == kind), None)
 
     def holds(self, kind: ConditionType) -> bool:
-        """Whether a condition is True."""
+        """Return whether a condition is True."""
         condition = self.condition(kind)
         return condition is not None and condition.status
 
     def nodes_display(self, spec: JobSpec) -> str:
-        """`2/2 +1`: nodes that train or have succeeded, of those wanted, and spares."""
+        """Return `2/2 +1`: nodes that train or have succeeded, nodes wanted, and spares."""
         wanted = self._wanted(spec)
         present = min(wanted, self.ready + sum(s.state is SlotState.SUCCEEDED for s in self.slots))
         return f"{present}/{wanted}" + (f" +{self.spare}" if self.spare else "")
 
     def _wanted(self, spec: JobSpec) -> int:
-        """What a job that has ended had is not changed by its spec any more."""
+        """Return the number of nodes wanted.
+
+        Once the job has ended, changes of its spec no longer count.
+        """
         return self.rendezvous.nodes if self.terminal and self.rendezvous.nodes else spec.nodes
 
     @property
@@ -364,7 +384,10 @@ class JobStatus:
         return self.gang is not None and not self.gang.placed
 
     def ended_without_recovery(self, restart: Restart) -> bool:
-        """Whether a suspension has cut it short: what happened then is no recovery, and ended with the job's pods."""
+        """Whether a suspension cut this restart short.
+
+        It then never recovered, and ended with the job's pods.
+        """
         return restart.seconds is None and (self.start_time is None or restart.time < self.start_time)
 
     @property
@@ -374,15 +397,16 @@ class JobStatus:
 
     @classmethod
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
-        """Read a `status`, also of another release: unknown fields are ignored. An empty one is a new job's.
+        """Read a `status`, also one of a different release: unknown fields are ignored.
 
-        Raises for no JSON object: a field that cannot be read is left out, and so is an object that lacks what it must
-        have. The CRD admits some of that, and a file with a job's record may hold anything.
+        An empty one is a new job's. Raises an error if it is not a JSON object. A field that cannot
+        be read is left out, and so is an object that lacks a required field: the CRD admits some of
+        these, and a file with a job's record may hold anything.
         """
         return _validated({**status, "slots": _expanded(status.get("slots") or ())})
 
     def write(self, spec: JobSpec) -> Json:
-        """The object's `status`, with what is derived for display."""
+        """Return the object's `status`, with the fields that are derived for display."""
         written: Json = _STATUS.dump_python(self, mode="json", by_alias=True)
         if len(self.slots) >= COMPACT_FROM:
             written["slots"] = _compact(written["slots"])
@@ -402,12 +426,16 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""Slots from which on equal ones in a row are written as one entry; 1,024 of them would be 100 KB at each write."""
+"""From this number of slots, equal slots in a row are written as one entry. 1,024 single entries
+would be 100 KB at each write."""
 _MOST_SLOTS = 4096
 
 
 def _compact(slots: list[Json]) -> list[Json]:
-    """Slots that differ in their node alone, and follow each other, as one entry with `count` and `nodes`."""
+    """Write consecutive slots that differ only in their node as one entry.
+
+    The entry has `count` and `nodes`.
+    """
     entries: list[Json] = []
     for alike, run in groupby(slots, key=lambda slot: {k: v for k, v in slot.items() if k != "node"}):
         nodes = [slot.get("node", "") for slot in run]
@@ -419,7 +447,10 @@ def _compact(slots: list[Json]) -> list[Json]:
 
 
 def _expanded(entries: Any) -> Any:
-    """One entry for each slot, of the first _MOST_SLOTS. An entry that nobody has written stands for one."""
+    """Return one entry for each slot, for at most _MOST_SLOTS.
+
+    A compact entry that this operator has not written counts as one.
+    """
     if not isinstance(entries, list | tuple):
         return ()
     if len(entries) <= _MOST_SLOTS and not any(isinstance(e, Mapping) and "count" in e for e in entries):
@@ -438,7 +469,10 @@ def _expanded(entries: Any) -> Any:
 
 
 def _validated(status: Json) -> JobStatus:
-    """Without the fields that cannot be read, and then without the objects that lack what they must have."""
+    """Read a status without its invalid parts.
+
+    The invalid fields are left out, and then the objects that lack required fields.
+    """
     try:
         return _STATUS.validate_python(status)
     except ValidationError as error:
@@ -451,7 +485,7 @@ def _validated(status: Json) -> JobStatus:
 
 
 def _leave_out(here: Any, path: tuple[int | str, ...]) -> None:
-    """Deletes what is at the path, unless a part of the path is gone already."""
+    """Delete the value at the path, unless a part of the path is gone already."""
     for position, key in enumerate(path, 1):
         if key not in (range(len(here)) if isinstance(here, list) else here):
             return

@@ -1,4 +1,4 @@
-"""Merges parts of specs: pod templates as Kubernetes' strategic merge patch does, and a class into a job's spec.
+"""Merges parts of specs: pod templates by strategic merge patch, and a class into a job's spec.
 
 Lists merge by the keys that Kubernetes' strategic merge patch uses for them, so that a template
 adds a volume or changes the trainer's securityContext without repeating the rest.
@@ -18,11 +18,12 @@ CLASS_FIELDS = (
     *("scheduling.gang", "network.interface", "storage.data", "runPolicy.activeDeadlineSeconds"),
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )
-"""Fields below spec that a class of jobs may set: those for which the CRD has no default, so that one which a job has
-not written is absent or empty, whatever the API server has added. env is fixed by name."""
+"""Fields below spec that a class of jobs may set. The CRD has no default for any of them, so a
+field that the job has not written is absent or empty, whatever the API server has added. env is
+fixed by name."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
-"""What a class may set and fix beside them: the queue that a job's label names."""
+"""What a class may set and fix in addition to these fields: the queue that a job's label names."""
 
 _LIST_KEYS = {
     "containers": "name",
@@ -40,16 +41,19 @@ _LIST_KEYS = {
 _KEYED = (*_LIST_KEYS, "tolerations")
 _HANDLED = ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postStart")
 _HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc", "sleep"}
-"""What a probe or a hook has one of."""
+"""A probe or a hook has exactly one of these."""
 _TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
-"""Lists of affinity terms that all hold or all weigh: the overlay's come after the base's own."""
+"""Lists of affinity terms that must all hold or that all add weight: the overlay's terms are
+appended to the base's."""
 
 
 def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collection[str] = ()) -> Json:
-    """A job's spec with the fields that its class gives. The job's own take precedence, unless they are fixed.
+    """Return a job's spec with the fields that its class gives.
 
-    podTemplate and resources merge, lists of the trainer's environment and Secrets add up, and of equal names the
-    job's counts. Other fields are taken from the class as a whole where the job has none.
+    The job's own fields take precedence, unless they are fixed. podTemplate and resources merge.
+    The trainer's environment and the lists of Secrets are joined, and if two entries have the same
+    name, the job's is used. Any other field is taken from the class as a whole if the job does not
+    set it.
     """
     merged = deepcopy(dict(own))
     for path in CLASS_FIELDS:
@@ -74,7 +78,7 @@ def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collecti
 
 
 def at(spec: Mapping[str, Any], path: str) -> Any:
-    """What is at a path below spec; None: nothing."""
+    """Return the value at a path below spec; None if there is none."""
     here: Any = spec
     for name in path.split("."):
         here = here.get(name) if isinstance(here, Mapping) else None
@@ -82,7 +86,10 @@ def at(spec: Mapping[str, Any], path: str) -> Any:
 
 
 def is_empty(path: str, value: Any) -> bool:
-    """Whether a job has not written a field: the two that merge are {} then, since the API server adds that."""
+    """Whether a job has not written a field.
+
+    The two fields that merge are {} in that case, since the API server adds an empty object.
+    """
     return value is None or (path in _MERGED and not any(value.values()))
 
 
@@ -99,7 +106,10 @@ def _put(spec: Json, path: str, value: Any) -> None:
 
 
 def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
-    """Both, and of two with the same name the second, in the place of the first."""
+    """Return both lists as one.
+
+    If two items have the same name, the second's takes the place of the first's.
+    """
     later = {item["name"]: item for item in second}
     known = {item["name"] for item in first}
     return [later.get(item["name"], item) for item in first] + [i for i in second if i["name"] not in known]
@@ -109,10 +119,12 @@ def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
 
 
 def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
-    """A new object: mappings merge, keyed lists merge by key, affinity terms add up, everything else is replaced.
+    """Return a new, merged object.
 
-    What the overlay does not name is shared with `base`. A list with items that have no key, as a user may write it,
-    replaces the other one: its faults are found in the result.
+    Mappings merge, keyed lists merge by key, affinity terms are joined, everything else is
+    replaced. Fields that the overlay does not name are shared with `base`. If a list has items
+    without a key, as a user may write it, it replaces the other list, and validation reports its
+    faults in the result.
     """
     merged = dict(base)
     for field, value in overlay.items():
@@ -134,7 +146,7 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
 
 
 def _has_keys(value: Any, field: str) -> bool:
-    """Whether a list holds mappings only, whose keys can be compared."""
+    """Whether a list holds only mappings whose keys can be compared."""
     key = _LIST_KEYS.get(field, "key")
     items = value if isinstance(value, list) else (None,)
     return all(isinstance(item, Mapping) and not isinstance(item.get(key), list | Mapping) for item in items)
@@ -159,8 +171,10 @@ def _merge_list(old: list[Json], new: list[Json], field: str) -> list[Json]:
 
 
 def _replaces(old: Json, new: Json, field: str) -> bool:
-    """Whether the overlay's item replaces the one of its key: a variable's value another's valueFrom, and a volume's
-    source another one, since neither can have both.
+    """Whether the overlay's item replaces the base's item of the same key and does not merge.
+
+    A variable with a value replaces one with valueFrom, and a volume with a new source replaces the
+    old volume, since neither can have both.
     """
     sources = new.keys() - {"name"}
     return field == "env" or (field == "volumes" and bool(sources) and sources.isdisjoint(old))
@@ -171,5 +185,5 @@ def _key_of(item: Json, key: str) -> Any:
 
 
 def mounted_at(mount: Mapping[str, Any]) -> str:
-    """Where a mount is: /data and /data/ are one folder."""
+    """Return a mount's path; /data and /data/ are the same folder."""
     return str(mount.get("mountPath", "")).rstrip("/")

@@ -1,4 +1,4 @@
-"""What was probably meant by a field or a value that the schema refuses: other operators' words, units, shapes."""
+"""Suggests the meaning of a refused field or value: other operators' words, units, shapes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,16 @@ _OTHERS_WORDS = {
     "terminationGracePeriodSeconds",
     _TRAINER: "volumemounts ports lifecycle livenessprobe readinessprobe volumedevices",
 }
-"""Place in this API: what PyTorchJob, TrainJob, JobSet, Volcano, Ray, torchrun, accelerate and Slurm call it."""
+"""Maps a place in this API to the names that PyTorchJob, TrainJob, JobSet, Volcano, Ray, torchrun,
+accelerate and Slurm have for it."""
 _PLACES = {word: place for place, words in _OTHERS_WORDS.items() for word in words.lower().split()}
 
 
 def belongs(name: str) -> str:
-    """Where the thing that others call so is written here; empty: not known."""
+    """Return where this API puts the thing that other APIs call `name`.
+
+    Empty if it is not known.
+    """
     word = re.sub("[-_]", "", name.lower())
     place = _PLACES.get(word, "")
     if place == _POD:
@@ -70,7 +74,7 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def quantity(text: str) -> str:
-    """`16 GB` as Kubernetes writes it: `16Gi or 16G`; empty: cannot be guessed."""
+    """Return `16 GB` as Kubernetes writes it, `16Gi or 16G`; empty if it cannot be guessed."""
     found = _TEXT.fullmatch(text)
     if found is None:
         return ""
@@ -88,7 +92,7 @@ _SECONDS = {"s": 1, "sec": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "mi
 
 
 def seconds(text: str) -> int | None:
-    """`5m` and `1h30m` in seconds; None: no duration."""
+    """Return `5m` or `1h30m` in seconds; None if the text is not a duration."""
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text)
     if not parts or re.sub(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)|\s", "", text):
         return None
@@ -98,7 +102,7 @@ def seconds(text: str) -> int | None:
 
 
 def as_type(path: str, wanted: Any, value: Any) -> str:
-    """What to write instead of a value of a wrong type; empty: cannot be guessed."""
+    """Return what to write instead of a value of the wrong type; empty if it cannot be guessed."""
     field = re.sub(r"\[.*?\]", "", path).rpartition(".")[2]
     if wanted in ("integer", "number") and isinstance(value, str):
         if "Seconds" in field and (length := seconds(value)) is not None:
@@ -116,7 +120,7 @@ def as_type(path: str, wanted: Any, value: Any) -> str:
 
 
 _SWITCHED_ON = {"spec.preflight": "{}", "spec.elastic": "{minNodes: 1}"}
-"""What others switch on by true."""
+"""Objects of this API that other APIs switch on with `true`."""
 
 
 _BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "y"), "true"), **dict.fromkeys(("false", "no", "off", "n"), "false")}
@@ -170,7 +174,10 @@ _PATTERNS = {
 
 
 def refused_by(pattern: str, value: str) -> str:
-    """Says that a text does not match a pattern of the schema: in words where they are known, with what was meant."""
+    """Return a message that a text does not match a pattern of the schema.
+
+    It is in words if they are known, with a suggestion.
+    """
     pattern = pattern.replace("\\Z", "$")
     if "[KMGTPE]i" in pattern:
         meant = quantity(value)

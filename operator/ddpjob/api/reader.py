@@ -1,4 +1,4 @@
-"""Reads a DDPJob manifest: the object that `kubectl apply` would store, or all reasons why it is rejected."""
+"""Reads a DDPJob manifest: the object that `kubectl apply` would store, or why it is rejected."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONVERTIBLE = ("PyTorchJob", "TrainJob")
 """Kinds that `ddpjob convert` reads."""
 
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
-"""The API server's alphabet for generateName: without vowels, so that no words appear."""
+"""The API server's alphabet for generateName. It has no vowels, so that no words appear."""
 
 
 MOST_LINES = 21
-"""Problems of one manifest that are shown."""
+"""How many problems of one manifest are shown."""
 _LONGEST_LINE = 1000
 
 
@@ -42,7 +42,10 @@ def _without_middle(text: str) -> str:
 
 
 class ManifestError(ValueError):
-    """An unusable manifest. `problems` holds the errors; `str()` has one line for each of the first MOST_LINES."""
+    """An unusable manifest.
+
+    `problems` holds the errors; `str()` has one line for each of the first MOST_LINES.
+    """
 
     def __init__(self, source: str, problems: Iterable[Problem], document: Document | None = None) -> None:
         self.source, self.problems = source, tuple(problems)
@@ -55,9 +58,10 @@ class ManifestError(ValueError):
 
 
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """The API server's reasons to reject a DDPJob, a new one or one that replaces `old`; empty if it is valid.
+    """Return the API server's reasons to reject a DDPJob; empty if it is valid.
 
-    Both are taken as written; defaults are filled in here. podTemplate.spec is checked in `ddpjob.objects`.
+    The DDPJob is new, or replaces `old`. Both are taken as written; defaults are filled in here.
+    podTemplate.spec is checked in `ddpjob.objects`.
     """
     from ddpjob.api.cel import check_rules
 
@@ -65,12 +69,16 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
     if wrong_kind:
         return wrong_kind
     stored = with_defaults(manifest)
-    # The rules assume an object that fits the schema; for others they would report the same error again.
+    # The rules assume an object that fits the schema. For others they would report the same error
+    # twice.
     return sorted(check_schema(stored) or check_rules(stored, None if old is None else with_defaults(old)))
 
 
 def with_defaults(manifest: Mapping[str, Any]) -> Json:
-    """The manifest as the API server would store it: with defaults and a name, without status."""
+    """Return the manifest as the API server would store it.
+
+    It has defaults and a name, and no status.
+    """
     stored: Json = apply_defaults({key: value for key, value in manifest.items() if key != "status"}, object_schema())
     metadata = stored.setdefault("metadata", {})
     if isinstance(metadata, dict) and isinstance(metadata.get("generateName"), str) and not metadata.get("name"):
@@ -89,33 +97,34 @@ def read_manifest(source: Path | str, *, name: str | None = None) -> Json:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One DDPJob of a text, as it is written."""
+    """One DDPJob of a text, as written."""
 
     source: str
     document: Document
     others: tuple[str, ...] = ()
-    """Kinds and names of the objects beside the DDPJobs of the text."""
+    """Kinds and names of the text's objects that are not DDPJobs."""
 
     @property
     def name(self) -> str:
         return _name(self.document.value)
 
     def checked(self) -> Json:
-        """The object that `kubectl apply` would store. Raises ManifestError."""
+        """Return the object that `kubectl apply` would store. Raises ManifestError."""
         problems = validate(self.document.value)
         if problems:
             raise self.error(problems)
         return with_defaults(self.document.value)
 
     def error(self, problems: Iterable[Problem]) -> ManifestError:
-        """The problems, with their lines."""
+        """Return an error with the problems and their lines."""
         return ManifestError(self.source, problems, self.document)
 
 
 def read_manifests(source: Path | str, label: str = "the manifest") -> list[Manifest]:
-    """The DDPJobs of a file (Path) or of YAML text (str), unchecked; a List counts as its items.
+    """Return the DDPJobs of a file (Path) or of YAML text (str), unchecked.
 
-    Objects of other kinds are ignored. Raises ManifestError where there is none, or two have the same name.
+    A List counts as its items. Objects of other kinds are ignored. Raises ManifestError if there is
+    no DDPJob, or if two have the same name.
     """
     label, text = (str(source), _read_file(source)) if isinstance(source, Path) else (label, source)
     found, names = _jobs(label, _documents(label, text)), set[tuple[str, str]]()
@@ -193,7 +202,7 @@ def _choose(label: str, documents: list[Document], name: str | None) -> Manifest
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:
-    """Whether this is clearly an object of another kind, not a DDPJob with a typing error."""
+    """Whether this is clearly an object of another kind, and not a DDPJob with a typing error."""
     ours = str(manifest.get("apiVersion", "")).split("/")[0] == API_VERSION.split("/")[0]
     return not ours and str(manifest.get("kind", "")).lower() != KIND.lower()
 

@@ -1,4 +1,4 @@
-"""The CRD file: its schema and defaults, and the API server's checks of an object against the schema."""
+"""The CRD file: its schema and defaults, and the API server's checks against the schema."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _METADATA: Json = {
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One error in a manifest: the field's path, and what is wrong and how to correct it."""
+    """One error in a manifest: the field's path, what is wrong, and how to correct it."""
 
     path: str
     message: str
@@ -59,16 +59,16 @@ class Problem:
 
 @cache
 def load_crd() -> Json:
-    """The CustomResourceDefinition. Cached: do not modify."""
+    """Return the CustomResourceDefinition. Cached: do not modify."""
     text = resources.files(__package__).joinpath(CRD_FILE).read_text(encoding="utf-8")
-    # libyaml needs 8 ms, Python 70. PyYAML's wheels contain it, a build from source may not.
+    # libyaml needs 8 ms, Python 70. PyYAML's wheels contain it; a build from source may not.
     crd: Json = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return crd
 
 
 @cache
 def object_schema() -> Json:
-    """The OpenAPI schema of a whole DDPJob, metadata included. Cached: do not modify."""
+    """Return the OpenAPI schema of a whole DDPJob, metadata included. Cached: do not modify."""
     version = next(v for v in load_crd()["spec"]["versions"] if v["storage"])
     schema: Json = deepcopy(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = _METADATA
@@ -76,7 +76,7 @@ def object_schema() -> Json:
 
 
 def schema_of(path: str) -> Json:
-    """The schema of a field by its path, such as `spec.nodes`. Cached: do not modify."""
+    """Return the schema of a field by its path, such as `spec.nodes`. Cached: do not modify."""
     schema = object_schema()
     for name in path.split("."):
         schema = schema["properties"][name]
@@ -87,12 +87,15 @@ def schema_of(path: str) -> Json:
 
 
 def default_of(path: str) -> Any:
-    """The default of a field by its path."""
+    """Return the default of a field by its path."""
     return apply_defaults(schema_of(path)["default"], schema_of(path))
 
 
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
-    """A copy of `value` as the API server stores it: nulls removed, defaults set, 2.0 stored as 2 in integer fields."""
+    """Return a copy of `value` as the API server stores it.
+
+    Nulls are removed, defaults set, and 2.0 is stored as 2 in integer fields.
+    """
     if isinstance(value, Mapping) and "x-kubernetes-int-or-string" not in schema:
         return _default_object(value, schema)
     if isinstance(value, list):
@@ -118,9 +121,10 @@ def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json
 
 
 def without_nulls(value: Any) -> Any:
-    """A copy in which fields that are null, such as empty values of a rendered template, are absent.
+    """Return a copy without fields that are null, such as empty values of a rendered template.
 
-    For what the schema does not describe. A null in a list stays: it is a fault.
+    Use it for parts that the schema does not describe. A null in a list stays, because it is a
+    fault.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -128,9 +132,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def exceeds(value: Any, text: int, values: int) -> bool:
-    """Return whether JSON has more characters in its names and texts, or more values, than these limits.
+    """Return whether a JSON value exceeds these limits of characters (names and texts) or values.
 
-    It looks no further than that, so that its cost is bounded too.
+    It stops counting at the limits, so that its cost is bounded too.
     """
     waiting = [value]
     while waiting:
@@ -169,7 +173,10 @@ _SAME_IN_BOTH = frozenset(
 
 
 def to_json_schema(schema: Mapping[str, Any]) -> Json:
-    """A JSON schema (draft 2020-12) that accepts what the structural schema accepts and rejects unknown fields."""
+    """Return a JSON schema (draft 2020-12) that is equivalent to the structural schema.
+
+    It also rejects unknown fields.
+    """
     converted: Json = {key: schema[key] for key in _SAME_IN_BOTH if key in schema}
     if "pattern" in schema:
         # Python's $ also matches before a final newline, Go's does not.
@@ -200,11 +207,12 @@ def _validator() -> Any:
 
 
 MOST_PROBLEMS = 100
-"""Problems of one manifest that are looked for: the search for what was meant by one takes a millisecond."""
+"""How many problems of one manifest are explained at most, because each search for a suggestion
+takes a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return violations of the schema by a defaulted manifest: all of them, or the first MOST_PROBLEMS."""
+    """Return violations of the schema by a defaulted manifest: all, or the first MOST_PROBLEMS."""
     errors = list(islice(_validator().iter_errors(manifest), 2 * MOST_PROBLEMS))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
@@ -296,7 +304,10 @@ def _near(name: str, known: Any) -> str:
 
 
 def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
-    """The field that was probably meant: one in the same object, or one of the same name elsewhere."""
+    """Return a suggestion for an unknown field.
+
+    It is a field of the same object, or one of the same name elsewhere.
+    """
     if name in ("true", "false"):
         return "; YAML reads on, yes and y without quotes as true, and off, no and n as false: quote the name"
     if path == "spec" and name in ("name", "generateName", "namespace"):
@@ -304,12 +315,14 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     if "claimName" in known and re.sub("[-_]", "", name.lower()) in ("pvc", "claim", "persistentvolumeclaim"):
         return "; did you mean claimName?"
     other = near_misses.belongs(name)
-    if other and path.count(".") < 2:  # of spec itself, or of an object in it, where others' words stand
+    # Only for fields of spec itself or of an object in it, where other APIs' words may appear.
+    if other and path.count(".") < 2:
         return f"; {other}"
     elsewhere = _paths_by_name().get(name.lower(), [])
     below = [place for place in elsewhere if place.startswith(f"{path}.")]
     if below and name.lower() not in map(str.lower, known):
-        # Written one level too high: that explains more than a name that is only spelt alike.
+        # The field is written one level too high, which is likelier than a misspelling of a similar
+        # name.
         return f"; did you mean {' or '.join(below[:3])}?"
     near = _near(name, known)
     if near:
@@ -328,7 +341,7 @@ def _paths_by_name() -> dict[str, list[str]]:
     def walk(schema: Mapping[str, Any], path: str) -> None:
         for name, child in schema.get("properties", {}).items():
             found.setdefault(name.lower(), []).append(join(path, name))
-            if name != "dataSource":  # its `name` and `kind` are nothing that anybody means elsewhere
+            if name != "dataSource":  # its `name` and `kind` are not what anybody means elsewhere
                 walk(child, join(path, name))
 
     walk(object_schema()["properties"]["spec"], "spec")
@@ -336,7 +349,10 @@ def _paths_by_name() -> dict[str, list[str]]:
 
 
 def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Items of a list with map keys (x-kubernetes-list-map-keys) that have the same key."""
+    """Yield items of a list whose map keys equal those of an earlier item.
+
+    Only lists with x-kubernetes-list-map-keys have them.
+    """
     if not schema:
         return  # Nothing below is described.
     if isinstance(value, Mapping):
@@ -355,7 +371,10 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
 
 
 def list_key(schema: Mapping[str, Any], item: Any) -> tuple[str, ...] | None:
-    """The key of an item of a list with map keys; None for other lists, and for an item without its key."""
+    """Return the key of an item of a list with map keys.
+
+    None for other lists, and for an item without its key.
+    """
     keys = schema.get("x-kubernetes-list-map-keys")
     if not keys or not isinstance(item, Mapping) or any(key not in item for key in keys):
         return None

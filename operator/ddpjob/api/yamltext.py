@@ -1,7 +1,7 @@
-"""Reads YAML as kubectl does, with the line of every field, and writes what kubectl reads back unchanged.
+"""Reads YAML as kubectl does, with the line of every field, and writes what kubectl reads back.
 
-PyYAML differs: it converts dates and 1:30, which kubectl reads as text, reads 1e5 as text, and silently drops one of
-two equal keys.
+PyYAML differs: it converts dates and 1:30, which kubectl reads as text, reads 1e5 as text, and
+silently drops one of two equal keys.
 """
 
 from __future__ import annotations
@@ -17,27 +17,33 @@ from typing import Any
 import yaml
 
 MAX_NODES = 200_000
-"""Values in one document with its aliases expanded; far more than in any manifest, far fewer than in an alias bomb."""
+"""Maximum number of values in one document with its aliases expanded: far more than in any
+manifest, far fewer than in an alias bomb."""
 
 MAX_DEPTH = 100
 
 MAX_DIGITS = 100
-"""Characters of a number: 64 bits in base 2, with a few underscores, or any float."""
+"""Maximum number of characters of a number: 64 bits in base 2 with a few underscores, or any
+float."""
 
 MAX_SHOWN = 200
-"""Characters that a message repeats of a manifest's value or field name; longer ones are cut in their middle."""
+"""How many characters of a manifest's value or field name a message repeats. Longer ones are cut in
+the middle."""
 
 MAX_MESSAGE = 2_000
-"""Characters of one line about a manifest, whatever it repeats."""
+"""Maximum number of characters of one line about a manifest."""
 
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
-"""Tags of plain scalars: the patterns to try, by a scalar's first letter."""
+"""Tags of plain scalars. They map a scalar's first letter to the patterns to try."""
 _MERGE = "tag:yaml.org,2002:merge"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """The text, or its beginning and its end with the number of characters between them."""
+    """Return the text, or its beginning and end if it is too long.
+
+    Between them is the number of omitted characters.
+    """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...({len(text) - 2 * half} more)...{text[-half:]}"
 
@@ -59,12 +65,12 @@ class Document:
     lines: dict[str, int]
 
     def line_of(self, path: str) -> int:
-        """Line of a field, or of its nearest parent in the text."""
+        """Return the line of a field, or of its nearest parent in the text."""
         known = [p for p in self.lines if path == p or (path.startswith(p) and path[len(p)] in ".[")]
         return self.lines[max(known, key=len)] if known else self.line
 
     def items(self) -> Iterator[Document]:
-        """The objects of a List, each as a document of its own; of anything else the document itself."""
+        """Yield the items of a List, each as its own document; yield any other document itself."""
         items = self.value.get("items") if isinstance(self.value, dict) else None
         if not isinstance(items, list) or not str(self.value.get("kind", "")).endswith("List"):
             yield self
@@ -76,7 +82,7 @@ class Document:
 
 
 def join(path: str, key: str | int) -> str:
-    """The path of a child: `spec` and `nodes` give `spec.nodes`.
+    """Return the path of a child: `spec` and `nodes` give `spec.nodes`.
 
     Indexes and names that are not identifiers are put in brackets.
     """
@@ -88,7 +94,10 @@ def join(path: str, key: str | int) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars as kubectl's reader does (YAML 1.1 without dates and base 60, floats without a dot)."""
+    """Resolves plain scalars as kubectl's reader does.
+
+    It reads YAML 1.1 without dates and base 60, and floats without a dot.
+    """
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (the way PyYAML wants it)
     depth = 0
@@ -103,7 +112,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Replaces `<<` by what it merges, within the limits of a document: each level of aliases multiplies it."""
+        """Replace `<<` by what it merges, within the limits of a document.
+
+        There are limits because each level of aliases multiplies the document's size.
+        """
         line = node.start_mark.line + 1
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -148,18 +160,21 @@ def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that kubectl's reader or PyYAML's would read as something else, such as 1e-4, y and 0o17."""
+    """Quotes text such as 1e-4, y and 0o17, which kubectl or PyYAML would not read as text."""
 
     yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
 
 
 def write_document(value: Any) -> str:
-    """YAML of which `read_documents`, kubectl and PyYAML read the value."""
+    """Write YAML from which `read_documents`, kubectl and PyYAML read the same value."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _without_tabs(text: str) -> str:
-    """JSON that is indented by tabs, with spaces in their place: YAML refuses it. Within its strings there are none."""
+    """Replace tabs that indent JSON by spaces, because YAML refuses tabs.
+
+    JSON's strings cannot contain any.
+    """
     if "\t" in text and text.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
             json.loads(text)
@@ -168,7 +183,11 @@ def _without_tabs(text: str) -> str:
 
 
 def _characters(text: str, line: int) -> str:
-    """JSON writes characters beyond 16 bits as two escapes, which YAML reads as two halves. Raises YamlError."""
+    """Join surrogate pairs.
+
+    JSON writes a character beyond 16 bits as two escapes, which YAML reads as two halves. Raises
+    YamlError.
+    """
     if text.isascii():
         return text
     try:
@@ -187,7 +206,7 @@ def read_documents(text: str) -> Iterator[Document]:
     try:
         while loader.check_node():
             node = loader.get_node()
-            assert node is not None  # as check_node returned
+            assert node is not None  # because check_node returned True
             builder = _Builder(loader)
             value = builder.build(node, "")
             if value is not None:
@@ -238,7 +257,7 @@ class _Builder:
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self._child(item, join(path, position)) for position, item in enumerate(node.value)]
-            assert isinstance(node, yaml.ScalarNode)  # there are no others
+            assert isinstance(node, yaml.ScalarNode)  # there are no other kinds
             return self._scalar(node, path)
         finally:
             self._open.discard(id(node))
@@ -287,7 +306,8 @@ class _Builder:
         }.get(kind)
         if construct is None:
             raise YamlError(f"the tag {shown(node.tag)} is not supported in manifests; remove it", line)
-        if kind in ("int", "float") and len(node.value) > MAX_DIGITS:  # Python refuses to print the largest.
+        # Python refuses to print the largest ones.
+        if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
             raise YamlError(f"{_field(path, node)}: a number of {len(node.value):,} characters; {_NUMBERS}", line)
         try:
             value = construct()

@@ -1,1 +1,4 @@
-"""The command `ddpjob`: arguments, what is printed, and the display of a run. What it does is in `client`."""
+"""The command `ddpjob`: arguments, output, and the display of a run.
+
+Its work is done in `client`.
+"""

@@ -6,14 +6,15 @@ from ddpjob.missing_package import missing_package
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the command; return the exit code."""
     try:
         from ddpjob.cli.main import main as command
 
         return command()
     except KeyboardInterrupt:  # while it is imported
         return 130
-    except ModuleNotFoundError as error:  # also later: some are imported as late as they are used
+    except ModuleNotFoundError as error:
+        # Also later, because some packages are imported only when they are used.
         print(missing_package(error, "ddpjob", "cli"), file=sys.stderr)
         return 2
 

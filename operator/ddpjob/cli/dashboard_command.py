@@ -1,4 +1,4 @@
-"""`ddpjob dashboard`: starts the server of the pages, prints their address, and ends with Ctrl-C."""
+"""`ddpjob dashboard`: serves the pages, prints their address, and ends with Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob.dashboard.web_server import serve
 
 
 def serve_dashboard(backend: Backend, host: str, port: int) -> int:
-    """Raises Mistake if the jobs cannot be read or the port is taken."""
+    """Serve the dashboard. Raises Mistake if the jobs cannot be read or the port is taken."""
     token = secrets.token_urlsafe(24)
 
     def scoped(namespace: str) -> Backend:

@@ -43,7 +43,10 @@ class Killer(threading.Thread):
 
 
 def main() -> int:
-    """Returns 0 when the job is Complete, the node was killed and replaced, and the accuracy is reached."""
+    """Run the demo; return 0 if it succeeded.
+
+    The job must be Complete, the node killed and replaced, and the accuracy reached.
+    """
     parser = argparse.ArgumentParser(prog="python -m ddpjob.cli.demo", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument(
@@ -61,7 +64,7 @@ def main() -> int:
         return 2
     try:
         return _demo(arguments, manifest)
-    except KeyboardInterrupt:  # while it is judged: the run itself has its own
+    except KeyboardInterrupt:  # while it is judged: the run itself handles its own
         return 130
 
 
@@ -80,7 +83,7 @@ def _demo(arguments: argparse.Namespace, manifest: Json) -> int:
 
 
 def _wait(run: subprocess.Popen[bytes]) -> int:
-    """The run's exit code. Ctrl-C reaches the run as well, which then needs time to stop."""
+    """Return the run's exit code. Ctrl-C reaches the run as well, which then needs time to stop."""
     while True:
         try:
             return run.wait()
@@ -118,7 +121,10 @@ def _fail(why: str) -> int:
 
 
 def _ledger(folder: JobFolder) -> bool:
-    """Whether every sample of every epoch was used once, apart from the steps that the kill undid."""
+    """Return whether every sample of every epoch was used once.
+
+    Steps that the kill undid are not counted.
+    """
     command = [sys.executable, "-m", "ddpjob_trainer", "ledger", str(folder.checkpoints / "run")]
     print("\nLedger:", flush=True)
     return subprocess.run(command, check=False).returncode == 0

@@ -35,20 +35,20 @@ PHASE_COLOURS = {
 
 
 def open_display() -> RunDisplay:
-    """The live panel where standard output is a terminal, else plain lines."""
+    """Return the live panel if standard output is a terminal, otherwise plain lines."""
     console = Console()
     return LivePanel(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines()
 
 
 def summary(job: DDPJob, status: JobStatus) -> str:
-    """State, nodes and progress in one line."""
+    """Return state, nodes and progress in one line."""
     return "  ".join(
         [f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}", *_figures(status)]
     )
 
 
 def _figures(status: JobStatus) -> list[str]:
-    """The progress, loss, time left, speed and accuracy that are known."""
+    """Return the known ones of progress, loss, time left, speed and accuracy."""
     progress = status.progress
     words = [str(progress[name]) for name in ("display",) if name in progress]
     words += [
@@ -60,22 +60,23 @@ def _figures(status: JobStatus) -> list[str]:
 
 
 def reported_accuracy(status: JobStatus) -> float | None:
-    """The metric `accuracy` (0 to 1), if the script reports it."""
+    """Return the metric `accuracy` (0 to 1), if the script reports it."""
     accuracy = (status.progress.get("metrics") or {}).get("accuracy")
     return float(accuracy) if accuracy is not None else None
 
 
 def event_line(happened: TimedEvent) -> str:
-    """An event's first line, with its reason."""
+    """Return an event's first line, with its reason."""
     message = happened.event.message.splitlines() or [""]
     counts = f" {message[-1][message[-1].rindex(' (') :].strip()}" if len(message) > 1 and " (" in message[-1] else ""
     return f"{happened.event.reason}: {message[0]}{counts}"
 
 
 def recoveries(status: JobStatus) -> list[str]:
-    """A line for each restart that is over: what broke the group, and after how long it ran again.
+    """Return a line for each restart that is over.
 
-    None of a job that has made no step, or reports none: it may run again only to fail again.
+    It shows what broke the group, and after how long the group ran again. There are none for a job
+    that has made or reported no step, because it may run again only to fail again.
     """
     if not status.progress:
         return []
@@ -87,7 +88,7 @@ def recoveries(status: JobStatus) -> list[str]:
 
 
 def stall_line(seconds: float) -> str:
-    """A line on the time without training."""
+    """Return a line on the time without training."""
     return f"Training: from the break to the next step {seconds:.1f} s"
 
 
@@ -99,7 +100,7 @@ class NewLines:
         self._traces: set[tuple[str, ...]] = set()
 
     def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
-        """(whether it is a warning, line) of everything new."""
+        """Yield (whether it is a warning, line) for everything new."""
         for happened in shown.events[self._events :]:
             yield happened.event.warning, event_line(happened)
             for line in self._new_trace(happened):
@@ -114,9 +115,13 @@ class NewLines:
         self._stalls = len(shown.stalls)
 
     def _new_trace(self, happened: TimedEvent) -> list[str]:
-        """The traceback of an event, unless it has been shown: an error may repeat, and end the job."""
+        """Return the traceback of an event, unless it has been shown.
+
+        An error may repeat, and end the job.
+        """
         trace = happened.event.message.splitlines()[1:]
-        known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])  # The place, and the error.
+        # The place, and the error.
+        known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])
         if known in self._traces:
             return []
         self._traces.add(known)
@@ -124,7 +129,10 @@ class NewLines:
 
 
 class PlainLines:
-    """For logs: a line at each change of the phase, and progress at most every PLAIN_SECONDS."""
+    """A display for logs: it prints a line at each change of the phase.
+
+    It prints progress at most every PLAIN_SECONDS.
+    """
 
     def __init__(self) -> None:
         self._new = NewLines()
@@ -150,7 +158,7 @@ class PlainLines:
 
 
 class LivePanel:
-    """For terminals: a panel that is redrawn, below the lines that stay."""
+    """A display for terminals: a panel that is redrawn, below the lines that stay."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._new = console, NewLines()
@@ -170,7 +178,7 @@ class LivePanel:
 
 
 def shortest(path: Path) -> str:
-    """The path, relative to the current folder if that is shorter."""
+    """Return the path, relative to the current folder if that is shorter."""
     try:
         return min(str(path), os.path.relpath(path), key=len)
     except FileNotFoundError:  # The current folder is gone.
@@ -178,7 +186,7 @@ def shortest(path: Path) -> str:
 
 
 def panel(shown: Shown) -> RenderableType:
-    """The job, its progress bar and its pods."""
+    """Return the job, its progress bar and its pods."""
     status = shown.status
     phase = status.phase or Phase.PENDING
     since = shown.now - (status.start_time or shown.now)

@@ -1,4 +1,4 @@
-"""What commands print: objects as YAML, as JSON and by kubectl's templates of paths, and rows of jobs."""
+"""Output of commands: objects as YAML, JSON or by kubectl's path templates, and rows of jobs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ from ddpjob.client.texts.job_text import row
 
 
 def printable(text: str) -> str:
-    """Without characters that command a terminal: messages and progress are written by whoever owns the job."""
+    """Return the text without characters that command a terminal.
+
+    A job's owner writes its messages and progress.
+    """
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def usable_streams() -> None:
-    """No text fails for a character that the output's encoding lacks, nor where a stream was closed (`<&-`, `>&-`)."""
+    """Make sure that printing no text fails.
+
+    It could fail for a character that the output's encoding lacks, or if a stream was closed
+    (`<&-`, `>&-`).
+    """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - no path of ours, open to the end
     for name in ("stdout", "stderr"):
@@ -34,13 +41,16 @@ def usable_streams() -> None:
 
 
 def abandon_output() -> None:
-    """Standard output leads nowhere from here on: else Python fails at exit with what could not be written."""
+    """Discard standard output from here on.
+
+    Otherwise Python fails at exit with text that could not be written.
+    """
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - no path of ours
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def document(body: Json, kind: str) -> str:
-    """An object as YAML or JSON, with a newline at the end."""
+    """Return an object as YAML or JSON, with a newline at the end."""
     if kind == "json":
         text = json.dumps(body, indent=1, ensure_ascii=False) + "\n"
         return re.sub(r"[^\n -~]", lambda found: _escaped(found[0]), text)
@@ -48,12 +58,18 @@ def document(body: Json, kind: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    """A character of JSON's text, escaped if it could command a terminal: JSON itself escapes only those below 32."""
+    """Return a character of JSON's text, escaped if it could command a terminal.
+
+    JSON itself escapes only those below 32.
+    """
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def documents(bodies: Sequence[Json], kind: str) -> str:
-    """Several objects as documents of YAML, or as a List in JSON, which has no documents; a single one as it is."""
+    """Return several objects as documents of YAML, or as a List in JSON.
+
+    JSON has no documents. A single object is returned as it is.
+    """
     if kind == "json" and len(bodies) > 1:
         return document(listed(bodies), kind)
     return "---\n".join(document(body, kind) for body in bodies)
@@ -65,9 +81,10 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 
 
 class PathTemplate:
-    """What `-o jsonpath=TEMPLATE` prints, as kubectl does: text, and in braces paths, quoted text, range and end.
+    """A template of `-o jsonpath=TEMPLATE`, as in kubectl.
 
-    Raises ValueError for a template that cannot be read; the message says what is wrong.
+    It has text, and in braces paths, quoted text, range and end. Raises ValueError for a template
+    that cannot be read; the message shows what is wrong.
     """
 
     def __init__(self, template: str) -> None:
@@ -79,7 +96,7 @@ class PathTemplate:
         self._steps = self._read(iter(parts), within=False)
 
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
-        """Text to print, or (path, the steps for each of its values, None: print them)."""
+        """Return text to print, or (path, the steps for each of its values, None: print them)."""
         steps: list[str | tuple[Any, Any]] = []
         for part in parts:
             inner = (part[1] or "").strip()
@@ -100,7 +117,7 @@ class PathTemplate:
         return steps
 
     def text(self, body: Json) -> str:
-        """Filled in from an object. What is not there is empty."""
+        """Return the text, filled in from an object. Missing values are empty."""
         return self._filled(self._steps, body)
 
     def _filled(self, steps: list[str | tuple[Any, Any]], value: Any) -> str:
@@ -119,7 +136,7 @@ class PathTemplate:
 
 
 def _unquoted(text: str) -> str:
-    """Of a text in either kind of quotes, with the escapes of JSON."""
+    """Return the content of a text in either kind of quotes, with the escapes of JSON."""
     try:
         inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
         return str(json.loads(f'"{inner}"'))
@@ -128,7 +145,7 @@ def _unquoted(text: str) -> str:
 
 
 def _path(text: str) -> Any:
-    import jsonpath  # Takes long to import, and is seldom needed.
+    import jsonpath  # It takes long to import, and is seldom needed.
 
     rest = text.removeprefix("$").removeprefix("@")
     if rest and rest[0] not in ".[":
@@ -141,7 +158,7 @@ def _path(text: str) -> Any:
 
 
 def listed(bodies: Sequence[Json]) -> Json:
-    """Several objects as `kubectl get -o yaml` prints them."""
+    """Return several objects as `kubectl get -o yaml` prints them."""
     return {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": list(bodies)}
 
 
@@ -149,7 +166,10 @@ def printed_rows(
     titles: Sequence[str], bodies: Sequence[Json], now: datetime, *,
     wide: bool, namespaces: bool, widths: list[int] | None = None,
 ) -> list[str]:  # fmt: skip
-    """A line of titles and one for each job. `widths`: those of earlier lines, which only grow."""
+    """Return a line of titles and one for each job.
+
+    `widths` are those of earlier lines, which only grow.
+    """
     rows = [tuple(titles), *(row(body, now, wide=wide, namespaces=namespaces) for body in bodies)]
     widths = widths if widths is not None else []
     widths += [0] * (len(titles) - len(widths))

@@ -1,4 +1,4 @@
-"""Which jobs a command means, those of this machine or those of a cluster: the options, and exit codes."""
+"""The options that choose jobs of this machine or of a cluster, and exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class Place:
     local: bool | None
 
     def is_local(self) -> bool:
-        """--local and --cluster say so; else the options of a cluster, the name `kubectl ddp`, and what is here."""
+        """Return whether jobs are on this machine.
+
+        --local and --cluster decide; otherwise the options of a cluster, the name `kubectl ddp`,
+        and what is found here.
+        """
         if self.local is not None:
             return self.local
         if self.namespace or self.context or self.kubeconfig or PLUGIN in os.path.basename(sys.argv[0]):  # noqa: PTH119
@@ -44,11 +48,11 @@ class Place:
         return has_jobs()
 
     def backend(self, *, everywhere: bool = False) -> Backend:
-        """The jobs that the command means."""
+        """Return the backend of the jobs that the command means."""
         return ProcessBackend() if self.is_local() and not everywhere else self.cluster(everywhere=everywhere)
 
     def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
-        """The cluster, whatever is_local says."""
+        """Return the cluster, whatever is_local returns."""
         if self.local:
             raise Mistake("--local: -A, --server and `ddpjob doctor` ask a cluster; leave --local out")
         from ddpjob.client.backends.api_server import ApiServer
@@ -66,11 +70,11 @@ _OPTIONS = (
 
 PLACE_NAMES = ("namespace", "context", "kubeconfig", "local")
 PLACE_OPTIONS = {"-n": 2, "--namespace": 2, "--context": 2, "--kubeconfig": 2, "--local": 1, "--cluster": 1}
-"""Option: how many words it takes."""
+"""Maps an option to the number of its words."""
 
 
 def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that choose the place; the command gets a Place first."""
+    """Add the options that choose the place; the command gets a Place first."""
 
     @functools.wraps(command)
     def wrapped(
@@ -85,5 +89,5 @@ def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exit_code(mistake: Mistake) -> int:
-    """Of a command that ended with a mistake."""
+    """Return the exit code of a command that ended with a mistake."""
     return EXIT_UNREACHABLE if isinstance(mistake, Unreachable) else EXIT_MISTAKE

@@ -49,7 +49,7 @@ class Ready:
 
 
 def ready(arguments: RunOptions) -> Ready:
-    """Makes all checks that need no folder. Raises BadInput."""
+    """Make all checks that need no folder. Raises BadInput."""
     if platform.system() != "Linux":
         raise BadInput(
             f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` and the commands"
@@ -65,7 +65,10 @@ def ready(arguments: RunOptions) -> Ready:
 
 
 def run_command(arguments: RunOptions) -> int:
-    """Returns the exit code: 0 Complete, 1 Failed, 2 bad input, 128+N ended by signal N."""
+    """Run the job; return the exit code.
+
+    0: Complete, 1: Failed, 2: bad input, 128+N: ended by signal N.
+    """
     with ExitStack() as holding:
         try:
             job = ready(arguments)
@@ -77,7 +80,7 @@ def run_command(arguments: RunOptions) -> int:
 
 
 def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, tuple[int, socket.socket]]:
-    """Locks the job, holds ports for it, and creates the folder of a new run.
+    """Lock the job, hold ports for it, and create the folder of a new run.
 
     Raises AlreadyRunning, BadInput, NoFreePorts.
     """
@@ -91,7 +94,8 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
                 " give it another metadata.name, or remove its folder there and"
                 f" {shortest(job.folder.checkpoints)} here"
             )
-        ports = free_ports()  # Before checkpoints are set aside: without ports nothing begins.
+        # Before checkpoints are set aside, because nothing begins without ports.
+        ports = free_ports()
         holding.callback(ports[1].close)
         template = storage.claim_template
         disposable = template is not None and template.when_deleted is WhenDeleted.DELETE

@@ -18,24 +18,27 @@ from ddpjob.missing_package import INSTALL
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
-"""Ratio of the greatest to the least loss from which the scale is logarithmic."""
+"""Ratio of the largest to the smallest loss from which the scale is logarithmic."""
 CUT = f"the beginning is not shown: only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
 
 
 def means(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` numbers, each the mean of its part of `values`."""
+    """Return at most `width` numbers, each the mean of its part of `values`."""
     width = min(width, len(values))
     parts = [values[len(values) * part // width : len(values) * (part + 1) // width] for part in range(width)]
     return [sum(part) / len(part) for part in parts]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A row of blocks, from the least value to the greatest."""
+    """Return a row of blocks, from the smallest value to the largest."""
     return chart(values, width, 1)[0] if values else ""
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Rows of blocks, the uppermost first; the least value has one eighth of a row, the greatest all of them."""
+    """Return rows of blocks, the uppermost first.
+
+    The smallest value has one eighth of a row, the largest all rows.
+    """
     shown = means(values, width)
     low, high = min(shown), max(shown)
     eighths = [1 + round((mean - low) / (high - low) * (8 * height - 1)) if high > low else 1 for mean in shown]
@@ -43,7 +46,7 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
-    """Losses and test accuracies in the order of steps, and the number of starts."""
+    """Return losses and test accuracies in the order of steps, and the number of starts."""
     losses, accuracies = series.steps.get("loss", {}), series.evaluations.get("accuracy", {})
     return (
         [losses[step] for step in sorted(losses)],
@@ -53,18 +56,22 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 
 
 def is_cut(text: str) -> bool:
-    """Whether the metrics are only the end of the file, as Backend.metrics reads it."""
+    """Return whether the metrics are only the end of the file, as Backend.metrics reads it."""
     return len(text.encode()) >= METRICS_BYTES
 
 
 def curves(text: str, job: str) -> Iterator[str]:
-    """Lines with the loss as a chart and the accuracy as a row. Raises Mistake without a step."""
+    """Yield lines with the loss as a chart and the accuracy as a row.
+
+    Raises Mistake without a step.
+    """
     series = read_metrics(text)
     losses, accuracies, starts = points(series)
     if not (losses or series.not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics hold no step yet; wait until it has trained some steps")
     if is_cut(text):
-        yield f"{job}: at least {count(starts, 'restart')}; {CUT}"  # the first start is in the part that is cut off
+        # The first start is in the part that is cut off.
+        yield f"{job}: at least {count(starts, 'restart')}; {CUT}"
     else:
         yield f"{job}: {count(max(starts - 1, 0), 'restart')}"
     if losses:
@@ -89,7 +96,7 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 
 
 def draw(text: str, job: str, output: Path) -> None:
-    """Writes the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake."""
+    """Write the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake."""
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
         needed = INSTALL.format(extra="trainer")
         raise Mistake(f"a picture needs the built-in trainer: {needed}; without --output the curves are printed")

@@ -1,4 +1,4 @@
-"""`ddpjob top`: a job on a screen that is redrawn, from its status, pods and nothing else."""
+"""`ddpjob top`: a job on a screen that is redrawn, from its status and pods alone."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from ddpjob.core.status.messages import count
 from ddpjob.engine.reconcile import utc_now
 
 _KEPT = 600
-"""Points of a curve; of a longer one every other point is dropped."""
+"""Maximum number of points of a curve; of a longer one every other point is dropped."""
 _WIDTH = 60
 _RESTARTS = 5
 _PIPED_WIDTH = 200
 
 
 class StepCurve:
-    """Values of one number as they were reported, of each step once."""
+    """Values of one number as they were reported, one per step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -56,19 +56,19 @@ class StepCurve:
                 del self.values[:-1:2]
 
     def drawn(self) -> str:
-        """A row of blocks, empty before the second point."""
+        """Return a row of blocks; empty before the second point."""
         return sparkline(self.values, _WIDTH) if len(self.values) > 1 else ""
 
 
 class JobScreen:
-    """One job, look after look."""
+    """One job, drawn at each look."""
 
     def __init__(self) -> None:
         self._loss, self._speed = StepCurve(), StepCurve()
         self._reported: object = None
 
     def frame(self, body: Json, pods: list[PodLine], now: datetime) -> RenderableType:
-        """The screen of this look."""
+        """Return the screen of this look."""
         with readable(body):
             job = DDPJob.read(body)
         status, progress = job.status, job.status.progress
@@ -133,7 +133,10 @@ def _text(line: str) -> Text:
 
 
 def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> None:
-    """The screen until the job has ended, or without a job for ever; once where there is no terminal."""
+    """Show the screen until the job has ended.
+
+    Without a job, it is shown forever; if there is no terminal, once.
+    """
     console, screen = Console(), JobScreen()
     if not console.is_terminal:
         console = Console(width=_PIPED_WIDTH)

@@ -1,5 +1,5 @@
-"""Jobs as their users see and change them, on a cluster and on this machine alike: what `ddpjob` and `Client` share.
+"""The user's view of jobs, on a cluster or this machine: shared by `ddpjob` and `Client`.
 
-It acts as the user, with the user's rights: on the cluster it writes what `kubectl` would, never what
-belongs to the operator (a job's status, its pods' specs).
+It acts with the user's rights: on the cluster it writes what `kubectl` would, and never anything
+that belongs to the operator (a job's status, its pods' specs).
 """

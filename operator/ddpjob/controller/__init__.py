@@ -1,4 +1,5 @@
-"""The operator's process on Kubernetes: watches, the work queue, leader election, and `Cluster` over the API server.
+"""The operator's process on Kubernetes.
 
-Imports `engine`, `objects`, `core` and `api`; never `local` or `cli`.
+It has the watches, the work queue, leader election, and `Cluster` over the API server. Imports
+`engine`, `objects`, `core` and `api`; never `local` or `cli`.
 """

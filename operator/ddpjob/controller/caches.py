@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ddpjob_runtime.protocol import MAX_NAME
@@ -60,12 +61,13 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 
 log = logging.getLogger("ddpjob.caches")
 Wake = Callable[[JobKey, bool], None]
-"""(job, whether its reconcile is urgent)"""
+"""Called with (job, whether its reconcile is urgent)."""
 
 DEPARTED_FOR = 30.0
-"""Seconds for which the last state of a pod that is gone is kept: it may say why, to an operator that is late."""
+"""Seconds for which the last state of a deleted pod is kept, because it may show a late operator
+why the pod ended."""
 MOST_REFERENCES = 2000
-"""Owners of an object that are looked at, of which the objects of many jobs have a thousand."""
+"""How many owners of an object are read. Objects of many jobs have up to a thousand."""
 _View = TypeVar("_View")
 
 _ROOTS = {
@@ -83,30 +85,40 @@ _ROOTS = {
 }
 
 WATCHED = tuple(kind for kind in _ROOTS if kind not in ("Secret", "PersistentVolumeClaim"))
-"""The operator may not read Secrets, and reads claims one by one before a job's first pod."""
+"""The watched kinds. The operator may not read Secrets, and it reads claims one by one before a
+job's first pod."""
 
 
 def watches(namespaces: int) -> int:
-    """How many watches, each with a connection of its own, are open with so many watched namespaces; 0: all."""
+    """Return how many watches are open for this many watched namespaces (0: all).
+
+    Each watch has its own connection.
+    """
     return len(WATCHED) * max(1, namespaces) + 1
 
 
 def collection(kind: str, namespace: str) -> str:
-    """The path of a collection; an empty namespace: of all namespaces."""
+    """Return the path of a collection.
+
+    With an empty namespace, it is the collection of all namespaces.
+    """
     root, plural = _ROOTS[kind]
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
 
 
 @dataclass(frozen=True)
 class Owned:
-    """An object's owners, and its uid. `job` and `job_uid` are empty for one that several jobs share."""
+    """An object's owners and its uid.
+
+    `job` and `job_uid` are empty for an object that several jobs share.
+    """
 
     uid: str
     name: str
     jobs: tuple[JobKey, ...]
     job_uids: frozenset[str]
     owner_uids: frozenset[str] = frozenset()
-    """Of jobs and all others."""
+    """UIDs of all owners, jobs or not."""
     leaving: bool = False
     """Whether its deletion was requested."""
 
@@ -128,9 +140,10 @@ class OwnedWorkload:
 class Caches:
     """One `Informer` per kind, or per kind and watched namespace, and one for Kubernetes nodes.
 
-    `wake` is called with each job that a change concerns, but for what the operator has written itself. `namespaces`:
-    those that are watched, all if there are none; only what is in those for which `keep` is true is in the caches.
-    `on_job(before, after)` is called with each change of a job, whoever made it.
+    `wake` is called with each job that a change concerns, except for the operator's own writes.
+    `namespaces` are the watched ones (empty: all). The caches hold only objects of namespaces for
+    which `keep` is true. `on_job(before, after)` is called with each change of a job, whatever
+    caused it.
     """
 
     def __init__(
@@ -143,17 +156,20 @@ class Caches:
         on_job: Callable[[DDPJob | None, DDPJob | None], None] = lambda before, after: None,
         signals: HealthSignals | None = None,
     ) -> None:
-        self._rest, self._on_job = rest, on_job
+        self._on_job = on_job
+        self.restored = asyncio.Event()
+        """Set if the jobs' versions have gone back, after which kopf's watch shows nothing."""
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
-        """By namespace and the job's uid, then by name."""
+        """Pods by namespace and the job's uid, then by name."""
         self._departed: dict[tuple[str, str], dict[str, tuple[float, PodView]]] = {}
-        """Likewise, with the time (monotonic seconds) at which they were gone."""
+        """Deleted pods by the same keys, with the time (monotonic seconds) at which they were
+        gone."""
         self._departures = deque[tuple[float, tuple[str, str], str]]()
         """Time, job and name of each departure in `_departed`, oldest first."""
         self._workloads: dict[tuple[str, str], dict[str, WorkloadView]] = {}
-        """By namespace and the job's uid, then by name."""
+        """Workloads by namespace and the job's uid, then by name."""
         self._gangs: dict[str, dict[str, str]] = {}
         """PodGroups by their job's uid: their uids by name."""
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
@@ -162,16 +178,18 @@ class Caches:
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # Without the right to list them jobs run without, and their condition Isolated says so.
+        # Without the right to list policies, jobs run without them, and their condition Isolated
+        # shows it.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
-        # Most clusters do not serve them.
+        # Most clusters do not serve these.
         for kind in (GANG, VOLCANO_GANG):
             more[kind] = _read_owned, self._gang_changed, {**more["Service"][2], "optional": True}
-        # Nor do they have Kueue.
+        # Most clusters do not have Kueue either.
         more[WORKLOAD] = _read_owned_workload, self._workload_changed, {"selector": ours, "optional": True}
         assert {KIND, *more} == set(WATCHED)
+        of_jobs = partial(collection, KIND)
         self._jobs = {
-            namespace: JobCache(rest, collection(KIND, namespace), self._read_job, self._job_changed, keep)
+            namespace: JobCache(rest, of_jobs, namespace, self._read_job, self._job_changed, keep, self.restored)
             for namespace in self.namespaces
         }
         self._informers: dict[tuple[str, str], Informer[Any]] = {
@@ -193,23 +211,26 @@ class Caches:
         return *self._jobs.values(), *self._informers.values(), self.hosts
 
     async def run(self) -> None:
-        """Follows the API server, until cancelled."""
+        """Follow the API server, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for cache in self._all():
                 group.create_task(cache.run())
 
     @property
     def complete(self) -> bool:
-        """Whether all that may be read has been, and that is all that there is in one namespace at least."""
+        """Whether every permitted collection has been read, and one namespace completely."""
         answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
 
     async def answered(self) -> None:
-        """Waits until all that may be read has been."""
+        """Wait until every permitted collection has been read."""
         await asyncio.gather(*(cache.answered.wait() for cache in self._all()))
 
     def complete_in(self, namespace: str) -> bool:
-        """Whether all that there is in a namespace has been read. One that may not be read holds up no other."""
+        """Whether everything in a namespace has been read.
+
+        A namespace that may not be read does not hold up the others.
+        """
         return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 
     # --- what is known
@@ -219,15 +240,18 @@ class Caches:
         return job
 
     def jobs_in(self, namespace: str) -> list[DDPJob]:
-        """All jobs of a namespace."""
+        """Return all jobs of a namespace."""
         return [job for job in self._of(KIND, namespace).views() if job.namespace == namespace]
 
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
-        """The job's pods, by name. As with a ReplicaSet, a pod whose labels are removed is released."""
+        """Return the job's pods, by name.
+
+        As with a ReplicaSet, a pod whose labels are removed is released.
+        """
         return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
 
     def departed(self, job: DDPJob) -> tuple[PodView, ...]:
-        """The job's pods that are gone since a moment ago, as they were at last."""
+        """Return the last state of the job's pods that were deleted a moment ago."""
         known = self._departed.get((job.namespace, job.uid), {})
         return tuple(pod for gone, pod in known.values() if time.monotonic() - gone < DEPARTED_FOR)
 
@@ -235,21 +259,24 @@ class Caches:
         return self._pods.get((job.namespace, job.uid), {}).get(name)
 
     def owned(self, kind: str, job: DDPJob, name: str) -> Owned | None:
-        """An object in the job's namespace, if the job is among its owners."""
+        """Return an object in the job's namespace, if the job is among its owners."""
         found = self.known(kind, job.namespace, name)
         return found if found is not None and job.uid in found.job_uids else None
 
     def known(self, kind: str, namespace: str, name: str) -> Owned | None:
-        """An object of a kind of which only the metadata is read."""
+        """Return an object of a kind of which only the metadata is read."""
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found
 
     def serves_gangs(self, job: DDPJob) -> bool:
-        """Whether the API server serves the PodGroups of the job's scheduler, and lets the operator read them."""
+        """Whether the API server serves the PodGroups of the job's scheduler.
+
+        The operator must be allowed to read them, too.
+        """
         return self._of(kind_for(job), job.namespace).served
 
     def gangs(self, job: DDPJob) -> dict[str, str]:
-        """The job's PodGroups: their uids by name; empty for one that is being deleted."""
+        """Return the uids of the job's PodGroups by name; empty for one that is being deleted."""
         return dict(self._gangs.get(job.uid, {}))
 
     def serves_queues(self, namespace: str) -> bool:
@@ -257,23 +284,29 @@ class Caches:
         return self._of(WORKLOAD, namespace).served
 
     def workloads(self, job: DDPJob) -> tuple[WorkloadView, ...]:
-        """The job's Workloads, by name."""
+        """Return the job's Workloads, by name."""
         return tuple(workload for _, workload in sorted(self._workloads.get((job.namespace, job.uid), {}).items()))
 
     def jobs_on(self, hosts: frozenset[str]) -> set[JobKey]:
-        """Jobs with a pod on one of these hosts."""
+        """Return jobs with a pod on one of these hosts."""
         views = (v for (kind, _), informer in self._informers.items() if kind == "Pod" for v in informer.views())
         return {view.job for view in views if view.pod.host in hosts}
 
     # --- what the operator writes or reads itself
 
     def take(self, kind: str, body: Json) -> None:
-        """An object as the API server has just answered: it needs no reconcile."""
+        """Take an object from the API server's answer to a write of this operator.
+
+        It needs no reconcile.
+        """
         with self._writing():
             self._of(kind, body["metadata"]["namespace"]).take(body)
 
     def take_job(self, job: DDPJob) -> DDPJob:
-        """Likewise a job; returns what is kept of it, whether or not a later version is known."""
+        """Take a job from such an answer.
+
+        Returns what is kept of it, whether or not a later version is known.
+        """
         kept = _kept(job)
         with self._writing():
             self._of(KIND, job.namespace).take_view((job.namespace, job.name), int(job.resource_version), kept)
@@ -288,25 +321,16 @@ class Caches:
             self._own_write = False
 
     def forget(self, kind: str, namespace: str, name: str) -> None:
-        """The API server has just answered that this object is gone."""
+        """Remove an object, because the API server has just answered that it is gone."""
         self._of(kind, namespace).forget(namespace, name)
 
     def seen_by_kopf(self, event: str | None, body: Json) -> None:
-        """Take note of an event of kopf's watch, which is the only one of the jobs."""
+        """Take note of an event of kopf's watch, which is the only watch of the jobs."""
         self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
 
     def writing(self, job: DDPJob) -> AbstractContextManager[None]:
-        """While the operator writes this job."""
+        """Mark this job as being written by the operator."""
         return self._jobs_of(job.namespace).writing((job.namespace, job.name))
-
-    async def restored(self) -> None:
-        """Waits until the jobs' versions have gone back, so that kopf's watch shows nothing any more."""
-        waiting = [asyncio.create_task(cache.restored.wait()) for cache in self._jobs.values()]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
-        for cache in self._jobs.values():
-            cache.restored.clear()
 
     # --- changes
 
@@ -392,7 +416,10 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """A job that has ended makes no pods, so that nothing is kept of what pods are made from."""
+    """Return a job without the fields that pods are made from, if it has ended.
+
+    An ended job makes no pods.
+    """
     if not job.status.terminal:
         return job
     return replace(job, spec=replace(job.spec, pod_template={}, env=(), args=()), written={})
@@ -402,7 +429,7 @@ _NOBODY = Owned("", "", (), frozenset())
 
 
 def _forget(found: dict[tuple[str, str], dict[str, _View]], job: tuple[str, str], name: str) -> None:
-    """Remove an object of a job, and the job with its last one."""
+    """Remove an object of a job, and the job's entry with its last one."""
     del found[job][name]
     if not found[job]:
         del found[job]
@@ -421,7 +448,7 @@ def _read_owned_workload(body: Json) -> OwnedWorkload:
 
 
 def _asked(job: DDPJob) -> tuple[object, ...]:
-    """What a job's users have set: labels do not change its generation."""
+    """Return what a job's users have set: labels do not change its generation."""
     return job.generation, job.queue, job.queue_priority
 
 
@@ -440,5 +467,5 @@ def _read_owned(body: Json) -> Owned:
 
 
 def _end(pod: PodView) -> tuple[object, ...]:
-    """What of a pod's change cannot wait: it has ended, or is about to."""
+    """Return the parts of a pod whose change cannot wait: it has ended, or is about to."""
     return pod.ended, pod.deleted_at, pod.disruption

@@ -1,7 +1,8 @@
-"""kopf's part: the watch of the DDPJobs, in a thread of its own. Nothing else shows that a user has changed one.
+"""The part of kopf: the watch of the DDPJobs, in a separate thread.
 
-Only `kopf.on.event` is used: timers, daemons and change handlers would add finalizers and annotations to the jobs.
-What kopf cannot do, `job_cache.py` does around it.
+No other watch shows that a user has changed a job. Only `kopf.on.event` is used, because timers,
+daemons and change handlers would add finalizers and annotations to the jobs. `job_cache.py` makes
+up for what kopf cannot do.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from ddpjob.controller.operator_settings import Settings
 
 log = logging.getLogger("ddpjob.kopf")
 Seen = Callable[[str | None, Json], None]
-"""(ADDED, MODIFIED, DELETED or None for an object that was listed; the object)"""
+"""Called with (event, object). The event is ADDED, MODIFIED, DELETED, or None for a listed
+object."""
 
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
 RETRY = 2.0
-"""Seconds after kopf has ended until it begins again."""
+"""Seconds after kopf has ended until it is run again."""
 
 
 class Patience:
-    """Seconds between kopf's tries of a request: an endless sequence, which starts again with every iteration.
+    """Endless sequence of the seconds between kopf's tries of a request.
 
-    After its own, finite ones, kopf would end when the API server answers with 5xx for a minute, as
-    it does while a control plane is upgraded.
+    It restarts with every iteration. kopf's own delays are finite. With them, it would end after
+    the API server has answered with 5xx for a minute, as it does while a control plane is upgraded.
     """
 
     def __iter__(self) -> Iterator[float]:
@@ -44,7 +46,7 @@ class Patience:
 
 
 def build_registry(seen: Seen) -> kopf.OperatorRegistry:
-    """Handlers that call `seen` with each event of a job."""
+    """Return handlers that call `seen` with each event of a job."""
     registry = kopf.OperatorRegistry()
 
     async def job_changed(event: Any, **_: Any) -> None:
@@ -56,7 +58,10 @@ def build_registry(seen: Seen) -> kopf.OperatorRegistry:
 
 
 class NoDifferences(kopf.DiffBaseStorage):
-    """kopf without its comparison of each object with what it was: copies for handlers that there are not."""
+    """Switches off kopf's comparison of each object with its previous state.
+
+    kopf would keep copies for handlers that do not exist.
+    """
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
         return {}
@@ -65,15 +70,16 @@ class NoDifferences(kopf.DiffBaseStorage):
         return None
 
     def store(self, *, body: Any, patch: Any, essence: Any) -> None:
-        """Nothing is kept, so that no annotation is written."""
+        """Store nothing, so that no annotation is written."""
 
 
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
-    """kopf with lists in pages, and with watches that detect a dead peer."""
+    """Return settings of kopf for lists in pages, and for watches that detect a dead peer."""
     chosen = kopf.OperatorSettings()
     chosen.posting.enabled = False
     chosen.scanning.disabled = bool(settings.namespaces)
-    chosen.process.ultimate_exiting_timeout = None  # It would kill the process after the end of one watch.
+    # It would kill the process after the end of one watch.
+    chosen.process.ultimate_exiting_timeout = None
     chosen.persistence.diffbase_storage = NoDifferences()
     watching = chosen.watching
     watching.server_timeout, watching.client_timeout = WATCH_SECONDS, CLIENT_TIMEOUT
@@ -84,9 +90,10 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
 
 
 async def follow_jobs(settings: Settings, seen: Seen) -> None:
-    """Runs kopf until cancelled; when it ends by an error, as it does at an error in a watch, again.
+    """Run kopf until cancelled, and restart it whenever it exits with an error.
 
-    In a thread of its own, since kopf cancels all younger tasks of its event loop at its end.
+    kopf does so on watch errors. It has its own thread, because at its end it cancels all younger
+    tasks of its event loop.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

@@ -1,4 +1,4 @@
-"""Watches Kubernetes nodes, and reports those whose readiness, health, taints or existence have changed."""
+"""Watches Kubernetes nodes, and reports changes of their readiness, health, taints or existence."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _FORBIDDEN_RETRY = 600.0
 
 
 class HostWatch(Informer[HostView]):
-    """Keeps a `HostView` of every Kubernetes node, and calls `on_hosts(hosts, changed)` when some of them change.
+    """Keeps a `HostView` of every Kubernetes node.
 
-    Heartbeats change no view. `hosts` None: they are not known (yet), or may not be read.
+    It calls `on_hosts(hosts, changed)` when some of them change. Heartbeats change no view. `hosts`
+    is None while nodes are not known yet, or if they may not be read.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
         super().__init__(rest, NODES, partial(HostView.read, signals=signals), self._changed)
         self.on_hosts = on_hosts
         self.hosts: Hosts | None = None
-        """An immutable mapping: a reconcile that has it sees one moment."""
+        """An immutable mapping, so a reconcile that holds it sees a single moment."""
         self._pending: set[str] = set()
         self._listing = False
 
@@ -44,7 +45,10 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     async def list(self) -> None:
-        """What one list has changed is reported at once: 1,000 nodes that are new are one change."""
+        """List the nodes, and report all changes of one list together.
+
+        So 1,000 new nodes are one change.
+        """
         self._listing = True
         try:
             await super().list()
@@ -54,7 +58,10 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     def gone(self, name: str) -> None:
-        """The API server has just answered that it has no Kubernetes node of this name, where a pod is said to be."""
+        """Take note that the API server has no Kubernetes node of this name.
+
+        A pod is bound to it nevertheless.
+        """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}
             self._publish()
@@ -75,7 +82,7 @@ class HostWatch(Informer[HostView]):
                 "To watch them, grant the operator get, list and watch of nodes by a ClusterRole",
                 error,
             )
-        self.listed.set()  # Without them there is nothing to wait for.
+        self.listed.set()  # There is nothing to wait for without them.
         if self.hosts is not None:
             self.hosts = None
             self.on_hosts(None, frozenset())

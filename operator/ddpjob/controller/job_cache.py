@@ -37,44 +37,53 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.jobs")
 
 JOBS_PAGE = 100
-"""A user may make a DDPJob as large as 1.5 MB."""
+"""Jobs in one page of a list, because a user may make a DDPJob as large as 1.5 MB."""
 FEW = 20
-"""So many jobs are read one by one; where more are due, all are listed."""
+"""Up to this many jobs are read one by one. If more are due, all are listed."""
 AT_A_TIME = 4
-"""Jobs that are read one by one at the same time."""
+"""How many jobs are read at the same time, one by one."""
 NAMES_SECONDS = 60.0
-"""From one list of the names to the next one."""
+"""Seconds from one list of the names to the next one."""
 SETTLE_SECONDS = 1.0
-"""From a reason to list the names to the list: kopf shows all jobs of its own list at once."""
+"""Seconds from a reason to list the names to the list, because kopf shows all jobs of its own list
+at once."""
 RETRY = 1.0
 
 
 class JobCache(Cache[DDPJob]):
-    """The jobs of one namespace, or of all; `seen` is to be called with each event of kopf's watch."""
+    """The jobs of one namespace, or of all.
+
+    `seen` has to be called with each event of kopf's watch.
+    """
 
     def __init__(
         self,
         rest: Rest,
-        path: str,
+        collection: Callable[[str], str],
+        namespace: str,
         read: Callable[[Json], DDPJob],
         on_change: Callable[[DDPJob | None, DDPJob | None], None],
         keep: Callable[[str], bool],
+        restored: asyncio.Event,
     ) -> None:
-        super().__init__(rest, path, read, on_change, keep)
-        self.restored = asyncio.Event()
-        """Set where kopf's watch is later than the store: it shows nothing until it begins again."""
+        super().__init__(rest, collection(namespace), read, on_change, keep)
+        self._collection, self._restored = collection, restored
+        """`_restored`: to be set if kopf's watch is later than the store. It shows nothing then."""
         self._due: dict[Id, int] = {}
-        """Jobs to be read, with the version that kopf has shown."""
+        """Jobs that have to be read, with the version that kopf has shown."""
         self._busy: set[Id] = set()
-        """Jobs that are being read, or written."""
+        """Jobs that are being read or written."""
         self._some_due = asyncio.Event()
         self._look = asyncio.Event()
-        """Set where the names have to be listed before their time."""
+        """Set if the names have to be listed early."""
         self._awaited: set[Id] | None = None
         """Jobs of the first list of names that have not been read yet."""
 
     def seen(self, event: str | None, body: Json) -> None:
-        """Take note of an event: ADDED, MODIFIED, DELETED, or None for a job that kopf has listed."""
+        """Take note of an event.
+
+        It is ADDED, MODIFIED, DELETED, or None for a job that kopf has listed.
+        """
         key, version = id_of(body), version_of(body)
         self._latest = max(self._latest, version)
         if event is None:
@@ -92,11 +101,14 @@ class JobCache(Cache[DDPJob]):
         """Take a job as the API server has answered, unless a later version is known."""
         super().take(body)
         if version_of(body) < self._versions.get(id_of(body), 0):
-            self._look.set()  # The answer may have been overtaken, or the store was restored from a backup.
+            self._look.set()  # The answer is stale, or the store was restored from a backup.
 
     @contextlib.contextmanager
     def writing(self, key: Id) -> Iterator[None]:
-        """While the operator writes this job, kopf may show the new version before the answer holds it."""
+        """Mark a job as being written.
+
+        kopf may show the new version before the answer to the write arrives.
+        """
         self._busy.add(key)
         try:
             yield
@@ -105,7 +117,10 @@ class JobCache(Cache[DDPJob]):
             self._some_due.set()
 
     async def run(self) -> None:
-        """Runs until cancelled. An API server that is unavailable is asked again; what is known stays."""
+        """Run until cancelled.
+
+        While the API server is unavailable it is asked again, and the known state stays.
+        """
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_A_TIME):
                 group.create_task(self._repeat(self._read_next))
@@ -126,7 +141,8 @@ class JobCache(Cache[DDPJob]):
                     self.answered.set()
                 else:
                     log.warning("%s is read again in %s s: %s", self.path, pause, error)
-            except Exception as error:  # A proxy's page, for instance: whatever it is, the process stays.
+            except Exception as error:
+                # For instance a proxy's page. The process stays, whatever it is.
                 log.warning("%s is read again in %s s: an answer cannot be read: %r", self.path, pause, error)
             self._errors.inc()
             await asyncio.sleep(pause)
@@ -134,7 +150,7 @@ class JobCache(Cache[DDPJob]):
     # --- what kopf has shown
 
     async def _read_next(self) -> None:
-        """Read a job that is due, or all of them where many are."""
+        """Read a job that is due, or all of them if many are."""
         await self._some_due.wait()
         self._due = {key: version for key, version in self._due.items() if self._versions.get(key, 0) < version}
         waiting = [key for key in self._due if key not in self._busy]
@@ -147,7 +163,7 @@ class JobCache(Cache[DDPJob]):
             await (self._read_all() if len(chosen) > 1 else self._read(*chosen))
         finally:
             self._busy.difference_update(chosen)
-            for key in chosen:  # One that could not be read waits for the others.
+            for key in chosen:  # A job that could not be read waits for the others.
                 if key in self._due:
                     self._due[key] = self._due.pop(key)
             self._some_due.set()
@@ -155,21 +171,17 @@ class JobCache(Cache[DDPJob]):
     async def _read(self, key: Id) -> None:
         version = self._due[key]
         try:
-            body = await self.rest.request("GET", self._path_of(key))
+            body = await self.rest.request("GET", f"{self._collection(key[0])}/{key[1]}")
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
             self.forget(*key)
             return
-        if key in self._due:  # Else kopf has shown its deletion meanwhile.
+        if key in self._due:  # Otherwise kopf has shown its deletion meanwhile.
             self.take(body)
         if self._due.get(key) == version:
             del self._due[key]
         self._arrived(key)
-
-    def _path_of(self, key: Id) -> str:
-        root, plural = self.path.rsplit("/", 1)
-        return f"{root.split('/namespaces/')[0]}/namespaces/{key[0]}/{plural}/{key[1]}"
 
     async def _read_all(self) -> None:
         due, found = dict(self._due), set[Id]()
@@ -190,7 +202,7 @@ class JobCache(Cache[DDPJob]):
                 self._arrived(key)
 
     def _arrived(self, key: Id) -> None:
-        """A job has been read, or is gone."""
+        """Take note that a job has been read, or is gone."""
         if self._awaited is not None:
             self._awaited.discard(key)
             self._complete()
@@ -203,7 +215,7 @@ class JobCache(Cache[DDPJob]):
             version = version_of(page)
             names.update(id_of(body) for body in page["items"] or () if self.keep(id_of(body)[0]))
         if version < self._latest:
-            self.restored.set()
+            self._restored.set()
         self._note_version(version)
         self._remove_but(names, version)
         self.served, self._logged_forbidden = True, False

@@ -1,8 +1,9 @@
-"""Prometheus metrics of jobs, from the statuses that the operator writes and reads: it asks for nothing more.
+"""Prometheus metrics of jobs, taken from the statuses that the operator writes and reads anyway.
 
-Events are counted where the cache changes from one status of a job to the next: once for each status that the API
-server has stored, whether its own answer showed it or a watch. What happened before this replica read the job, or
-while no replica acted, is not counted: counters begin at 0 with the process, as Prometheus expects.
+Events are counted when the cache changes from one status of a job to the next: once for each status
+that the API server has stored, whether its own answer or a watch showed it. Events before this
+replica read the job, or while no replica acted, are not counted: counters begin at 0 with the
+process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
 
 MOST_JOBS = 5000
-"""Jobs that have series of their own: those that have not ended first, of each namespace in turn."""
+"""How many jobs have their own series: jobs that have not ended come first, and each namespace in
+turn."""
 OTHER = "Other"
-"""The label of a reason that is not known: who writes a status must not make series."""
+"""The label of an unknown reason, because the writer of a status must not be able to create
+series."""
 FAILURES = frozenset(
     {
         *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
@@ -83,7 +86,7 @@ LOST_STEPS = Histogram(
 
 
 def _begin_at_0() -> None:
-    """A series whose first value is 1 has no increase."""
+    """Create all series at 0, because a series whose first value is 1 shows no increase."""
     for cause in sorted(_CAUSES):
         RESTARTS.labels(cause, "false")
         if cause not in PLANNED:
@@ -98,34 +101,38 @@ _begin_at_0()
 
 @dataclass
 class _Account:
-    """What is summed up for one job since this replica has read it."""
+    """Sums for one job since this replica has read it."""
 
     job: DDPJob
     since: float
     pod_seconds: float = 0.0
     training_seconds: float = 0.0
     step_at_break: int | None = None
-    """The last step before a break; None: no break is waiting for the next step."""
+    """The last step before a break; None if no break is waiting for the next step."""
 
     def at(self, now: float) -> tuple[float, float]:
-        """Pod seconds and training seconds up to `now`."""
+        """Return pod seconds and training seconds up to `now`."""
         pods, training = _usage(self.job.status)
         return self.pod_seconds + pods * (now - self.since), self.training_seconds + training * (now - self.since)
 
 
 class JobAccounts:
-    """The jobs of one term as the leader of a shard. `changed` is called for each change of a job in the cache."""
+    """The jobs of one term as the leader of a shard.
+
+    `changed` is called for each change of a job in the cache.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[JobKey, _Account] = {}
         self._ours: set[JobKey] = set()
-        """Jobs on which this operator acts: another one counts the others."""
+        """Jobs on which this operator acts; a different operator counts the others."""
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
-        """Whether this operator acts on the job, as each reconcile finds out before it writes.
+        """Take note whether this operator acts on the job.
 
-        Never on one that its spec gives to another controller: what becomes of that one is not known here.
+        Each reconcile finds that out before it writes. It never acts on a job that its spec gives
+        to another controller, since that job's fate is unknown here.
         """
         account = self._accounts.get(key)
         if acts and account is not None and not account.job.spec.managed_elsewhere:
@@ -134,7 +141,10 @@ class JobAccounts:
             self._ours.discard(key)
 
     def changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
-        """A job's change from one version to the next; None: it is not known yet, or is gone."""
+        """Count a job's change from one version to the next.
+
+        `before` is None if it is not known yet, `after` if it is gone.
+        """
         job = after or before
         assert job is not None
         key = JobKey(job.namespace, job.name)
@@ -153,16 +163,19 @@ class JobAccounts:
             _count(before.status, after.status, account)
 
     def jobs(self) -> list[_Account]:
-        """Those that this operator acts on. May be called from another thread."""
+        """Return the accounts of jobs on which this operator acts.
+
+        May be called from any thread.
+        """
         return [account for key, account in list(self._accounts.items()) if key in self._ours]
 
     def now(self) -> float:
-        """Seconds by the clock of the accounts."""
+        """Return seconds by the clock of the accounts."""
         return self._clock()
 
 
 def _usage(status: JobStatus) -> tuple[int, int]:
-    """How many pods hold resources, and how many of them train."""
+    """Return how many pods hold resources, and how many of them train."""
     if status.terminal:
         return 0, 0
     pods = sum(bool(s.node) and s.state in (SlotState.CREATED, SlotState.RUNNING) for s in status.slots)
@@ -215,7 +228,7 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
 
 
 def _between(begin: datetime, end: datetime) -> float:
-    """Seconds; 0 where a clock was set back."""
+    """Return the seconds between two times; 0 if a clock was set back."""
     return max(0.0, (end - begin).total_seconds())
 
 
@@ -226,13 +239,13 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
         position, reason = new.restarts.total - number, _known_cause(restart)
         if number < fresh:
             RESTARTS.labels(reason, str(restart.counted).lower()).inc()
-        # The loss of a coordinator in mode Fast begins no round: training continued.
+        # The loss of a coordinator in mode Fast begins no round, because training continued.
         before = known.get(position)
         timed = restart.seconds is not None and (number < fresh or (before is not None and before.seconds is None))
         if timed and restart.round and restart.reason not in PLANNED:
             RECOVERY.labels(reason).observe(max(0.0, restart.seconds or 0.0))
     unseen = fresh - len(new.restarts.recent)
-    if unseen > 0:  # More at once than a status names.
+    if unseen > 0:  # More at once than a status lists.
         RESTARTS.labels(OTHER, "false").inc(unseen)
     _count_lost_steps(old, new, new.restarts.recent[-fresh:] if fresh else (), account)
 
@@ -242,7 +255,7 @@ def _known_cause(restart: Restart) -> str:
 
 
 def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
-    """The first step reported after a break shows how far training fell back."""
+    """Count lost steps: the first step reported after a break shows how far training fell back."""
     before, step = _step(old), _step(new)
     if any(restart.round and restart.reason not in PLANNED for restart in fresh):
         known = [s for s in (before, step, account.step_at_break) if s is not None]
@@ -283,33 +296,37 @@ JOB_LABELS = ("namespace", "job_name")
 
 
 class JobSeries(Collector):
-    """The series of single jobs, made at each scrape from what is known then: a job that is gone has none."""
+    """The series of single jobs, made at each scrape from the current state.
+
+    A deleted job therefore has none.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """A term begins: its jobs are exported."""
+        """Begin a term: export its jobs."""
         with self._lock:
             self._terms.append(accounts)
 
     def end(self, accounts: JobAccounts) -> None:
-        """A term ends: another replica exports its jobs from now on."""
+        """End a term: from now on another replica exports its jobs."""
         with self._lock:
             self._terms.remove(accounts)
 
     def describe(self) -> Iterator[Metric]:
-        """Families without samples."""
+        """Yield families without samples."""
         yield from _families().values()
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client, in a thread of its own."""
+        """Yield families with samples. prometheus_client calls this in a separate thread."""
         with self._lock:
             terms = list(self._terms)
         found = [(account, *account.at(term.now())) for term in terms for account in term.jobs()]
         found.sort(key=lambda each: (each[0].job.status.terminal, each[0].job.namespace, each[0].job.name))
-        # The first of each namespace come first: the jobs of one cannot take away the series of another's.
+        # The first job of each namespace comes first, so one namespace cannot take away another's
+        # series.
         turns = defaultdict[tuple[bool, str], Iterator[int]](itertools.count)
         found.sort(key=lambda each: (ended := each[0].job.status.terminal, next(turns[ended, each[0].job.namespace])))
         families = _families()

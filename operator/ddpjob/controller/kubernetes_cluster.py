@@ -1,4 +1,4 @@
-"""`Cluster` on Kubernetes: reads from the caches that watches keep, writes for `apply`."""
+"""`Cluster` on Kubernetes: reads from the caches that watches keep, and writes for `apply`."""
 
 from __future__ import annotations
 
@@ -72,28 +72,32 @@ from ddpjob.objects.workload import marked, released
 log = logging.getLogger("ddpjob.cluster")
 NAMESPACE_RETRY = 5.0
 REPORT_RETRY = 1.0
-"""The report's arrival wakes the job earlier."""
+"""Seconds until a job is reconciled again if its report is pending. The report's arrival wakes the
+job earlier."""
 CREATIONS = 16
-"""Objects created at the same time, of all jobs together, and as many again that take long (`Turns`): a burst must not
-take the API server for itself."""
+"""How many objects of all jobs are created at the same time, plus as many slow creations (`Turns`),
+so that a burst does not monopolize the API server."""
 LONGEST_PAUSE = 60.0
-"""Seconds between two tries of what was refused, at most."""
+"""Maximum of the seconds between two tries of a refused request."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 FOUND_FOR = 30.0
-"""Seconds for which an object is taken to exist that was made or found, and that nothing shows."""
+"""Seconds for which a made or found object is assumed to exist although no watch shows it."""
 LOOK_AGAIN = 5.0
-"""Seconds for which the answer to a look at a Kubernetes node that seems lost is believed."""
+"""Seconds for which the answer about a Kubernetes node that seems lost is believed."""
 _MOST_CHECKED = 5000
-"""ConfigMaps: one or two for each namespace with jobs. A user may delete them and have them made again at will."""
+"""Maximum number of checked ConfigMaps. Each namespace with jobs has one or two, but a user may
+delete them at will, and they are made again."""
 LARGE_TEMPLATE = 16 * 1024, 300
-"""Characters and values of a podTemplate beyond which a thread looks for its faults, in place of the event loop."""
+"""Characters and values of a podTemplate beyond which a thread looks for its faults, and not the
+event loop."""
 MOST_OWNERS = 1000
-"""Jobs that a shared ConfigMap names as owners: beyond that many it stays for long enough without the others."""
+"""How many jobs a shared ConfigMap names as owners. With that many, it stays long enough without
+the others."""
 
 
 @dataclass(frozen=True)
 class _Pause:
-    """What was refused is not tried again `until` (monotonic seconds)."""
+    """A refused request is not tried again before `until` (monotonic seconds)."""
 
     until: float
     seconds: float
@@ -102,24 +106,34 @@ class _Pause:
     refusal: Refused | NameTaken
 
     def holds(self, now: float, generation: int, living: int) -> bool:
-        """Not where the user has changed the job, or where fewer pods of it live than then: there may be room."""
+        """Whether to wait.
+
+        A change of the job by its user, or a smaller number of living pods, ends the wait, since
+        there may be room.
+        """
         return now < self.until and generation == self.generation and living >= self.living
 
 
 @dataclass
 class _Shared:
-    """The turn of jobs that become owners of a ConfigMap, and those that wait for it: their owner references by uid."""
+    """The turn of jobs that become owners of a ConfigMap, and the jobs that wait for it.
+
+    Waiting jobs are kept as their owner references by uid.
+    """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: dict[str, Json] = field(default_factory=dict)
 
 
 class _Collected(NameTaken):
-    """A shared ConfigMap that the caches know is gone, or another one by now."""
+    """The caches know that a shared ConfigMap is gone or has been replaced."""
 
 
 class KubernetesCluster:
-    """Implements `ddpjob.engine.ports.Cluster` for every job. `instance` names this replica in events."""
+    """Implements `ddpjob.engine.ports.Cluster` for every job.
+
+    `instance` names this replica in events.
+    """
 
     def __init__(
         self,
@@ -138,25 +152,27 @@ class KubernetesCluster:
         self.classes = JobClasses()
         """Set by the operator."""
         self.creating = Turns(CREATIONS)
-        """Those of the objects that are created."""
+        """Turns for the creation of objects."""
         self._unsure: set[JobKey] = set()
-        """Jobs whose status was perhaps written by a request without an answer, or by others: they are read again."""
+        """Jobs whose status may have been written by an unanswered request, or by others. They are
+        read again."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
-        """By job, with its uid, then by kind and role of what was not created, or by a pod's uid and which change was
-        refused."""
+        """Pauses by job (with its uid), then by kind and role of a refused object, or by a pod's
+        uid and the refused change."""
         self._tokens: dict[JobKey, str] = {}
         """Names of Secrets that are known to exist."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
-        """Objects that exist although nothing shows them, by the job's uid, kind and name: until when that is believed
-        (monotonic seconds)."""
+        """Objects that exist although nothing shows them, by the job, and by uid, kind and name:
+        until when that is believed (monotonic seconds)."""
         self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
         """Faults of a job's podTemplate, with the job's uid and the template's hash."""
         self._looked: dict[str, float] = {}
         """When a Kubernetes node that seemed lost was read, by name."""
         self._checked: dict[str, bool] = {}
-        """Whether a ConfigMap of the runtime holds what it should, by uid: its content never changes."""
+        """Whether a ConfigMap of the runtime has the right content, by uid. The content never
+        changes."""
         self._shared: dict[tuple[str, str], _Shared] = {}
-        """ConfigMaps of which a job becomes an owner now, by namespace and name."""
+        """ConfigMaps of which a job is becoming an owner, by namespace and name."""
 
     # --- reading
 
@@ -165,7 +181,7 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            # Not read again: with its namespace the role that allows it may be gone as well.
+            # Not read again: the role that allows it may be gone together with its namespace.
             self._unsure.discard(key)
             for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
@@ -207,7 +223,7 @@ class KubernetesCluster:
         self._unsure.discard(key)
 
     def _follow(self, key: JobKey, job: DDPJob | None) -> None:
-        """Follows the job's coordinator while it runs."""
+        """Follow the job's coordinator while it runs."""
         if self.report_watch is None:
             return
         rendezvous = job.status.rendezvous if job is not None and not job.status.terminal else None
@@ -227,14 +243,20 @@ class KubernetesCluster:
         return self.report_watch.refusal(key) if self.report_watch is not None else ""
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
-        """Reads those of these Kubernetes nodes that seem lost: their pods would be replaced, and a watch may lag."""
+        """Read those of these Kubernetes nodes that seem lost.
+
+        Otherwise their pods would be replaced, although only the watch may lag.
+        """
         known = self.caches.hosts.hosts
         if known is not None:
             lost = {host for host in hosts if host and (host not in known or not known[host].ready)}
             await asyncio.gather(*(self._look_at(host) for host in lost))
 
     async def _look_at(self, host: str) -> HostView | None:
-        """A Kubernetes node as it was LOOK_AGAIN seconds ago, or later; None: it does not exist."""
+        """Return a Kubernetes node as it was at most LOOK_AGAIN seconds ago.
+
+        None if it does not exist.
+        """
         now = time.monotonic()
         self._looked = {h: when for h, when in self._looked.items() if now - when < LOOK_AGAIN}
         if host in self._looked:
@@ -255,7 +277,7 @@ class KubernetesCluster:
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         faults = await self._template_faults(job)
-        # Nothing is awaited from here on: a host that changes later wakes the job again.
+        # Nothing is awaited after this point. A host that changes later wakes the job again.
         return World(
             pods=pods,
             departed=self.caches.departed(job),
@@ -283,8 +305,11 @@ class KubernetesCluster:
         )
 
     async def _template_faults(self, job: DDPJob) -> tuple[str, ...]:
-        """Return the faults of a podTemplate that the job has no pods of yet. It is searched once, and a large one in a
-        thread, because everything else waits for the event loop."""
+        """Return the faults of a podTemplate, unless the job already has pods of it.
+
+        It is searched once, and a large one in a thread, because everything else waits for the
+        event loop.
+        """
         if job.oversized:
             return (size_fault(job.oversized),)
         if job.status.template_hash.split("-")[0] == job.spec.template_hash:
@@ -302,7 +327,10 @@ class KubernetesCluster:
         return self.caches.owned(kind, job, name) is not None or self._is_found(job, kind, name)
 
     async def _with_flavors(self, job: DDPJob, workload: WorkloadView) -> WorkloadView:
-        """An admitted Workload with what its flavors add to pods, which is read once: the status keeps it."""
+        """Return an admitted Workload with the fields that its flavors add to pods.
+
+        They are read once, since the status keeps them.
+        """
         grant, known = workload.grant, job.status.queue
         if grant is None or workload.evicted:
             return workload
@@ -314,7 +342,7 @@ class KubernetesCluster:
                 try:
                     flavor = await self.rest.request("GET", f"{_KUEUE}/resourceflavors/{name}")
                 except ApiError as error:
-                    # Pods would use other machines than the quota is for.
+                    # Without the flavor, pods would use machines that the quota does not cover.
                     why = f"it is admitted, and the operator cannot read ResourceFlavor {name}: {error.message}"
                     return replace(workload, admitted=False, grant=None, message=why)
                 spec = flavor.get("spec") or {}
@@ -323,13 +351,19 @@ class KubernetesCluster:
         return replace(workload, grant=replace(grant, node=changes[0], coordinator=changes[1]))
 
     def _check_runtime(self, body: Json) -> None:
-        """Note whether a ConfigMap of the runtime holds what it should; of many the oldest is forgotten."""
+        """Note whether a ConfigMap of the runtime has the right content.
+
+        If there are too many, the oldest note is dropped.
+        """
         while len(self._checked) >= _MOST_CHECKED:
             del self._checked[next(iter(self._checked))]
         self._checked[body["metadata"]["uid"]] = holds_runtime(body)
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
-        """`name`, if this ConfigMap exists, is the job's (too) and holds what it should; else empty."""
+        """Return `name` if this ConfigMap exists and is usable; otherwise an empty text.
+
+        It has to have the job as an owner, and the right content.
+        """
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
             return ""
@@ -363,8 +397,9 @@ class KubernetesCluster:
             "status": status,
         }
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
-        # It is stored only where the rest is still that of `job`, so that up to 1.5 MB of that need not come back. But
-        # another class in the status changes what the spec means.
+        # It is stored only if the rest of the object is still that of `job`, so up to 1.5 MB of
+        # that need not come back. But a different class in the status changes the meaning of the
+        # spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -376,12 +411,13 @@ class KubernetesCluster:
                     raise Conflict from error
                 if not Rejection(object=KIND, status=error.status, message=error.message).final:
                     raise Refused(error.status, error.message) from error
-                raise  # The status is invalid: a defect of ours.
+                raise  # The status is invalid, which is a defect of this program.
             self._unsure.discard(key)
             version = answer["metadata"]["resourceVersion"]
             written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
             result = self.caches.take_job(written)
-        self._follow(key, result)  # A coordinator that runs since now: nothing else may change for a long time.
+        # The coordinator may run from now on, and nothing else may change for a long time.
+        self._follow(key, result)
         return result
 
     async def _change(
@@ -394,8 +430,10 @@ class KubernetesCluster:
         content_type: str = JSON,
         accept: str = JSON,
     ) -> Json:
-        """Raises as `Rest.request`, and ApiError also where an admission webhook fails or cannot be called: that may
-        last, and must not hold up what else there is to do for the job. Another 500 is one of the API server's own.
+        """Send a change. Raises the errors of `Rest.request`.
+
+        Also raises ApiError if an admission webhook fails or cannot be called: that may last, and
+        must not hold up the rest of the job's work. Any other 500 comes from the API server itself.
         """
         try:
             return await self.rest.request(
@@ -425,14 +463,15 @@ class KubernetesCluster:
                 async with self.creating.turn(job.namespace):
                     await self._create(job, manifest)
         except (Refused, NameTaken) as refusal:
-            pauses[what] = self._pause(job, refusal, before)  # What is refused at the same time is one refusal.
+            # Refusals at the same time count as one.
+            pauses[what] = self._pause(job, refusal, before)
             raise
         pauses.pop(what, None)
 
     def _pauses_of(self, job: DDPJob) -> dict[str | tuple[str, str], _Pause]:
         key = JobKey(job.namespace, job.name)
         uid, pauses = self._pauses.get(key, ("", {}))
-        if uid != job.uid:  # What an earlier job of this name was refused says nothing of this one.
+        if uid != job.uid:  # Refusals of an earlier job of this name do not apply to this one.
             pauses = {}
             self._pauses[key] = job.uid, pauses
         return pauses
@@ -441,13 +480,16 @@ class KubernetesCluster:
         return pause.holds(time.monotonic(), job.generation, self._living(job))
 
     def _pause(self, job: DDPJob, refusal: Refused | NameTaken, before: _Pause | None) -> _Pause:
-        """Twice as long as the one before, up to a limit."""
+        """Return a pause twice as long as the previous one, up to a limit."""
         first, longest = (1.0, BLOCKED_POLL) if isinstance(refusal, NameTaken) else (BLOCKED_POLL, LONGEST_PAUSE)
         seconds = min(longest, 2 * before.seconds) if before is not None else first
         return _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
 
     async def _with_priority(self, manifest: Json) -> Json:
-        """The Workload with the value of the priority class that it names. Raises Refused where there is none."""
+        """Return the Workload with the value of the priority class that it names.
+
+        Raises Refused if the class does not exist.
+        """
         named = manifest["spec"].get("priorityClassRef")
         if named is None:
             return manifest
@@ -479,7 +521,7 @@ class KubernetesCluster:
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD) and "namespace" not in error.message:
                 raise Refused(error.status, f"this cluster does not serve it any more: {error.message}") from error
             elif error.status == 404:
-                # The namespace is gone: so is the job, or it will be.
+                # The namespace is gone, so the job is gone too or soon will be.
                 raise Conflict from error
             else:
                 raise Refused(error.status, error.message) from error
@@ -489,18 +531,19 @@ class KubernetesCluster:
             self._made(kind_of(manifest), made)
 
     def _has_token(self, job: DDPJob, secret: Json, error: ApiError) -> bool:
-        """Whether the Secret exists which the API server does not create. The operator may not read it.
+        """Whether the Secret exists although the API server refuses to create it.
 
-        A quota that is used up is judged before the name: it refuses what is there already.
+        The operator may not read it. A used-up quota is checked before the name, so it refuses a
+        Secret that already exists.
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
-            self._take_token(job, name)  # This job's, by its name.
+            self._take_token(job, name)  # It is this job's, by its name.
             return True
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
         if self._tokens.get(key) == name:
-            return False  # A pod lacks it: it was deleted.
+            return False  # A pod lacks it, so it was deleted.
         same_key = job.status.template_hash.split("-")[1:2] == [self.platform.key_mark]
         generation = job.status.rendezvous.generation
         made_for = same_key and any(pod.generation == generation for pod in self.caches.pods(job))
@@ -542,14 +585,15 @@ class KubernetesCluster:
             return  # `_share` judges it.
         labels = found["metadata"].get("labels", {})
         if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
-            return  # It may be one without an owner.
+            return  # It may be a claim without an owner.
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
             if not any(o["uid"] == job.uid for o in owners):
                 raise NameTaken("it belongs to an earlier job of this name and is still being removed")
             if "deletionTimestamp" in found["metadata"]:
                 raise NameTaken("an object of this name is still being removed")
-            if labels.get(LABEL_MANAGED) != MANAGED_BY:  # A user has removed it, and no watch shows the object.
+            if labels.get(LABEL_MANAGED) != MANAGED_BY:
+                # A user has removed the label, so no watch shows the object.
                 self._find(job, manifest["kind"], manifest["metadata"]["name"])
             return
         raise NameTaken(
@@ -557,9 +601,10 @@ class KubernetesCluster:
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
-        """Creates a ConfigMap that the jobs of a namespace share, and makes the job one of those that keep it.
+        """Create a ConfigMap that the jobs of a namespace share, with the job as an owner.
 
-        One after the other, and the first one for all that wait: writes at the same time collide.
+        Jobs take turns, because concurrent writes would collide. The first one writes for all that
+        wait.
         """
         key = job.namespace, manifest["metadata"]["name"]
         shared = self._shared.setdefault(key, _Shared())
@@ -569,7 +614,9 @@ class KubernetesCluster:
                 for left in reversed(range(3)):
                     try:
                         return await self._share(job, manifest, await self._become_owner(job, shared.waiting))
-                    except _Collected:  # With the last of its jobs; a watch will say so. One may follow the other.
+                    except _Collected:
+                        # It went with the last of its jobs, and a watch will show that. It may
+                        # happen twice in a row.
                         if not left:
                             raise
         finally:
@@ -578,7 +625,10 @@ class KubernetesCluster:
                 self._shared.pop(key, None)
 
     async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
-        """The reference to the ConfigMap that belongs to the jobs of the namespace, the job being one of them."""
+        """Make the job an owner of the ConfigMap of the namespace's jobs.
+
+        Returns a reference to it.
+        """
         name = runtime_jobs_name(runtime_name())
         found = self.caches.known("ConfigMap", job.namespace, name)
         others = {**waiting, **self._next_owners(job, found)}
@@ -609,7 +659,10 @@ class KubernetesCluster:
         return found
 
     async def _add_owners(self, job: DDPJob, name: str, found: Owned, owners: Sequence[Json]) -> None:
-        """A strategic merge: it adds to the owners that others add at the same time."""
+        """Add owners by a strategic merge patch.
+
+        It keeps owners that others add at the same time.
+        """
         body = {"metadata": {"uid": found.uid, "ownerReferences": owners}}
         path = _path("ConfigMap", job.namespace, name)
         try:
@@ -622,7 +675,10 @@ class KubernetesCluster:
         self.caches.take("ConfigMap", patched)
 
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
-        """Other jobs of the namespace that will use the runtime: one write for all of them."""
+        """Return owner references of other jobs in the namespace that will use the runtime.
+
+        So one write covers all of them.
+        """
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
         known = found.job_uids if found is not None else frozenset[str]()
         new = (j for j in jobs if not (j.status.terminal or j.deleting or j.spec.run_policy.suspend))
@@ -646,14 +702,18 @@ class KubernetesCluster:
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
-            self.caches.forget("Pod", job.namespace, name)  # It ran nowhere, or nobody waits for its host.
+            # It ran nowhere, or nobody waits for its host.
+            self.caches.forget("Pod", job.namespace, name)
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
         before = self._pauses_of(job).get((uid, what))
         return before is not None and self._holds(job, before)
 
     def _keep(self, job: DDPJob, of: str, uid: str, what: str, error: ApiError) -> None:
-        """A change that is refused is no reason to leave out the others: it is tried again, less and less."""
+        """Note a refused change.
+
+        It must not hold up others, and is tried again at growing intervals.
+        """
         pauses = self._pauses_of(job)
         before = pauses.get((uid, what))
         if before is None:
@@ -661,13 +721,16 @@ class KubernetesCluster:
         pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
-        """Why a pod that is there was not deleted when that was tried last; empty: none was refused."""
+        """Return why the last deletion of an existing pod was refused; empty if none was."""
         pauses = self._pauses_of(job)
         refusals = (pauses[pod.uid, _DELETION].refusal for pod in pods if (pod.uid, _DELETION) in pauses)
         return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
 
     async def _is_lost(self, pod: PodView) -> bool:
-        """Whether a pod may be removed without waiting for its host: one that is Ready confirms its end itself."""
+        """Whether a pod may be removed without waiting for its host.
+
+        A Ready host confirms the pod's end itself.
+        """
         if not pod.host or self.caches.hosts.hosts is None:
             return True
         host = await self._look_at(pod.host)
@@ -687,7 +750,7 @@ class KubernetesCluster:
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         answer = await self._delete_or_say(job, f"Workload {name}", _path(WORKLOAD, job.namespace, name), body)
         if answer is not None and answer.get("kind") == WORKLOAD:
-            self.caches.take(WORKLOAD, answer)  # It has a finalizer of somebody's.
+            self.caches.take(WORKLOAD, answer)  # It has somebody's finalizer.
         elif not self._waits(job, uid, _DELETION):
             self.caches.forget(WORKLOAD, job.namespace, name)
 
@@ -702,7 +765,10 @@ class KubernetesCluster:
     async def _change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Writes the Workload that `change` makes of the present one; None: it needs no change."""
+        """Write the Workload that `change` returns for the current one.
+
+        None means that it needs no change.
+        """
         path = _path(WORKLOAD, job.namespace, name)
         if self._waits(job, uid, _CHANGE):
             return
@@ -719,10 +785,14 @@ class KubernetesCluster:
             if error.status == 409:
                 raise Conflict from error
             if error.status != 404:
-                self._keep(job, f"Workload {name}", uid, _CHANGE, error)  # Kueue's record; the job runs all the same.
+                # It is only Kueue's record, and the job runs anyway.
+                self._keep(job, f"Workload {name}", uid, _CHANGE, error)
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
-        """The uid in the patch makes the API server reject it for another pod of the same name."""
+        """Set a pod's role.
+
+        The uid in the patch makes the API server reject it for a different pod of the same name.
+        """
         body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
         path = _path("Pod", job.namespace, name)
         if self._waits(job, uid, _LABEL):
@@ -731,7 +801,7 @@ class KubernetesCluster:
             self.caches.take("Pod", await self._change("PATCH", path, body=body, content_type=MERGE_PATCH))
         except ApiError as error:
             if error.status not in (404, 409):
-                self._keep(job, f"pod {name}", uid, _LABEL, error)  # It trains all the same.
+                self._keep(job, f"pod {name}", uid, _LABEL, error)  # It trains anyway.
 
     async def delete_job(self, job: DDPJob) -> None:
         body = {
@@ -743,7 +813,10 @@ class KubernetesCluster:
         await self._delete_or_say(job, f"DDPJob {job.name}", _path(KIND, job.namespace, job.name), body)
 
     async def _delete_or_say(self, job: DDPJob, of: str, path: str, body: Json) -> Json | None:
-        """Like `_delete`, with an event where it is refused: no condition says that such an object stays."""
+        """Delete like `_delete`, and record an event if it is refused.
+
+        No condition shows that such an object stays.
+        """
         if self._waits(job, body["preconditions"]["uid"], _DELETION):
             return None
         answer, refusal = await self._try_to_delete(job, of, path, body)
@@ -755,7 +828,10 @@ class KubernetesCluster:
         return answer
 
     async def _try_to_delete(self, job: DDPJob, of: str, path: str, body: Json) -> tuple[Json | None, ApiError | None]:
-        """The answer as of `_delete`, and why it is refused: then it waits, longer each time."""
+        """Return the answer of `_delete`, and the error if it is refused.
+
+        The next try then waits longer each time.
+        """
         uid = body["preconditions"]["uid"]
         try:
             answer = await self._delete(path, body)
@@ -766,7 +842,7 @@ class KubernetesCluster:
         return answer, None
 
     async def _delete(self, path: str, body: Json) -> Json | None:
-        """The answer; None: the object is gone, or is another one by now."""
+        """Return the answer; None if the object is gone or has been replaced."""
         try:
             return await self._change("DELETE", path, body=body)
         except ApiError as error:
@@ -783,7 +859,10 @@ class KubernetesCluster:
             self.notifier.send(JobKey(job.namespace, job.name), id, receiver, body)
 
     async def record(self, job: DDPJob, event: Event) -> None:
-        """An event that cannot be written is logged only: it repeats what the status says."""
+        """Record an event.
+
+        If it cannot be written it is only logged, since it repeats the status.
+        """
         now = utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         content = f"{job.uid} {event.reason} {event.message}"
         mark = hashlib.sha256(content.encode()).hexdigest() if event.once else uuid.uuid4().hex
@@ -815,7 +894,10 @@ class KubernetesCluster:
 
 
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
-    """Whether an object stays for long enough: the job is one of its owners, or it has as many as it may have."""
+    """Whether an object stays long enough.
+
+    The job is one of its owners, or it has as many owners as it may have.
+    """
     return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 
 

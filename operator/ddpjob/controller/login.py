@@ -1,7 +1,8 @@
-"""Credentials for kopf: the service account's, else the kubeconfig's. kopf gets names and versions of jobs only.
+"""Credentials for kopf: the service account's, otherwise the kubeconfig's.
 
-kopf keeps the objects of a whole list, and each changed one for seconds. Users choose how large a DDPJob and its
-metadata are, so kopf's session asks for metadata, in pages of bounded size, and hands over what identifies an object.
+kopf gets only names and versions of jobs, because it keeps the objects of a whole list, and each
+changed one for seconds. Users choose how large a DDPJob and its metadata are. So kopf's session
+asks for metadata, in pages of bounded size, and hands over only the fields that identify an object.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ddpjob.controller.kube.informer import PAGE_BYTES
 from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, loads
 
 WATCH_PAUSE = 1.0
-"""Seconds from the beginning of a watch to the next one. kopf asks again at once, whatever ended the last one."""
+"""Seconds from the beginning of a watch to the next one. Without it kopf asks again at once,
+whatever ended the last one."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
@@ -69,7 +71,10 @@ def _is_of_jobs(response: Any) -> bool:
 
 
 class _Requests:
-    """Asks for the metadata of jobs. The API server ends a watch at its first event if a list is asked for."""
+    """Asks for the metadata of jobs.
+
+    If a list is asked for, the API server ends a watch at its first event.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[str, float] = {}  # path -> when its newest watch began
@@ -87,7 +92,10 @@ class _Requests:
 
 
 def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
-    """Return the class of answers of a session. Too large a page makes the pages of the next try smaller."""
+    """Return the class of a session's answers.
+
+    A page that is too large makes the pages of the next try smaller.
+    """
 
     class Answer(aiohttp.ClientResponse):
         async def start(self, connection: Any) -> Any:
@@ -113,7 +121,7 @@ def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
 
 
 class _Events:
-    """The lines of a watch, each with what identifies its object alone."""
+    """The lines of a watch, each reduced to the fields that identify its object."""
 
     def __init__(self, stream: aiohttp.StreamReader) -> None:
         self.stream = stream
@@ -122,7 +130,7 @@ class _Events:
         return getattr(self.stream, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """Yield lines; `size` counts for what is read of the connection."""
+        """Yield lines; `size` applies to the reads from the connection."""
         rest = bytearray()
         async for part in self.stream.iter_chunked(size):
             *lines, last = part.split(b"\n")

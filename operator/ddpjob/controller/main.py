@@ -1,4 +1,7 @@
-"""The operator's process: leader election, caches, a work queue of jobs, probes. `python -m ddpjob.controller`."""
+"""The operator's process: leader election, caches, a work queue of jobs, probes.
+
+Run it with `python -m ddpjob.controller`.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +44,23 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob")
 
 GARBAGE_OBJECTS = 50_000
-"""New objects after which Python looks for cycles among them. Parsed JSON has none, and consists of so many objects
-that Python's own 700 double the processor time of a list of pods."""
+"""Number of new objects after which Python looks for cycles among them. Parsed JSON has none, and
+consists of so many objects that Python's default of 700 doubles the processor time of a list of
+pods."""
 OTHERS_SECONDS = 10.0
-"""Seconds until a job on which another operator acts, as far as is known, is reconciled again."""
+"""Seconds until a job on which another operator seems to act is reconciled again."""
 
 INCOMPLETE_SECONDS = 1.0
-"""Likewise, one in a namespace of which not all has been read."""
+"""Seconds until a job in a namespace that has not been read completely is reconciled again."""
 CONNECTIONS = 64
-"""For requests, beside those that the watches hold."""
+"""Connections for requests, in addition to those of the watches."""
 
 
 class Leader:
-    """One term as the leader of a shard: it follows the API server and reconciles the jobs of the shard's namespaces.
+    """One term as the leader of a shard.
 
-    Nothing of it outlives the term.
+    It follows the API server and reconciles the jobs of the shard's namespaces. No part of it
+    outlives the term.
     """
 
     def __init__(
@@ -67,8 +72,8 @@ class Leader:
         schema: ServedSchema | None = None,
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
-        # Each namespace has its share of the workers; see `_rank` for the order. Pods come before statuses that only
-        # say that they are there.
+        # Each namespace has its share of the workers; see `_rank` for the order. Pods come before
+        # statuses that only report that they exist.
         self.queue = DelayQueue[JobKey](
             group=lambda key: key.namespace, rank=self._rank, crowded=lambda: self.cluster.creating.wanted()
         )
@@ -91,7 +96,10 @@ class Leader:
         return shard_of(namespace, self.settings.shards) == self.shard
 
     def _rank(self, key: JobKey) -> int:
-        """Jobs that have ended wait for the others, and at first those that seem well for those that lack something."""
+        """Return a job's rank: ended jobs come last.
+
+        At first, jobs that seem well come after jobs that lack something.
+        """
         job = self.caches.job(key)
         if job is None:
             return 0
@@ -103,23 +111,24 @@ class Leader:
         return int(living >= job.spec.pods)
 
     def wake(self, key: JobKey, urgent: bool) -> None:
-        """Called for every change of a job or its objects that others have made."""
+        """Queue a job. Called for every change of a job or its objects that others have made."""
         self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
-        """Called by the host watch: jobs with pods on changed hosts are reconciled at once."""
+        """Queue the jobs with pods on changed hosts at once. Called by the host watch."""
         for key in self.caches.jobs_on(changed):
             self.queue.add(key)
 
     async def reconcile_one(self, key: JobKey) -> float | None:
-        """Reconciles one job and measures it; returns the seconds until its next reconcile."""
+        """Reconcile one job and measure it; return the seconds until its next reconcile."""
         began = time.perf_counter()
         known = self.caches.job(key) is not None
         (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
             if not known:
-                # Whoever acts in its namespace: it is forgotten, and comes back with its next event if there is one.
+                # Forget it, whoever acts in its namespace. If it exists, it comes back with its
+                # next event.
                 return await reconcile(self.cluster, key, outcome=outcomes.append)
             if not self.caches.complete_in(key.namespace):
                 outcomes.append("left")
@@ -134,7 +143,8 @@ class Leader:
                 return OTHERS_SECONDS
             return await reconcile(self.cluster, key, outcome=outcomes.append)
         except asyncio.CancelledError:
-            outcomes.append("left")  # Its term is over: no defect, and another replica reconciles the job.
+            # The term is over, which is not a defect: another replica reconciles the job.
+            outcomes.append("left")
             raise
         finally:
             result = outcomes[0] if outcomes else "failed"
@@ -149,11 +159,15 @@ class Leader:
             return False
 
     async def _follow_by_kopf(self) -> None:
-        """Runs until cancelled; again where the API server's store was restored from a backup."""
+        """Run kopf until cancelled.
+
+        Restarts it if the API server's store was restored from a backup.
+        """
         watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
         while True:
             following = asyncio.create_task(follow_jobs(watched, self.caches.seen_by_kopf))
-            restored = asyncio.create_task(self.caches.restored())
+            self.caches.restored.clear()
+            restored = asyncio.create_task(self.caches.restored.wait())
             try:
                 done, _ = await asyncio.wait([following, restored], return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -164,14 +178,14 @@ class Leader:
                 following.result()
 
     async def act(self) -> None:
-        """Reads everything that there is, then works on the queue, until cancelled."""
+        """Read everything, then work on the queue, until cancelled."""
         log.info("%s acts for shard %s of %s", self.settings.identity, self.shard, self.settings.shards)
         metrics.LEADING.inc()
         SERIES.begin(self.accounts)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.caches.run())
-                if self.caches.namespaces:  # Else none of the watched ones is in this shard.
+                if self.caches.namespaces:  # Otherwise none of the watched ones is in this shard.
                     group.create_task(self._follow_by_kopf())
                 await self.caches.answered()
                 await self.queue.work(self.reconcile_one, self.settings.workers)
@@ -183,7 +197,10 @@ class Leader:
 
 
 class Operator:
-    """One replica: the leader of each shard whose Lease it holds. Without any it waits, and asks for nothing else."""
+    """One replica: the leader of each shard whose Lease it holds.
+
+    Without a Lease it waits, and requests nothing else.
+    """
 
     def __init__(
         self, settings: Settings, rest: Rest, leases: Sequence[Lease], coordinators: CoordinatorClient
@@ -198,14 +215,17 @@ class Operator:
             metrics.COORDINATORS.labels(state).set_function(functools.partial(self._coordinators, answers=answers))
 
     def _terms(self) -> list[Leader]:
-        """Also for the thread that answers Prometheus."""
+        """Return the current terms. Also called by the thread that answers Prometheus."""
         return list(self.leaders.values())
 
     def _coordinators(self, *, answers: bool) -> int:
         return sum(leader.report_watch.count(answers=answers) for leader in self._terms())
 
     async def act(self, shard: int) -> None:
-        """One term. What an earlier one knew may have been changed by another replica since."""
+        """Act for one term.
+
+        It starts without the previous term's state, which another replica may have changed.
+        """
         leader = self.leaders[shard] = Leader(self.settings, self.rest, self.coordinators, shard, self.schema)
         try:
             await leader.act()
@@ -213,9 +233,10 @@ class Operator:
             del self.leaders[shard]
 
     async def act_when_elected(self) -> None:
-        """Acts while this replica holds a Lease, or always where there is none. Ends by an error only.
+        """Act while this replica holds a Lease, or always if there are no Leases.
 
-        One that is newer than the CRD leaves the Leases to replicas of the release before, which it would replace.
+        Ends only by an error. A replica that is newer than the CRD leaves the Leases to replicas of
+        the previous release, which it would otherwise replace.
         """
         looking = asyncio.create_task(self.schema.run())
         try:
@@ -230,7 +251,10 @@ class Operator:
 
     @property
     def ready(self) -> bool:
-        """Whether a leader has read what there is, and another replica has read the Leases lately."""
+        """Whether this replica does its work.
+
+        A leader must have read everything, and any other replica the Leases lately.
+        """
         if not self.schema.fits:
             return False
         if self.leaders:
@@ -240,7 +264,7 @@ class Operator:
 
 @asynccontextmanager
 async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIterator[None]:
-    """`/healthz`: the event loop turns. `/readyz`: this replica does its work."""
+    """Serve `/healthz` (the event loop turns) and `/readyz` (this replica does its work)."""
     app = web.Application()
 
     async def healthz(request: web.Request) -> web.Response:
@@ -263,7 +287,7 @@ async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIter
 
 
 async def run(settings: Settings) -> None:
-    """Runs the operator, until cancelled."""
+    """Run the operator, until cancelled."""
     async with AsyncExitStack() as stack:
         watching = settings.shards * watches(len(settings.namespaces))
         rest, coordinators = await Rest.connect(CONNECTIONS + watching), CoordinatorClient()
@@ -271,7 +295,7 @@ async def run(settings: Settings) -> None:
         stack.push_async_callback(coordinators.close)
         leases: Sequence[Lease] = ()
         if settings.lease_namespace:
-            # They must not wait for connections that reconciles use.
+            # Leases must not wait for connections that reconciles use.
             alone = await Rest.connect(connections=2 * settings.shards)
             stack.push_async_callback(alone.close)
             place = settings.lease_namespace, settings.lease_name
@@ -285,7 +309,7 @@ async def run(settings: Settings) -> None:
 
 
 async def run_until_signal(settings: Settings) -> None:
-    """Runs the operator until SIGTERM or SIGINT."""
+    """Run the operator until SIGTERM or SIGINT."""
     loop, running = asyncio.get_running_loop(), asyncio.create_task(run(settings))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, running.cancel)
@@ -296,7 +320,7 @@ async def run_until_signal(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Returns the exit code: 2 for wrong settings, and without credentials."""
+    """Return the exit code: 2 for wrong settings, or without credentials."""
     try:
         settings = Settings.from_environment()
     except SettingsError as error:
@@ -305,7 +329,8 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # Signals are ours, kopf runs in a thread.
+    # Signals are ours, and kopf runs in a thread.
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     raise_open_files()  # Each running job has a connection.
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)

@@ -1,7 +1,7 @@
-"""Claims of namespaces: of two operators that watch the same one, only the first acts on its jobs.
+"""Claims namespaces: of two operators that watch the same one, only the first acts on its jobs.
 
-Each would take the other's key for a change of its own, and restart every job, for ever. Helm refuses
-most such installations, not all of them.
+Otherwise each would take the other's key for a change of its own, and restart every job forever.
+Helm refuses most such installations, but not all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Claim(Lease):
 
 
 class _Namespace:
-    """What is known of one namespace. `due`, `renewed`: monotonic seconds."""
+    """State of one namespace. `due` and `renewed` are monotonic seconds."""
 
     def __init__(self, claim: _Claim) -> None:
         self.claim, self.lock = claim, asyncio.Lock()
@@ -38,16 +38,22 @@ class _Namespace:
 
 
 class NamespaceClaims:
-    """The claims of a release, which all its replicas share: `release` is the name of their own Lease."""
+    """The claims of a release, which all its replicas share.
+
+    `release` is the name of their own Lease.
+    """
 
     def __init__(self, rest: Rest, release: str) -> None:
         self.rest, self.release = rest, release
         self._namespaces: dict[str, _Namespace] = {}
 
     async def mine(self, name: str) -> bool:
-        """Whether this release acts in a namespace; it claims one that nobody has. Raises Unavailable."""
+        """Whether this release acts in a namespace.
+
+        It claims a namespace that nobody has. Raises Unavailable.
+        """
         if name not in self._namespaces:
-            # Those that nobody has asked for lately have no jobs any more, and may be gone.
+            # Namespaces that nobody has asked for lately have no jobs left, and may be gone.
             left = time.monotonic() - CLAIM_SECONDS
             self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}
             self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))
@@ -62,7 +68,7 @@ class NamespaceClaims:
         try:
             held = await known.claim.hold()
         except ApiError as error:
-            # Without the right to hold Leases there, or in a namespace that is ending.
+            # The operator may not hold Leases there, or the namespace is being deleted.
             log.info("namespace %s is not claimed: %s", name, error)
             held = True
         except Unavailable:

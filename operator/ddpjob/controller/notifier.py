@@ -1,7 +1,8 @@
-"""Posts notifications to receivers: webhooks that the platform team names, whose URLs lie in files of the operator.
+"""Posts notifications to receivers: webhooks named by the platform team, with their URLs in files.
 
-A job chooses a receiver by name and nothing of the request's address, so that nobody who creates jobs can make the
-operator send somewhere. Each receiver has workers of its own, which its namespaces share: one that hangs delays nobody.
+A job only names a receiver and chooses no part of the request's address, so nobody who creates jobs
+can make the operator send somewhere else. Each receiver has its own workers, which its namespaces
+share, so one that hangs delays no other.
 """
 
 from __future__ import annotations
@@ -25,19 +26,23 @@ from ddpjob.engine.ports import JobKey
 log = logging.getLogger("ddpjob.notify")
 
 SECONDS = 10.0
-"""For one try, from the name's lookup to the answer's head. Its body is not read."""
+"""Timeout of one try, from the name's lookup to the head of the answer. Its body is not read."""
 TRIES = 10
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
-"""Seconds between two tries: doubled each time, or as long as the receiver asks for. All take about 10 minutes."""
+"""Seconds between two tries: doubled each time, or as long as the receiver asks for. All tries take
+about 10 minutes."""
 WORKERS = 2
-"""Of each receiver; of two namespaces that use it each has one."""
+"""Workers of each receiver. If two namespaces use it, each has one."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
-"""In a receiver's list of namespaces: all of them."""
+"""Stands for all namespaces in a receiver's list."""
 
 
 class Unsent(Exception):
-    """A try failed. The message names no URL: that is a credential. `pause`: seconds that the receiver asks for."""
+    """A try failed. `pause` is the number of seconds that the receiver asks for.
+
+    The message contains no URL, because that is a credential.
+    """
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
         super().__init__(message)
@@ -46,19 +51,26 @@ class Unsent(Exception):
 
 @dataclass(frozen=True)
 class Receivers:
-    """Who may use which receiver. `folder` holds a file per receiver, with its URL."""
+    """The receivers, and the namespaces that may use each.
+
+    `folder` holds a file per receiver, with its URL.
+    """
 
     namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     folder: Path = Path("/nonexistent")
     link: str = ""
-    """Of a page about a job, with {namespace} and {job}."""
+    """URL of a page about a job, with {namespace} and {job}."""
 
     def usable_in(self, namespace: str) -> frozenset[str]:
-        """Names of the receivers that jobs of a namespace may use."""
+        """Return names of the receivers that jobs of a namespace may use."""
         return frozenset(n for n, allowed in self.namespaces.items() if {namespace, EVERYBODY} & set(allowed))
 
     def url(self, name: str) -> str:
-        """Read at each try: a Secret that is mounted changes while the operator runs. Raises Unsent."""
+        """Read a receiver's URL.
+
+        It is read at each try, since a mounted Secret changes while the operator runs. Raises
+        Unsent.
+        """
         try:
             with (self.folder / name).open() as file:
                 url = file.read(LONGEST_URL + 1).strip()
@@ -78,7 +90,7 @@ class Receivers:
 
 @dataclass
 class _Sending:
-    """A notification on its way, or one whose outcome no status holds yet."""
+    """A notification that is being sent, or whose outcome is not in a status yet."""
 
     receiver: str
     body: Json
@@ -90,7 +102,10 @@ _Id = tuple[JobKey, str]
 
 
 class Notifier:
-    """`wake(job)` is called when the outcome of one of the job's notifications is known."""
+    """Sends notifications.
+
+    `wake(job)` is called when the outcome of one of the job's notifications is known.
+    """
 
     def __init__(self, receivers: Receivers, wake: Callable[[JobKey], None]) -> None:
         self.receivers, self._wake = receivers, wake
@@ -99,7 +114,10 @@ class Notifier:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """What is on its way is left: its status says so, and the next leader sends it."""
+        """Stop sending.
+
+        Unsent notifications stay pending in their status, and the next leader sends them.
+        """
         tasks = [task for _, task in self._queues.values()]
         for task in tasks:
             task.cancel()
@@ -108,7 +126,10 @@ class Notifier:
             await self._session.close()
 
     def send(self, key: JobKey, id: str, receiver: str, body: Json) -> None:
-        """Begins to send; one whose id is known changes nothing, unless the job names another receiver by now."""
+        """Begin to send.
+
+        A known id changes nothing, unless the job names a different receiver by now.
+        """
         known = self._sending.setdefault(key, {}).get(id)
         if known is not None and (known.receiver == receiver or known.outcome is not None):
             return
@@ -116,7 +137,10 @@ class Notifier:
         self._queue(receiver).add((key, id))
 
     def outcomes(self, key: JobKey, pending: Iterable[str]) -> dict[str, NotificationOutcome]:
-        """Of the job's notifications that its status still calls pending. The others are forgotten."""
+        """Return outcomes of the job's notifications that are pending in its status.
+
+        The others are forgotten.
+        """
         if key not in self._sending:
             return {}
         wanted = frozenset(pending)
@@ -140,7 +164,7 @@ class Notifier:
         return self._queues[receiver][0]
 
     async def _attempt(self, id: _Id, receiver: str) -> float | None:
-        """One try; the seconds until the next one, None where there is none."""
+        """Try once; return the seconds until the next try, None if there is none."""
         key, name = id
         sending = self._sending.get(key, {}).get(name)
         if sending is None or sending.outcome is not None or sending.receiver != receiver:
@@ -162,7 +186,7 @@ class Notifier:
         return None
 
     async def _post(self, receiver: str, id: str, body: Json) -> None:
-        """Raises Unsent."""
+        """Post a notification. Raises Unsent."""
         url = self.receivers.url(receiver)
         headers = {"Content-Type": "application/json", "User-Agent": "ddpjob-operator", "Idempotency-Key": f'"{id}"'}
         try:
@@ -188,6 +212,6 @@ class Notifier:
                 connector=aiohttp.TCPConnector(force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                trust_env=True,  # receivers are often beyond a proxy: HTTPS_PROXY and NO_PROXY
+                trust_env=True,  # receivers are often behind a proxy: HTTPS_PROXY and NO_PROXY
             )
         return self._session

@@ -1,4 +1,7 @@
-"""The operator's own Prometheus metrics, and the port of all. Those of jobs: `job_metrics`."""
+"""The operator's own Prometheus metrics, and the port that serves all metrics.
+
+Metrics of jobs are in `job_metrics`.
+"""
 
 from __future__ import annotations
 
@@ -73,19 +76,22 @@ BUILD_INFO.labels(_version(), platform.python_version()).set(1)
 # --- the event loop ---------------------------------------------------------------------------------------------
 
 TURNS_SECONDS = 60.0
-"""Seconds for which a turn is remembered, and at most twice as long."""
+"""Seconds for which a turn is remembered, up to twice as long."""
 
 
 class TurnMeter(selectors.DefaultSelector):
-    """The selector of an event loop, which measures the loop's turns: the time between two of its calls."""
+    """The selector of an event loop, which measures the loop's turns.
+
+    A turn is the time between two of its calls.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self._clock = clock
         self._began: float | None = None
-        """When the turn began that runs now; None: the loop waits."""
+        """When the running turn began; None while the loop waits."""
         self._kept = 0, 0.0, 0.0
-        """The number of a period, and the longest turns of it and of the period before it."""
+        """The number of a period, and the longest turns of it and of the previous period."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events, which ends one turn and begins the next."""
@@ -100,7 +106,10 @@ class TurnMeter(selectors.DefaultSelector):
             self._began = self._clock()
 
     def longest(self) -> float:
-        """Return the seconds of the longest turn of late, the one that runs now included. For any thread."""
+        """Return the seconds of the longest recent turn, including the running one.
+
+        May be called from any thread.
+        """
         now, began = self._clock(), self._began
         _, longest, before = self._at(now)
         return max(longest, before, now - began if began is not None else 0.0)
@@ -115,17 +124,18 @@ class TurnMeter(selectors.DefaultSelector):
 # --- the port ---------------------------------------------------------------------------------------------------
 
 CONNECTIONS = 16
-"""Scrapes at the same time; whoever comes beyond is refused. Anybody may come."""
+"""How many scrapes are served at the same time. More are refused, because anybody may connect."""
 PATIENCE = 10.0
 """Seconds for which a client may be silent."""
 FRESH_SECONDS = 0.5
-"""For so long a text is served again."""
+"""Seconds for which a text is served again."""
 SHARE = 0.1
-"""Of a CPU's time goes at most into making texts: one of many jobs, which takes long, is served again for longer."""
+"""Share of a CPU's time that making texts may take. A text about many jobs, which takes long, is
+served again for longer."""
 
 
 class Page:
-    """The text of all metrics as a WSGI application, made once for all who ask within a moment."""
+    """The text of all metrics as a WSGI application, made once for all clients within a moment."""
 
     def __init__(self, render: Callable[[], bytes] = generate_latest) -> None:
         self._render = render
@@ -133,7 +143,7 @@ class Page:
         self._text, self._until = b"", 0.0
 
     def text(self) -> bytes:
-        """Raises what a collector raises."""
+        """Return the text. Raises the exceptions of a collector."""
         with self._lock:
             if time.monotonic() >= self._until:
                 began = time.thread_time()
@@ -142,14 +152,14 @@ class Page:
             return self._text
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Any path and any method: there is one page."""
+        """Serve the page. Any path and any method get it."""
         text = self.text()
         start_response("200 OK", [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)])
         return [text]
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """A thread per connection, and no more of them than CONNECTIONS, so that they cost the operator no more than that.
+    """Serves each connection in a thread, with at most CONNECTIONS threads to limit their cost.
 
     It answers while the event loop hangs.
     """
@@ -164,7 +174,10 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((str(place[0]), address[1]), handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Also that of the thread which accepts: it must not wait."""
+        """Start a thread for a connection.
+
+        This runs in the accepting thread, so it must not wait.
+        """
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -175,25 +188,25 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Of a thread of its own."""
+        """Serve a connection in its own thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away, or is silent, is no news."""
+        """Ignore a client that disconnects or is silent."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = PATIENCE
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not a line per scrape."""
+        """Log nothing, to avoid a line per scrape."""
 
 
 def serve(port: int, address: str, page: Page | None = None) -> MetricsServer:
-    """Answers Prometheus at the port, in threads, until `shutdown` is called or the process ends."""
+    """Answer Prometheus at the port, in threads, until `shutdown` is called or the process ends."""
     server = make_server(address, port, page or Page(), MetricsServer, _Handler)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

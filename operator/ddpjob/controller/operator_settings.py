@@ -31,38 +31,42 @@ class Settings:
     """One field per variable `DDPJOB_OPERATOR_<FIELD>`."""
 
     key: bytes
-    """Secret of at least 16 bytes that the jobs' tokens derive from. Replicas share it."""
+    """Secret of at least 16 bytes from which the jobs' tokens derive. Replicas share it."""
     namespaces: tuple[str, ...] = ()
     """Watched namespaces; empty: all."""
     peer: Json | None = None
-    """The operator's pods as the peer of a NetworkPolicy, in JSON; without it jobs get no NetworkPolicy."""
+    """The operator's pods as the peer of a NetworkPolicy, in JSON. Without it, jobs get no
+    NetworkPolicy."""
     metrics_peers: tuple[Json, ...] = ()
-    """Peers that may reach the coordinators for their metrics, a list in JSON."""
+    """Peers that may reach the coordinators for their metrics: a list in JSON."""
     workers: int = 16
-    """Jobs reconciled at the same time."""
+    """How many jobs are reconciled at the same time."""
     lease_namespace: str = ""
     """Namespace of the Lease for leader election; empty: no election (one replica)."""
     lease_name: str = "ddpjob-operator"
     shards: int = 1
-    """Shares into which the namespaces are dealt out, each with a Lease: that many replicas act at the same time."""
+    """Number of shards into which the namespaces are divided, each with a Lease. That many replicas
+    act at the same time."""
     identity: str = "ddpjob-operator"
     address: str = "0.0.0.0"
-    """Where health and metrics are served: the pod's own address, IPv4 or IPv6."""
+    """The address that serves health and metrics: the pod's own, IPv4 or IPv6."""
     health_port: int = 8080
     metrics_port: int = 9090
-    """0: no metrics."""
+    """Port of the metrics; 0: no metrics."""
     log_level: str = "INFO"
     receivers: Receivers = field(default_factory=Receivers)
-    """RECEIVERS: NAME: [NAMESPACE, ...] in JSON, "*" for all; RECEIVERS_FOLDER: a file per name, with its URL;
-    NOTIFY_LINK: the URL of a page about a job, with {namespace} and {job}."""
+    """RECEIVERS is {NAME: [NAMESPACE, ...]} in JSON, "*" for all namespaces. RECEIVERS_FOLDER has a
+    file per name, with its URL. NOTIFY_LINK is the URL of a page about a job, with {namespace} and
+    {job}."""
     node_health: HealthSignals = field(default_factory=HealthSignals)
-    """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) of unhealthy nodes: lists in JSON. A final * is a prefix."""
+    """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) of unhealthy nodes: lists in JSON. A
+    final * makes a prefix."""
     classes: JobClasses = field(default_factory=JobClasses)
-    """CLASSES: NAME: {namespaces, spec, queue, fixed, limits} in JSON."""
+    """CLASSES is {NAME: {namespaces, spec, queue, fixed, limits}} in JSON."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Reads the environment. Raises SettingsError, which names the variable."""
+        """Read the environment. Raises SettingsError, which names the variable."""
 
         def text(name: str, default: str) -> str:
             return environment.get(PREFIX + name, default)
@@ -128,7 +132,7 @@ _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def _receivers(namespaces: Json, folder: str, link: str) -> Receivers:
-    """Raises SettingsError."""
+    """Read the receivers. Raises SettingsError."""
     for name, allowed in namespaces.items():
         if not _NAME.fullmatch(name) or not isinstance(allowed, list) or not all(isinstance(n, str) for n in allowed):
             remedy = 'write {"NAME": ["NAMESPACE", ...]}, NAME in lower-case letters, digits and -'
@@ -139,7 +143,7 @@ def _receivers(namespaces: Json, folder: str, link: str) -> Receivers:
 
 
 def _classes(found: Json) -> JobClasses:
-    """Raises SettingsError."""
+    """Read the classes. Raises SettingsError."""
     try:
         read = JobClasses.read(found)
     except ValueError as error:
@@ -163,7 +167,11 @@ _OF_A_HEALTHY_NODE = {
 
 
 def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSignals:
-    """Raises SettingsError for what is no sign of an unhealthy node, or already means something else."""
+    """Read the signals.
+
+    Raises SettingsError for one that is not a sign of an unhealthy node, or already has a different
+    meaning.
+    """
     pairs = []
     for text in conditions:
         kind, _, status = text.partition("=")

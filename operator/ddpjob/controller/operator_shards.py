@@ -46,16 +46,23 @@ log = logging.getLogger("ddpjob.election")
 WANTED_BY = "ddpjob.io/wanted-by"
 """Annotation of a Lease: the replica for which its holder is asked to release it."""
 PATIENCE = 3 * RETRY_SECONDS
-"""Seconds for which a Lease must have been free, per Lease that a replica has already, before it takes this one too."""
+"""Seconds for which a Lease must have been free, per Lease that a replica already has, before it
+takes this one too."""
 
 
 def shard_of(namespace: str, count: int) -> int:
-    """The shard of a namespace, 0 to `count` - 1: the same at every replica and in every version."""
+    """Return the shard of a namespace, 0 to `count` - 1.
+
+    It is the same at every replica and in every version.
+    """
     return zlib.crc32(namespace.encode()) % count
 
 
 class Shards:
-    """The Leases of `count` shards, as seen by one replica. A single shard's Lease is called `name`."""
+    """The Leases of `count` shards, as seen by one replica.
+
+    A single shard's Lease is called `name`.
+    """
 
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str, count: int) -> None:
         self.rest, self.name, self.namespace = rest, name, namespace
@@ -68,20 +75,26 @@ class Shards:
 
     @property
     def held(self) -> int:
-        """How many this replica holds."""
+        """How many Leases this replica holds."""
         return sum(lease.held for lease in self.leases)
 
     def asks(self, holder: str) -> bool:
-        """Whether to ask `holder` for one of its shards now: it would still have as many as this replica."""
+        """Whether to ask `holder` for one of its shards now.
+
+        Afterwards it would still have at least as many as this replica.
+        """
         theirs = Counter(lease.holder for lease in self.leases)[holder]
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
 
     def has_asked(self) -> None:
-        """Called when it has: the next time is a while later."""
+        """Take note of a request, so that the next one comes a while later."""
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
-        """Whether a replica acts by another number of shards, as while an upgrade changes it. Raises as Rest does."""
+        """Whether a replica acts with a different number of shards.
+
+        That happens while an upgrade changes it. Raises the errors of Rest.
+        """
         try:
             found = (await self.rest.request("GET", self.leases[0].collection))["items"]
         except ApiError as error:
@@ -108,7 +121,7 @@ class ShardLease(Lease):
         super().__init__(rest, namespace, name, identity)
         self.shards = shards
         self.held, self.holder = False, ""
-        """Whether this replica holds it; who does, as was seen last (empty: nobody)."""
+        """Whether this replica holds it, and the last known holder (empty: nobody)."""
         self._free_since: float | None = None
 
     async def hold(self) -> bool:
@@ -119,7 +132,11 @@ class ShardLease(Lease):
         return self.held
 
     async def _is_alone(self) -> bool:
-        """Two of different numbers that take Leases at the same time: each sees the other's here, and tries later."""
+        """Whether no Lease of a different shard count is held.
+
+        Otherwise release this one and wait a moment. Two replicas configured with different counts
+        may take Leases at once: each detects the other here, and retries later.
+        """
         if not await self.shards.another_number_is_held():
             return True
         await super().release()

@@ -30,17 +30,18 @@ from ddpjob.objects.workload import COORDINATOR_SET, LABEL_SHAPE, NODE_SET
 
 _LONGEST_TEXT = 1000
 _LONGEST_ENDING = 4096
-"""Characters of what a container has written to /dev/termination-log, as in Kubernetes."""
+"""Maximum number of characters that are read from a container's /dev/termination-log, as in
+Kubernetes."""
 _MOST_CONTAINERS = 64
-"""Of a pod, its main container first."""
+"""Maximum number of a pod's containers, its main container first."""
 _LARGEST_LABEL = 2**31
 _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 
 
 def read_pod(body: Mapping[str, Any]) -> PodView:
-    """From a Pod object of a job. Raises KeyError or ValueError where its labels are missing or wrong.
+    """Read a Pod object of a job. Raises KeyError or ValueError if its labels are missing or wrong.
 
-    Whoever may create pods can give them a job's labels: what is kept of each is bounded.
+    Anybody who may create pods can give them a job's labels, so the kept part of each is bounded.
     """
     meta, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     labels = meta.get("labels", {})
@@ -48,7 +49,8 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
     placed, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     prepared = conditions.get("PodReadyToStartContainers", {}).get("status")
     unplaced = placed.get("message", "") if placed.get("status") == "False" else ""
-    gated = placed.get("reason") == "SchedulingGated"  # Else Unschedulable, or the scheduler's own SchedulerError.
+    # Otherwise the reason is Unschedulable, or the scheduler's own SchedulerError.
+    gated = placed.get("reason") == "SchedulingGated"
     hit = disrupted.get("status") == "True"
     return PodView(
         name=meta["name"],
@@ -94,7 +96,7 @@ def _containers(statuses: Sequence[Mapping[str, Any]]) -> dict[str, ContainerVie
 
 
 def read_container(status: Mapping[str, Any]) -> ContainerView:
-    """From an item of `containerStatuses`."""
+    """Read an item of `containerStatuses`."""
     state = status.get("state", {})
     waiting, running, ended = state.get("waiting", {}), state.get("running", {}), state.get("terminated")
     if ended is not None:
@@ -113,7 +115,7 @@ def read_container(status: Mapping[str, Any]) -> ContainerView:
 
 
 def read_claim(body: Mapping[str, Any]) -> ClaimView:
-    """From a PersistentVolumeClaim object."""
+    """Read a PersistentVolumeClaim object."""
     meta = body["metadata"]
     labels = meta.get("labels") or {}
     made = labels.get(LABEL_MANAGED) == MANAGED_BY
@@ -129,7 +131,10 @@ def read_claim(body: Mapping[str, Any]) -> ClaimView:
 
 
 def read_workload(body: Mapping[str, Any]) -> WorkloadView:
-    """From a Workload object of a job, without what its flavors add to pods. Raises KeyError for one without a name."""
+    """Read a Workload object of a job, without the fields that its flavors add to pods.
+
+    Raises KeyError for one without a name.
+    """
     meta, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     held = {kind for kind, c in conditions.items() if c.get("status") == "True"}
@@ -165,7 +170,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
 
 
 def _said(conditions: Mapping[str, Any], held: set[str], status: Mapping[str, Any]) -> str:
-    """Why a Workload is evicted or waits, in Kueue's words."""
+    """Return why a Workload is evicted or waits, in Kueue's words."""
     if "Evicted" in held and "QuotaReserved" in held:
         return str(conditions["Evicted"].get("message", ""))[:_LONGEST_TEXT]
     if "QuotaReserved" not in held:
@@ -180,7 +185,7 @@ def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
-    """What the admission checks that have passed add to the pods of a pod set."""
+    """Return what the passed admission checks add to the pods of a pod set."""
     changes = PodChanges()
     for check in status.get("admissionChecks") or ():
         for update in check.get("podSetUpdates") or ():
@@ -190,7 +195,10 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 
 
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
-    """With the tolerations, labels and annotations of a flavor or an admission check, and its selector."""
+    """Return the changes with those of a flavor or an admission check added.
+
+    These are tolerations, labels and annotations in `more`, and the selector.
+    """
     tolerations = [t for t in more.get("tolerations") or () if t not in changes.tolerations]
     return PodChanges(
         node_selector={**changes.node_selector, **(selector or {})},

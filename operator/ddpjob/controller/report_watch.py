@@ -39,22 +39,25 @@ from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
 PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
-"""How long a coordinator holds a request without news, and so how old its progress may be: for JOBS jobs and fewer; in
-proportion for more. Its upper limit is the coordinators'."""
+"""How long a coordinator holds a request without news, which limits the age of its progress.
+PROGRESS_SECONDS applies to at most JOBS jobs, and grows in proportion to more. The coordinators
+themselves have the upper limit."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
-"""Seconds between two requests to one coordinator: for the first BURST of them, and beyond."""
+"""Seconds between two requests to one coordinator: for the first BURST of them, and for later
+ones."""
 BURST = 10
 WAKE_SECONDS = 1.0
-"""Between two wakes of one job. The first news after a quiet second wakes it at once."""
+"""Seconds between two wakes of one job. The first news after a quiet second wakes it at once."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
-"""Seconds. The longest is what a user waits for the truth once a network is whole again."""
+"""Seconds between retries. The longest is how long a user waits for the current state after a
+network has recovered."""
 LONGEST_SHARE = 30.0
-"""Seconds that a coordinator with a large report waits for those of others."""
+"""Maximum seconds that a coordinator with a large report waits for the reports of others."""
 STALE_SECONDS = 3.0
-"""A coordinator that has not answered for so long has no report."""
+"""Seconds without an answer after which a coordinator has no report."""
 READ_BYTES = 25_000_000
-"""Of all coordinators' reports in a second: about half of what one processor reads."""
+"""Bytes per second of all coordinators' reports: about half of what one processor reads."""
 
 
 @dataclass
@@ -65,21 +68,25 @@ class FollowedCoordinator:
     task: asyncio.Task[None] | None = None
     report: Report | None = None
     failing_since: float | None = None
-    """Since when it has not answered, although asked; None: it did."""
+    """Since when it has not answered its requests; None if it answered the last one."""
     answered: float = field(default=float("-inf"))
     news: Any = None
     failures: int = 0
     size: int = 0
-    """Bytes of its last answer."""
+    """Size of its last answer in bytes."""
     credit: float = BURST
     woken: float = field(default=float("-inf"))
     wake: asyncio.TimerHandle | None = None
     refusal: str = ""
-    """Why its last answer could not be used; empty: it could, or there was none."""
+    """Why its last answer could not be used; empty if it could, or if there was none."""
 
 
 class ReportWatch:
-    """`wake(job)` is called when there is news of the job's coordinator: a break, another state, its silence."""
+    """Follows coordinators.
+
+    `wake(job)` is called when there is news of the job's coordinator: a break, a different state,
+    its silence.
+    """
 
     def __init__(self, wake: Callable[[JobKey], None], client: CoordinatorClient | None = None) -> None:
         self._wake = wake
@@ -95,7 +102,7 @@ class ReportWatch:
         await self._client.close()
 
     def follow(self, key: JobKey, target: Target | None) -> None:
-        """Follows this coordinator instead of the job's previous one; None: follows none."""
+        """Follow this coordinator instead of the job's previous one; None: follow none."""
         before = self._followed.get(key)
         if (before.target if before is not None else None) == target:
             return
@@ -111,17 +118,26 @@ class ReportWatch:
             followed.task = asyncio.create_task(self._run(key, followed))
 
     def report(self, key: JobKey) -> Report | None:
-        """The job's last report; None while its coordinator does not answer, or has not been asked."""
+        """Return the job's last report.
+
+        None while its coordinator does not answer, or has not been asked.
+        """
         followed = self._followed.get(key)
         return followed.report if followed is not None else None
 
     def refusal(self, key: JobKey) -> str:
-        """Why the coordinator's last answer could not be used; empty: it could, or there was none."""
+        """Return why the coordinator's last answer could not be used.
+
+        Empty if it could, or if there was none.
+        """
         followed = self._followed.get(key)
         return followed.refusal if followed is not None else ""
 
     def count(self, *, answers: bool) -> int:
-        """How many coordinators have answered the last request, or have not. For any thread."""
+        """Return how many coordinators have (or have not) answered the last request.
+
+        May be called from any thread.
+        """
         return sum((followed.failing_since is None) == answers for followed in list(self._followed.values()))
 
     def is_asking(self, key: JobKey) -> bool:
@@ -132,12 +148,12 @@ class ReportWatch:
     # --- one coordinator
 
     async def _run(self, key: JobKey, followed: FollowedCoordinator) -> None:
-        """Runs until cancelled."""
+        """Follow one coordinator, until cancelled."""
         link = CoordinatorLink(self._client, followed.target)
         while True:
             try:
                 report = await link.report(followed.report, self.progress_seconds)
-            except Exception as error:  # whatever it has sent: another request may be answered better
+            except Exception as error:  # whatever it has sent, the next answer may be usable
                 self._failed(key, followed, error)
                 await asyncio.sleep(min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(followed.failures - 1, 10)) * _jitter())
             else:
@@ -146,20 +162,24 @@ class ReportWatch:
 
     @property
     def progress_seconds(self) -> float:
-        """How old a coordinator's progress may become."""
+        """Maximum age of a coordinator's progress in seconds."""
         return min(LONGEST_WAIT, PROGRESS_SECONDS * max(1.0, len(self._followed) / JOBS))
 
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
-        """Seconds in which all coordinators may send what they last sent, or all as much as this one, if that is less.
+        """Return the seconds in which all coordinators may send their last amount.
 
-        So a large report waits only where many are large, and a small one for none of them.
+        If it is less, return the seconds in which all may send as much as this one. So a large
+        report waits only if many are large, and a small one waits for none of them.
         """
         self._bytes += size - followed.size
         followed.size = size
         return min(LONGEST_SHARE, min(self._bytes, len(self._followed) * size) / READ_BYTES)
 
     def _pause(self, followed: FollowedCoordinator) -> float:
-        """A coordinator that always has news is asked once a second, which is as often as it can wake its job."""
+        """Return the pause.
+
+        A coordinator that always has news is asked once a second, as often as it can wake its job.
+        """
         now = _now()
         followed.credit = min(BURST, followed.credit + now - followed.answered) - 1
         followed.answered = now
@@ -192,7 +212,7 @@ class ReportWatch:
             self._plan_wake(key, followed)
 
     def _plan_wake(self, key: JobKey, followed: FollowedCoordinator) -> None:
-        """Wakes the job, but not twice within WAKE_SECONDS."""
+        """Wake the job, but not twice within WAKE_SECONDS."""
         if followed.wake is not None:
             return
         left = followed.woken + WAKE_SECONDS - _now()
@@ -215,12 +235,15 @@ def _jitter() -> float:
 
 
 def _news(report: Report) -> Any:
-    """The parts of a report whose change is a reason to reconcile at once: of progress only which figures there are."""
+    """Return the parts of a report whose change is a reason to reconcile at once.
+
+    Of progress, only the set of reported figures counts.
+    """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]
     settings = report.nodes, report.min_nodes, report.hang_after, report.backoff
     last = [i.id for i in report.incidents[-1:]]
     recovery = report.recovery.last_seconds, progress_news(report.progress)
-    # Its time is read by another comparison of the clocks in each report.
+    # Each report's comparison of the clocks changes its time.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

@@ -1,7 +1,8 @@
-"""Whether the DDPJob that the API server serves holds the status fields that this operator writes.
+"""Checks that the served CRD holds the status fields that this operator writes.
 
-The status is the operator's only memory, and the API server drops what the CRD does not describe: `helm upgrade` leaves
-the CRD as it is, so an operator may meet one that is older than itself.
+The status is the operator's only memory, and the API server drops fields that the CRD does not
+describe. `helm upgrade` leaves the CRD as it is, so an operator may meet one that is older than
+itself.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ log = logging.getLogger("ddpjob.schema")
 
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
 UNKNOWN_SECONDS = 45.0
-"""How long 429 and 5xx, indices that do not list what is served, or no answer while the rest of the API server answers
-may keep the operator from acting: then it acts unchecked."""
+"""Seconds for which an unknown schema may keep the operator from acting; after that it acts
+unchecked. A schema is unknown after 429 and 5xx, if the index does not list it, or without an
+answer while the rest of the API server answers."""
 INDEX = "/openapi/v3"
-"""Every authenticated client may read it, so no right to read CRDs is needed."""
+"""The index of schemas. Every authenticated client may read it, so no right to read CRDs is
+needed."""
 _API, _SCHEMA = f"apis/{GROUP}/{VERSION}", ".".join([*reversed(GROUP.split(".")), VERSION, KIND])
 _NOT_INSTALLED = ("status",)
 _SHOWN = 5
@@ -33,15 +36,18 @@ REMEDY = "kubectl apply --server-side --force-conflicts --filename charts/ddpjob
 
 
 class ServedSchema:
-    """Looks at the API server's schema, each minute; while it lacks fields, each RETRY_SECONDS."""
+    """Looks at the API server's schema each minute.
+
+    While it lacks fields, it looks each RETRY_SECONDS.
+    """
 
     def __init__(self, rest: Rest) -> None:
         self.rest = rest
         self.missing: tuple[str, ...] | None = None
-        """Status fields that the API server would drop; None: not known yet."""
+        """Status fields that the API server would drop; None if not known yet."""
         self._fits = asyncio.Event()
         self._seen = ""
-        """Address of the schema that was read last: it holds its hash."""
+        """Address of the last read schema, which contains its hash."""
         self._logged = float("-inf")
         self._unknown_since: float | None = None
 
@@ -51,11 +57,11 @@ class ServedSchema:
         return self.missing == ()
 
     async def wait(self) -> None:
-        """Waits until the schema fits."""
+        """Wait until the schema fits."""
         await self._fits.wait()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Check the schema, until cancelled."""
         now = asyncio.get_running_loop().time
         while True:
             began = now()
@@ -71,7 +77,7 @@ class ServedSchema:
                 elif now() - self._unknown_since >= UNKNOWN_SECONDS:
                     self._judge(self.missing or ())
             except Exception as error:
-                # Without the right, or from behind a proxy: the check is a help, no condition.
+                # Without the right, or behind a proxy: the check is a help, not a requirement.
                 log.log(logging.DEBUG if self.missing == () else logging.INFO, "the schema is not checked: %r", error)
                 self._judge(self.missing or ())
             await asyncio.sleep(LOOK_SECONDS if self.fits else RETRY_SECONDS)
@@ -97,7 +103,7 @@ class ServedSchema:
             self._judge(self.missing)
 
     async def _rest_answers(self) -> bool:
-        """Whether the API server answers what is no schema."""
+        """Whether the API server answers requests for anything but a schema."""
         try:
             await self._is_served()
         except Unavailable as error:
@@ -107,7 +113,7 @@ class ServedSchema:
         return True
 
     async def _is_served(self) -> bool:
-        """Whether discovery knows the resource: an index may be late, or filtered by what stands before the server."""
+        """Whether discovery knows the resource. The index may be late, or filtered by a proxy."""
         try:
             found = await self.rest.request("GET", f"/{_API}")
         except ApiError as error:
@@ -137,7 +143,7 @@ class ServedSchema:
 
 
 def lacking(ours: Mapping[str, Any], served: Any, path: str = "status") -> Iterator[str]:
-    """Paths of our schema's fields that the served one would drop."""
+    """Yield paths of our schema's fields that the served one would drop."""
     served = served if isinstance(served, Mapping) else {}
     if served.get("x-kubernetes-preserve-unknown-fields"):
         return

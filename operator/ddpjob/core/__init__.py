@@ -1,4 +1,4 @@
-"""Every decision about a job, as pure functions over frozen values: no I/O, no clock, no randomness.
+"""Every decision about a job: pure functions over frozen values, without I/O, clock or randomness.
 
 `decide` maps a job, the observed world and the time to a `Decision`; `group` follows what happened
 to the group's pods. The rooms: `failures` (why something ended, and what follows), `status` (what

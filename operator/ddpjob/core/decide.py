@@ -1,4 +1,7 @@
-"""The one decision about a job: from what was observed to what is written and done. No I/O, no clock."""
+"""The one decision about a job: from what was observed to what is written and done.
+
+No I/O, no clock.
+"""
 
 from __future__ import annotations
 
@@ -35,28 +38,30 @@ from ddpjob.core.world import LABEL_ROLE, LABEL_UID, PodView, Role, World, is_do
 
 
 def decide(job: DDPJob, world: World, now: datetime) -> Decision:
-    """What a job's status should be and what should be done, as of `now` (timezone-aware UTC).
+    """Return what a job's status should be and what should be done at `now` (timezone-aware UTC).
 
-    `job` holds the spec and the status that was written last; `world` is what was observed after it
-    was read.
+    `job` holds the spec and the last written status; `world` is what was observed after it was
+    read.
 
-    Pure: the same arguments give the same decision, and nothing is remembered between two calls but
-    what the returned status holds. Idempotent: an action may be performed twice, since creations
-    are named by index and attempt and deletions carry a uid; an operator that dies after any part
-    of a decision continues from a new observation.
+    The function is pure: the same arguments give the same decision, and nothing is remembered
+    between two calls except in the returned status. It is idempotent: an action may be performed
+    twice, since creations are named by index and attempt and deletions carry a uid. An operator
+    that dies after any part of a decision continues from a new observation.
 
     In this order:
 
-    1. A job that is being deleted, or is another controller's, gets nothing; one that has ended is wound down.
-    2. A podTemplate with faults fails a job of which no pod has run; later the pods stay as they are.
-    3. A suspended job loses its pods, and so does one to which its queue grants no quota. One that begins takes its
-       class first: it is written, and nothing else is done.
+    1. A job that is being deleted, or that belongs to another controller, gets nothing; one that
+       has ended is wound down.
+    2. A podTemplate with faults fails a job that has never run a pod; otherwise the pods stay as
+       they are.
+    3. A suspended job loses its pods, and so does one to which its queue grants no quota. A job
+       that begins takes its class first: the class is written, and nothing else is done.
     4. Slots are laid out by the spec, and the group is followed.
     5. The job ends by its deadline, an object that the API server rejects for good, a failure, or
        success.
-    6. Else: actions, conditions, events and messages to the coordinator.
+    6. Otherwise: actions, conditions, events and messages to the coordinator.
 
-    Last, whatever was decided: what the job's receiver is notified of.
+    Finally, whatever was decided, notifications for the job's receiver are added.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
@@ -72,7 +77,8 @@ def _decide(job: DDPJob, world: World, now: datetime) -> Decision:
     view = View(job, status, world, now)
     if status.terminal:
         return wind_down(view.with_status(replace(job.status, observed_generation=job.generation)))
-    judged = bool(job.oversized) or not lacks_class(job)  # The class may give what podTemplate lacks.
+    # The class may provide what podTemplate lacks.
+    judged = bool(job.oversized) or not lacks_class(job)
     if world.problems and judged and not view.has_run and not (job.spec.run_policy.suspend and status.slots):
         return fail(view, Failure("InvalidPodTemplate", "; ".join(world.problems)))
     if job.spec.run_policy.suspend:
@@ -98,7 +104,10 @@ def _decide(job: DDPJob, world: World, now: datetime) -> Decision:
 
 
 def _without_class(view: View, reason: str, message: str) -> Decision:
-    """The decision for a job that cannot have its class: a new one that breaks its rules fails, others wait."""
+    """Return the decision for a job that cannot have its class.
+
+    A new job that breaks the class's rules fails; others wait.
+    """
     if reason == CLASS_REFUSED and not view.has_run:
         return fail(view, Failure(reason, message))
     known = view.status.condition(ConditionType.CLASS_APPLIED)
@@ -111,13 +120,16 @@ def _without_class(view: View, reason: str, message: str) -> Decision:
 
 
 def _queue(view: View) -> Decision:
-    """The decision for a job that waits in its queue, or has lost its quota: as one that is suspended."""
+    """Return the decision for a job that waits in its queue, or has lost its quota.
+
+    It is treated as suspended.
+    """
     reason, message = waits_for(view)
     events, had = list[Event](), view.job.status.queue
     if had is not None:
         held = next((w for w in view.world.workloads if w.uid == had.uid), None)
         lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
-        # The label may name another queue by now.
+        # The label may name a different queue by now.
         queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
             why = f"the quota that queue {queue} has granted does not suit the job's spec any more"
@@ -138,7 +150,7 @@ def _queue(view: View) -> Decision:
 
 
 def _drive(view: View) -> Decision:
-    """The decision for a job that should run."""
+    """Return the decision for a job that should run."""
     status, events = _begin(view)
     view = view.with_status(status)
     view = view.with_status(with_placed(view))
@@ -155,7 +167,8 @@ def _drive(view: View) -> Decision:
         return fail(view, Failure("InvalidClaim" if refused.is_claim else "InvalidPod", message))
     view = view.with_status(followed.status)
     ends = (*followed.idle, *followed.restarts)
-    said = followed.failure.reason if followed.failure is not None else ""  # The failure's own event says it.
+    # The failure has its own event.
+    said = followed.failure.reason if followed.failure is not None else ""
     restarts = tuple(restart for restart in followed.restarts if restart.reason != said)
     events += restart_events(view, restarts, followed.idle, failed=followed.failure is not None)
     if followed.failure is not None:
@@ -181,7 +194,10 @@ def _drive(view: View) -> Decision:
 
 
 def _yielding(view: View) -> tuple[View, list[Event]]:
-    """A new generation, which waits as a gang, for a job that holds nodes and cannot train. It never counts."""
+    """Begin a new generation that waits as a gang, if a job holds nodes and cannot train.
+
+    It never counts.
+    """
     why = yields(view)
     if not why:
         return view, []
@@ -190,7 +206,7 @@ def _yielding(view: View) -> tuple[View, list[Event]]:
 
 
 def _is_somebody_silent(view: View) -> bool:
-    """Whether time alone may decide that a pod or the coordinator is lost."""
+    """Return whether time alone may decide that a pod or the coordinator is lost."""
     world = view.world
     return bool(world.silent) or any(lost_since(pod, world, view.now) is not None for pod in world.pods)
 
@@ -199,7 +215,7 @@ def _is_somebody_silent(view: View) -> bool:
 
 
 def _begin(view: View) -> tuple[JobStatus, list[Event]]:
-    """A first generation for a new job, another for a changed or resumed one, other slots for another size."""
+    """Begin a generation for a new, changed or resumed job, or resize its slots."""
     world, now = view.world, view.now
     status, events = _laid_out(view)
     if status.holds(ConditionType.SUSPENDED):
@@ -224,7 +240,7 @@ def _begin(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _laid_out(view: View) -> tuple[JobStatus, list[Event]]:
-    """The status whose slots suit the spec, and the event of a change."""
+    """Return the status whose slots suit the spec, and the event of a change."""
     job, status = view.job, view.status
     if not status.slots:
         return new_generation(view), []
@@ -233,10 +249,12 @@ def _laid_out(view: View) -> tuple[JobStatus, list[Event]]:
     suspended = status.holds(ConditionType.SUSPENDED)
     fitting = fits(view)
     if fitting and is_outdated(view):
-        return new_generation(view), []  # nothing of it has been placed
+        return new_generation(view), []  # no part of it has been placed
     other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
     if (other_size or not fitting) and follow(view).done:
-        return status, []  # Nothing is left to do for other pods: seen late, or while the last ones end.
+        # Other pods would have nothing to do: the job has finished unseen, or its last pods are
+        # ending.
+        return status, []
     if not fitting:
         cause, message = _change(view)
         view = view.with_status(replace(status, runtime=""))  # new pods also get the newest runtime
@@ -252,7 +270,7 @@ def _laid_out(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _change(view: View) -> tuple[Cause, str]:
-    """Why a job that is not suspended needs different pods."""
+    """Return why a job that is not suspended needs different pods."""
     template, _, rest = view.status.template_hash.partition("-")
     if template != view.job.spec.template_hash:
         return Cause.SPEC_CHANGED, "the part of the spec that pods are made from has changed"
@@ -262,8 +280,10 @@ def _change(view: View) -> tuple[Cause, str]:
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
-    """Resizes in place. More nodes join by a later restart of the coordinator's; fewer nodes are a restart now, and so
-    are fewer spares where one of the pods that go has taken over.
+    """Resize in place. More nodes join by a later restart of the coordinator.
+
+    Fewer nodes are a restart now, and so are fewer spares if one of the removed pods has taken
+    over.
     """
     job, status = view.job, view.status
     message = _new_size(view)
@@ -276,7 +296,10 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _restarted(view: View, cause: Cause, message: str) -> View:
-    """With a restart that is made on purpose. A job that waits for its first group, as for room, restarts nothing."""
+    """Return the view with a planned restart.
+
+    A job that waits for its first group, for instance for room, restarts nothing.
+    """
     status, report = view.status, view.report
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and (running.status or running.reason == GROUP_RESTARTS)
@@ -307,7 +330,7 @@ def _deadline(view: View) -> datetime | None:
 
 
 def _too_late(job: DDPJob) -> Failure:
-    """With what was missing last: a job that never began should say why."""
+    """Return the failure, with what was last missing, so that a job that never began shows why."""
     message = f"not finished within runPolicy.activeDeadlineSeconds = {job.spec.run_policy.active_deadline_seconds}"
     known = (job.status.condition(kind) for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING))
     missing = next((c for c in known if c is not None and not c.status), None)
@@ -320,7 +343,7 @@ def _too_late(job: DDPJob) -> Failure:
 
 
 def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
-    """After long enough of training without a failure that counts, all of maxRestarts is available again."""
+    """Restore all of maxRestarts after enough training without a failure that counts."""
     status = view.status
     running, counts = status.condition(ConditionType.RUNNING), status.restarts
     if running is None or not running.status or not counts.counted:
@@ -334,12 +357,15 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _stays(pod: PodView, world: World) -> bool:
-    """Whether anything in a pod still runs, such as a sidecar of a program that has ended, and its host will end it."""
+    """Return whether any container of a pod still runs, and its host will end it.
+
+    It may be a sidecar of a program that has ended.
+    """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 
 
 def _overdue(leaving: list[PodView], now: datetime) -> str:
-    """What keeps the first of the pods that should have ended."""
+    """Return what keeps the first of the pods that should have ended."""
     pod = next((p for p in leaving if is_overdue(p, now)), None)
     if pod is None:
         return ""
@@ -348,15 +374,16 @@ def _overdue(leaving: list[PodView], now: datetime) -> str:
 
 
 def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
-    """Deletes all pods with their grace, so that scripts can save; the slots are planned again for the resume.
+    """Delete all pods with their grace period, so that scripts can save.
 
-    A job that has finished is complete all the same.
-    The coordinator goes last: nodes need it until they have ended. `reason` and `waits` are those of a job that its
-    queue does not let run, with its `events`.
+    The slots are planned again for the resume. A job that has finished becomes complete anyway. The
+    coordinator is deleted last, because nodes need it until they have ended. `reason` and `waits`
+    are those of a job that its queue does not let run, with its `events`.
     """
     followed = follow(view) if view.status.slots else None
     if followed is not None and followed.done:
-        # Seen late, such as by an operator that was down. To begin again at the resume would be for nothing.
+        # It finished unseen, for instance while no operator ran. Starting again at the resume would
+        # be pointless.
         return complete(view.with_status(followed.status), [])
     if view.status.holds(ConditionType.SUSPENDED) and finished_while_ending(view):
         return complete(view, [])
@@ -364,7 +391,8 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
-        # Also for pods that no status shows yet: their names are used up. The spec is looked at when the job resumes.
+        # Also for pods that no status shows yet, since their names are used up. The spec is checked
+        # when the job resumes.
         status = replace(new_generation(view), template_hash=status.template_hash, runtime=status.runtime)
     leaving = [p for p in view.world.pods if _stays(p, view.world)]
     if events is None:
@@ -397,7 +425,7 @@ def _suspend(view: View, reason: str = "Suspended", waits: str = "", events: lis
     lost = [p for p in leaving if given_up(view, p, lost_since(p, view.world, now))]
     alive = [p for p in leaving if p not in lost]
     nodes_first = [p for p in alive if p.role is not Role.COORDINATOR and not is_overdue(p, now)] or alive
-    # A host that does not answer will never confirm the end of its pods: nothing waits for them.
+    # A host that does not answer will never confirm the end of its pods, so nothing waits for them.
     actions: list[Action] = [DeletePod(p.name, p.uid, 0) for p in lost]
     actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
     if not leaving:

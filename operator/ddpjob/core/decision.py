@@ -1,4 +1,4 @@
-"""What a reconcile decides: the status to write, actions, events, and when to reconcile again."""
+"""The outcome of a reconcile: the status to write, actions, events, and when to reconcile again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import Role
 
 POLL = 1.0
-"""Seconds between two reconciles of a job with which something happens, or whose report nobody follows."""
+"""Seconds between two reconciles of a job that is changing, or whose report nobody follows."""
 BLOCKED_POLL = 10.0
-"""Seconds between two tries where something outside of the job is missing (a claim, a quota)."""
+"""Seconds between two tries while something outside the job is missing (a claim, a quota)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CreateBudget:
 
 @dataclass(frozen=True)
 class CreatePolicy:
-    """Create the NetworkPolicy of the job's pods. The job runs without it where it is refused."""
+    """Create the NetworkPolicy of the job's pods. The job runs without it if it is refused."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CreateToken:
 
 @dataclass(frozen=True)
 class CreateGang:
-    """Create the PodGroup of the generation: the scheduler places its pods at once or not at all."""
+    """Create the generation's PodGroup: the scheduler places its pods at once or not at all."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class CreateWorkload:
 
     name: str
     replaces: str = ""
-    """Name of the one that holds the job's quota until this one is admitted, for another number of pods."""
+    """Name of the Workload that holds the job's quota until this one, for a different number of
+    pods, is admitted."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,24 @@ class CreateNode:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Delete a pod, with its uid as a precondition: another pod of the same name is never hit."""
+    """Delete a pod, with its uid as a precondition.
+
+    So it never hits a different pod of the same name.
+    """
 
     name: str
     uid: str
     grace: int | None = None
-    """Seconds; None: the pod's own grace period. 0 deletes it without waiting for its host to confirm."""
+    """Seconds; None: the pod's own grace period. 0 deletes it without waiting for its host's
+    confirmation."""
 
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Delete the PodGroup of an earlier generation or of a job that has ended, with its uid as a precondition."""
+    """Delete the PodGroup of an earlier generation or of an ended job.
+
+    Its uid is a precondition.
+    """
 
     name: str
     uid: str
@@ -99,7 +107,7 @@ class DeleteWorkload:
 
 @dataclass(frozen=True)
 class MarkWorkload:
-    """Let Kueue know what became of a Workload: that its pods run, or that they have ended for good."""
+    """Report to Kueue the state of a Workload: its pods run, or they have ended for good."""
 
     name: str
     uid: str
@@ -119,7 +127,10 @@ class ReleaseWorkload:
 
 @dataclass(frozen=True)
 class LabelPod:
-    """Change the role label of a slot's pod, after the coordinator took it into the group or left it out."""
+    """Change the role label of a slot's pod.
+
+    The coordinator took the pod into the group or left it out.
+    """
 
     name: str
     uid: str
@@ -133,7 +144,10 @@ class DeleteJob:
 
 @dataclass(frozen=True)
 class NotifyCoordinator:
-    """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port). Nothing depends on its arrival."""
+    """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port).
+
+    Nothing depends on its arrival.
+    """
 
     endpoint: str
     verb: str
@@ -142,7 +156,7 @@ class NotifyCoordinator:
 
 @dataclass(frozen=True)
 class SendNotification:
-    """Have a notification posted to a receiver. Nobody waits for it: a later World holds the outcome."""
+    """Post a notification to a receiver. Nobody waits for it: a later World holds the outcome."""
 
     id: str
     receiver: str
@@ -150,7 +164,7 @@ class SendNotification:
 
 
 Preparation = CreateService | CreateClaim | CreateRuntime | CreateBudget | CreatePolicy | CreateToken | CreateGang
-"""Creations of what pods need."""
+"""Creations of objects that pods need."""
 Creation = Preparation | CreateWorkload | CreateCoordinator | CreateNode
 Queueing = DeleteWorkload | MarkWorkload | ReleaseWorkload
 Change = DeletePod | DeleteGang | DeleteJob | LabelPod | Queueing
@@ -165,7 +179,7 @@ class Event:
     reason: str
     message: str
     once: bool = False
-    """Whether an equal one of the job is enough, for as long as it is kept."""
+    """Whether one such event of the job is enough, for as long as it is kept."""
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,21 @@ from ddpjob.core.view import View
 from ddpjob.core.world import HostView
 
 Place = tuple[str, ...]
-"""Where a node is: a value for each label, the widest place first, then its Kubernetes node. From the first label that
-is missing on, that node stands for what is not known."""
+"""A node's place: a value for each label, the widest place first, then its Kubernetes node. From
+the first missing label on, the Kubernetes node's name replaces the unknown values."""
 
 
 def pods_in_order(view: View) -> tuple[str, ...]:
-    """Names of the pods of slots in the order of their ranks, as far as it is known where they are.
+    """Return names of the pods of slots in the order of their ranks, if their places are known.
 
-    Empty: without spec.rankOrder, when ranks follow the indices.
+    Empty without spec.rankOrder, because ranks then follow the indices.
     """
     if not view.job.spec.rank_order:
         return ()
     hosts, places, names = view.world.hosts, dict[int, Place](), dict[int, str]()
     for index, pod in enumerate(view.pods):
-        # One that the watch has not shown yet will be known in a moment; where none is known, none ever will.
+        # A node that the watch has not shown yet will be known in a moment. If no nodes are known,
+        # none will ever be.
         if pod is not None and pod.host and (hosts is None or pod.host in hosts):
             names[index] = pod.name
             places[index] = place_of(pod.host, (hosts or {}).get(pod.host), view.job.spec.rank_order)
@@ -55,9 +56,10 @@ def pods_in_order(view: View) -> tuple[str, ...]:
 
 
 def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool, str, str]:
-    """Whether a group's ranks follow spec.rankOrder, the reason in one word and in words.
+    """Return whether a group's ranks follow spec.rankOrder, and why.
 
-    `group`: the names of its pods in the order of their ranks.
+    The reason is returned in one word, and in words. `group` are the names of its pods in the order
+    of their ranks.
     """
     labels, hosts = view.job.spec.rank_order, view.world.hosts
     if hosts is None:
@@ -81,14 +83,18 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
 
 
 def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
-    """The place of a Kubernetes node."""
+    """Return the place of a Kubernetes node."""
     values = (host.labels.get(label, "") if host is not None else "" for label in labels)
     known = tuple(takewhile(bool, values))
-    return (*known, *[f"/{name}"] * (len(labels) + 1 - len(known)))  # No label's value begins so.
+    # No label's value begins with a slash.
+    return (*known, *[f"/{name}"] * (len(labels) + 1 - len(known)))
 
 
 def in_order(places: dict[int, Place]) -> list[int]:
-    """The indices of `places`, those of each place in a row: by the lowest index there, level by level."""
+    """Return the indices of `places`, with those of each place in a row.
+
+    Places are ordered by their lowest index, level by level.
+    """
     lowest: dict[Place, int] = {}
     for index in sorted(places):
         for level in range(len(places[index])):

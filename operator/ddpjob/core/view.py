@@ -1,4 +1,4 @@
-"""The view of one reconcile: a job, its status so far, the world, the time, and what derives from them."""
+"""The view of one reconcile: a job, its status so far, the world, the time, and derived values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from ddpjob.core.world import PodView, World, coordinator_pod_name, node_pod_nam
 
 @dataclass(frozen=True)
 class View:
-    """Immutable; what is derived is computed once. A decision that changes the status continues with `with_status`."""
+    """An immutable view; derived values are computed once.
+
+    A decision that changes the status continues with `with_status`.
+    """
 
     job: DDPJob
     status: JobStatus
@@ -26,18 +29,21 @@ class View:
     now: datetime
 
     def with_status(self, status: JobStatus) -> View:
-        """The same job, world and time after a change of the status: none, where it is the same object."""
+        """Return the same job, world and time after a change of the status.
+
+        Returns the same view for the same status object.
+        """
         if status is self.status:
             return self
         view = View(self.job, status, self.world, self.now)
         if status.slots is self.status.slots:
-            # A large job has many: they are looked up once.
+            # A large job has many slots, so they are looked up once.
             kept = ("pods",) + (("current_names",) if status.rendezvous is self.status.rendezvous else ())
             view.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         return view
 
     def with_slots(self, slots: list[Slot]) -> View:
-        """The same after a change of slots: none, where they are equal."""
+        """Return the view after a change of slots; the same view if they are equal."""
         old = self.status.slots
         if len(old) == len(slots) and all(a is b for a, b in zip(old, slots, strict=True)):
             return self
@@ -45,7 +51,10 @@ class View:
 
     @cached_property
     def pods(self) -> tuple[PodView | None, ...]:
-        """The pod of every slot's current attempt, in the order of the slots; None where there is none."""
+        """The pod of every slot's current attempt, in the order of the slots.
+
+        None if there is none.
+        """
         by_name = self.world.nodes_by_name
         return tuple(by_name.get(node_pod_name(self.job, i, slot.attempt)) for i, slot in enumerate(self.status.slots))
 
@@ -61,25 +70,28 @@ class View:
 
     @cached_property
     def current_names(self) -> frozenset[str]:
-        """Names of the pods that there should be: every slot's and the coordinator's."""
+        """Names of the pods that should exist: every slot's and the coordinator's."""
         rendezvous = self.status.rendezvous
         names = {node_pod_name(self.job, i, s.attempt) for i, s in enumerate(self.status.slots)}
         return frozenset(names | {coordinator_pod_name(self.job, rendezvous.generation, rendezvous.attempt)})
 
     @cached_property
     def report(self) -> Report | None:
-        """The coordinator's report, if it is of the current generation."""
+        """The coordinator's report, if it belongs to the current generation."""
         report = self.world.report
         return report if report is not None and report.generation == self.status.rendezvous.generation else None
 
     @cached_property
     def reported_progress(self) -> dict[str, Any]:
-        """What the training script reported last, of whatever generation; empty without a report."""
+        """The training script's last reported progress, whatever its generation.
+
+        Empty without a report.
+        """
         return self.world.report.progress if self.world.report is not None else {}
 
     @cached_property
     def claim_problem(self) -> Unusable | None:
-        """Why the job's claims cannot serve its pods; None when they can."""
+        """Why the job's claims cannot serve its pods; None if they can."""
         return unusable_claim(self.job, self.world)
 
     @cached_property
@@ -100,5 +112,5 @@ class View:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a reported value is a finite number; JSON's true and NaN are none."""
+    """Whether a reported value is a finite number; JSON's true and NaN are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

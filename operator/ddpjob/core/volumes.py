@@ -1,4 +1,4 @@
-"""Decides whether the job's claims can serve all its nodes, and whether one that was kept is the job's to use."""
+"""Decides whether the job's claims can serve all its nodes, and whether it may use a kept claim."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class Unusable:
 
 
 def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
-    """The first claim that does not exist, or that one host would hold while several need it; None: all can serve."""
+    """Return the first claim that cannot serve the job's pods; None if all can.
+
+    A claim cannot serve if it does not exist, or if one host would hold it while several need it.
+    """
     template = job.spec.storage.claim_template
     for claim in world.claims:
         problem = _goes_with_job(job, claim)
@@ -53,21 +56,22 @@ def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
 
 
 def missing_claim(job: DDPJob, world: World) -> bool:
-    """Whether the claim that the job makes is not there."""
+    """Whether the claim that the job makes is missing."""
     return any(claim.name == job.made_claim and not claim.exists for claim in world.claims)
 
 
 def has_claim(job: DDPJob, world: World) -> bool:
-    """Whether the claim that the job makes is there, and is the job's."""
+    """Whether the claim that the job makes exists and belongs to the job."""
     return any(c.name == job.made_claim and c.exists and not _not_ours(job, world, c) for c in world.claims)
 
 
 def claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
-    """Names of the claims that this reconcile must know: those that a pod to be created would mount.
+    """Return names of the claims that this reconcile must know.
 
-    A claim's access modes do not change, but one that the job has made may be removed under it: it is
-    looked at again wherever a pod is missing, since the next pod would train from nothing. All are looked
-    at where a single pod is placed and there shall be more: what serves one may not serve two.
+    These are the claims that a pod to be created would mount. A claim's access modes do not change,
+    but one that the job has made may be removed under it. So it is read again whenever a pod is
+    missing, since the next pod would train from nothing. All are read if a single pod is placed and
+    there should be more, because a claim that serves one may not serve two.
     """
     slots = job.status.slots
     wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
@@ -81,10 +85,10 @@ def claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
 
 
 def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """That a claim which the job made to be removed with it would be removed, although the spec does not say so.
+    """Report a claim that would unexpectedly be removed with the job that made it.
 
-    A claimTemplate cannot change, but it can be taken away and written again. Owners that others
-    have given to a claim of theirs are their own decision.
+    The spec does not ask for its removal. A claimTemplate cannot change, but it can be removed and
+    written again. If others have given owners to their own claim, that is their decision.
     """
     template = job.spec.storage.claim_template
     delete = template is not None and template.when_deleted is WhenDeleted.DELETE and claim.name == job.made_claim
@@ -100,11 +104,11 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
 
 
 def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
-    """Why an existing claim cannot serve as the one that the job makes; None: it can.
+    """Return why an existing claim cannot serve as the one that the job makes; None if it can.
 
-    It can if this job has made it from an equal template, or an earlier job of the same name has, which
-    kept it. Names are unique in a namespace, so that the earlier job is gone. This job's own template
-    may be another one by now: it can be taken away and written again.
+    It can if this job made it from an equal template, or if an earlier job of the same name did and
+    kept it. Names are unique in a namespace, so the earlier job is gone. This job's own template
+    may be a different one by now, since it can be removed and written again.
     """
     what = f"the claim {claim.name}, which {FIELD} makes,"
     if any(uid != job.uid for uid in claim.owners):
@@ -123,7 +127,10 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 
 
 def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """That the claim with the job's checkpoints is gone: training must not begin again without anybody's notice."""
+    """Report that the claim with the job's checkpoints is gone.
+
+    Training must not start from nothing unnoticed.
+    """
     if not (job.status.trained and job.status.claim_made):
         return None
     message = (
@@ -145,6 +152,6 @@ def _sizes(job: DDPJob) -> str:
 
 
 def serves_one(access_modes: Collection[str], pods: int, *, one_per_node: bool) -> bool:
-    """Whether a claim with these access modes cannot serve so many pods."""
+    """Whether a claim with these access modes cannot serve this many pods."""
     modes = set(access_modes)
     return bool(modes) and modes <= _ONE_HOST and pods > 1 and (one_per_node or modes == {"ReadWriteOncePod"})

@@ -1,4 +1,7 @@
-"""What a reconcile observes of one job: pods, hosts, claims and the coordinator's report, as frozen values."""
+"""The state that a reconcile observes of one job, as frozen values.
+
+It has pods, hosts, claims and the coordinator's report.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ TRAINER_CONTAINER = "trainer"
 COORDINATOR_CONTAINER = "coordinator"
 
 NAME_TAKEN = 409
-"""HTTP's Conflict: `Rejection.status` where an object of another owner has the name."""
+"""HTTP's Conflict: the `Rejection.status` if another owner's object has the name."""
 
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
 
@@ -36,9 +39,9 @@ LABEL_ROUND = "ddpjob.io/round"
 LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
-"""Of a pod: the PodGroup that Volcano places it with."""
+"""Annotation of a pod: the PodGroup that Volcano places it with."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
-"""Of a claim that a job has made: the mark of the claimTemplate."""
+"""Annotation of a claim that a job has made: the mark of the claimTemplate."""
 
 
 class Role(StrEnum):
@@ -50,7 +53,8 @@ class Role(StrEnum):
 
 
 NODE_ROLES = (Role.NODE, Role.SPARE)
-"""Roles of slots' pods. Which of them train is the coordinator's choice, and the label follows it."""
+"""Roles of slots' pods. The coordinator chooses which of them train, and the label follows its
+choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ _NO_CONTAINER = ContainerView()
 
 @dataclass(frozen=True, kw_only=True)
 class PodView:
-    """A pod, as far as decisions need it."""
+    """A pod, with the fields that decisions need."""
 
     name: str
     uid: str
@@ -103,14 +107,17 @@ class PodView:
     scheduled: datetime | None = None
     """When it was given its host."""
     prepared: bool | None = None
-    """Whether the kubelet has its volumes and its network ready; None: it does not say."""
+    """Whether the kubelet has its volumes and its network ready; None: the kubelet does not report
+    it."""
     disruption: str = ""
-    """Reason of the condition DisruptionTarget: PreemptionByScheduler, EvictionByEvictionAPI, ..."""
+    """Reason of the condition DisruptionTarget, such as PreemptionByScheduler or
+    EvictionByEvictionAPI."""
     disruption_message: str = ""
     containers: Mapping[str, ContainerView] = field(default_factory=dict)
     init_containers: Mapping[str, ContainerView] = field(default_factory=dict)
     initialized: bool = False
-    """Whether its init containers are done: those that end have ended, and sidecars among them have started."""
+    """Whether its init containers are done: ordinary ones have ended, and sidecars among them have
+    started."""
     grace_seconds: int = 30
 
     @cached_property
@@ -126,27 +133,36 @@ class PodView:
 
     @cached_property
     def succeeded(self) -> bool:
-        """Whether it has finished its work. A program that is evicted may end with 0 without having done so."""
+        """Whether it has finished its work.
+
+        An evicted program may end with 0 without having finished.
+        """
         if self.disruption or self.status_reason:
             return False
         return self.main.exit_code == 0 if self.main.ended else self.phase == "Succeeded"
 
 
 REMEMBERED = timedelta(hours=1)
-"""How long a deleted host is remembered, which is longer than pods outlive theirs."""
+"""How long a deleted host is remembered, which is longer than pods outlive their host."""
 
 
 @dataclass(frozen=True)
 class HealthSignals:
-    """What counts as an agent's word that a Kubernetes node is unhealthy. A name that ends with `*` is a prefix."""
+    """The signals by which an agent reports a Kubernetes node as unhealthy.
+
+    A name that ends with `*` is a prefix.
+    """
 
     conditions: tuple[tuple[str, str], ...] = ()
-    """Types and the statuses that are bad: ("AcceleratedHardwareReady", "False")."""
+    """Types with their bad statuses: ("AcceleratedHardwareReady", "False")."""
     taints: tuple[str, ...] = ()
-    """Keys."""
+    """Keys of taints."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
-        """The first sign in words, without what changes while the fault is the same; empty: there is none."""
+        """Return the first sign in words; empty if there is none.
+
+        Parts that change while the fault is the same are left out.
+        """
         for condition in conditions:
             kind, status = str(condition["type"]), str(condition.get("status"))
             if any(status == bad and _named(name, kind) for name, bad in self.conditions):
@@ -171,33 +187,40 @@ class HostView:
 
     name: str
     ready: bool
-    """Whether its Ready condition is True. Unknown, the state of a host without a network, is not ready."""
+    """Whether its Ready condition is True. Unknown, the state of a host without a network, is not
+    ready."""
     since: datetime | None
-    """When the operator saw `ready` change last, by its own clock (see `remembered`). None: not known."""
+    """When the operator last saw `ready` change, by its own clock (see `remembered`). None: not
+    known."""
     out_of_service: bool
-    """Whether an administrator has marked it, by a taint, as down for good: nothing on it runs any more."""
+    """Whether an administrator has marked it, by a taint, as down for good, so that nothing on it
+    runs."""
     deleted: bool = False
-    """Whether it was seen, and its object is deleted since."""
+    """Whether it was seen, and its object has been deleted since."""
     unhealthy: str = ""
-    """What a health agent says against it, by a condition or a taint; empty: nothing."""
+    """What a health agent reports against it, by a condition or a taint; empty: nothing."""
     unhealthy_since: datetime | None = None
-    """When the operator saw that begin, by its own clock. None: it was there at the operator's first look."""
+    """When the operator saw that begin, by its own clock. None: it was there at the operator's
+    first look."""
     schedulable: bool = True
-    """Whether it is not cordoned, and has no more taints than are looked at."""
+    """Whether it is not cordoned, and has at most as many taints as are looked at."""
     taints: tuple[tuple[str, str, str], ...] = ()
-    """Key, value and effect of those that keep pods away, NoSchedule and NoExecute."""
+    """Key, value and effect of taints that keep pods away: NoSchedule and NoExecute."""
     devices: Mapping[str, int] = field(default_factory=dict)
     """How many devices it offers to pods, by the names of their resources."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def well(self) -> bool:
-        """Whether it is ready, and no health agent says anything against it."""
+        """Whether it is ready, and no health agent reports anything against it."""
         return self.ready and not self.deleted and not self.unhealthy
 
     @classmethod
     def read(cls, body: Mapping[str, Any], signals: HealthSignals | None = None) -> HostView:
-        """From a Node object, unhealthy by these signals. Raises KeyError for a body without a name."""
+        """Read a Node object, which is unhealthy by these signals.
+
+        Raises KeyError for a body without a name.
+        """
         conditions = (body.get("status") or {}).get("conditions") or ()
         ready: Mapping[str, Any] = next((c for c in conditions if c["type"] == "Ready"), {})
         taints = (body.get("spec") or {}).get("taints") or ()
@@ -216,18 +239,21 @@ class HostView:
 
 
 def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
-    """Those of device plugins, whose resources have a domain and are counted in whole numbers."""
+    """Return the devices of device plugins.
+
+    Their resources have a domain, and are counted in whole numbers.
+    """
     return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
 
 def remembered(
     before: Mapping[str, HostView] | None, found: Mapping[str, HostView], now: datetime
 ) -> dict[str, HostView]:
-    """The hosts that were `found`, with what the operator remembers of those from `before`.
+    """Return the hosts that were `found`, with what the operator remembers of those from `before`.
 
-    That is since when each is ready or is not, or is unhealthy, and which were deleted. A host that was never
-    seen may be newer than what was found: it is unknown, not deleted. Of one that is unhealthy when it is first
-    seen nobody knows since when, or whether anybody still means it.
+    That is since when each is ready or is not, or is unhealthy, and which were deleted. A host that
+    was never seen may be newer than what was found, so it is unknown, not deleted. If a host is
+    unhealthy when it is first seen, nobody knows since when, or whether the signal is still valid.
     """
     hosts = {}
     for name, host in (before or {}).items():
@@ -256,7 +282,7 @@ class ClaimView:
     exists: bool = True
     access_modes: tuple[str, ...] = ()
     made_by: str = ""
-    """UID of the job that has made it, which may be an earlier one; empty: no job has."""
+    """UID of the job that has made it, which may be an earlier one; empty if no job has."""
     made_for: str = ""
     """Name of that job."""
     template: str = ""
@@ -267,7 +293,8 @@ class ClaimView:
 
 
 _POLICY = re.compile(r"admission webhook|AdmissionPolicy|denied", re.IGNORECASE)
-"""What the API server writes where a webhook or an admission policy rejects an object, or cannot be asked."""
+"""Messages of the API server if a webhook or an admission policy rejects an object, or cannot be
+asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +309,7 @@ class Rejection:
 
     @property
     def final(self) -> bool:
-        """Whether the same object will always be rejected: its content is invalid.
+        """Whether the same object will always be rejected, because its content is invalid.
 
         A denial by an admission policy has the same HTTP statuses, and lasts as long as the policy.
         """
@@ -300,7 +327,7 @@ class Rejection:
 
     @property
     def of_budget(self) -> bool:
-        """Whether it is the PodDisruptionBudget, without which pods run as well."""
+        """Whether it is the PodDisruptionBudget, which pods do not need to run."""
         return self.object.startswith("PodDisruptionBudget ")
 
     @property
@@ -315,7 +342,7 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True)
 class NotificationOutcome:
-    """What became of a notification."""
+    """The outcome of a notification."""
 
     delivered: bool
     message: str = ""
@@ -324,29 +351,29 @@ class NotificationOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadView:
-    """A Workload of Kueue's: the job's request for quota, and what became of it."""
+    """A Workload of Kueue: the job's request for quota, and its state."""
 
     name: str
     uid: str
     asks: tuple[str, str] = ("", "")
     """LocalQueue, and WorkloadPriorityClass or PriorityClass."""
     shape: str = ""
-    """The mark of what its pods need each, see `core.plan.queue`."""
+    """The mark of what each of its pods needs, see `core.plan.queue`."""
     reserved: bool = False
     admitted: bool = False
     """Whether quota is reserved and every admission check has passed."""
     evicted: str = ""
-    """Why the quota must be given back: Kueue's reason; empty: it need not."""
+    """Kueue's reason why the quota must be given back; empty if it need not be."""
     finished: str = ""
-    """Reason; empty: it has not finished."""
+    """The reason why it has finished; empty: it has not."""
     ready: bool = False
     """Whether Kueue knows that the pods run."""
     leaving: bool = False
     """Whether its deletion was requested."""
     message: str = ""
-    """What Kueue says of it: why it waits, or why it is evicted."""
+    """Kueue's message: why it waits, or why it is evicted."""
     grant: QueueStatus | None = None
-    """What an admitted one grants."""
+    """The grant of an admitted Workload."""
     flavors: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """Names of the ResourceFlavors of the pods of slots, and of the coordinator's."""
 
@@ -357,61 +384,69 @@ class World:
 
     pods: tuple[PodView, ...] = ()
     departed: tuple[PodView, ...] = ()
-    """The last that was known of pods that are gone: as the event of their deletion showed them."""
+    """The last known state of pods that are gone, as the event of their deletion showed them."""
     has_service: bool = False
     has_budget: bool = False
-    """Whether the job's PodDisruptionBudget (named as the job) exists."""
+    """Whether the job's PodDisruptionBudget (which has the job's name) exists."""
     runtime: str = ""
-    """Name of the ConfigMap with the runtime of the job's pods, if it exists; or empty."""
+    """Name of the ConfigMap with the runtime of the job's pods, if it exists; otherwise empty."""
     runtime_offered: str = ""
-    """Name of the one that this version of the operator would create."""
+    """Name of the runtime's ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """Identifies the key that the jobs' tokens derive from; pods with tokens of different keys reject each other."""
+    """Identifies the key from which the jobs' tokens derive; pods with tokens of different keys
+    reject each other."""
     has_token: bool = False
-    """Whether the Secret with the token was seen to exist. It cannot be read, and may have been deleted since."""
+    """Whether the Secret with the token was seen to exist. It cannot be read, and may have been
+    deleted since."""
     report: Report | None = None
     report_refused: str = ""
-    """Why the coordinator's last answer could not be used; empty: it could, or there was none."""
+    """Why the coordinator's last answer could not be used; empty if it could, or if there was
+    none."""
     report_seconds: float = 0.0
-    """How old a report may become whose news wake the job by themselves. 0: each reconcile reads it."""
+    """Maximum age of a report whose news wake the job by themselves. 0: each reconcile reads it."""
     serves_gangs: bool = False
-    """Whether the cluster serves the PodGroups of the job's scheduler, and lets the operator list them."""
+    """Whether the cluster serves the PodGroups of the job's scheduler, and lets the operator list
+    them."""
     gangs: Mapping[str, str] = field(default_factory=dict)
-    """The job's PodGroups: their uids by name; empty for one whose deletion was requested."""
+    """The uids of the job's PodGroups by name; empty for one whose deletion was requested."""
     serves_queues: bool | None = None
-    """Whether the cluster serves Kueue's Workloads, and lets the operator read them. None: nobody queues jobs here."""
+    """Whether the cluster serves Kueue's Workloads, and lets the operator read them. None: nobody
+    queues jobs here."""
     workloads: tuple[WorkloadView, ...] = ()
-    """Those of the job, by name."""
+    """The job's Workloads, by name."""
     claims: tuple[ClaimView, ...] = ()
     claim_template: str = ""
     """The mark of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
-    """Kubernetes nodes by name; of a missing one nothing is known. None: the state of hosts is not known at all."""
+    """Kubernetes nodes by name; nothing is known about a missing one. None: the state of hosts is
+    not known at all."""
     problems: tuple[str, ...] = ()
     """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
-    """What the API server rejected when this decision was last applied, without what is optional."""
+    """Objects that the API server rejected when this decision was last applied, without optional
+    ones."""
     deletion_refused: str = ""
-    """The pod whose deletion the API server has refused, and why; empty: it has refused none that is there."""
+    """An existing pod whose deletion the API server has refused, and the reason; empty if there is
+    none."""
     policy: str = ""
-    """Name of the NetworkPolicy that this operator makes for the job; empty: it makes none."""
+    """Name of the NetworkPolicy that this operator makes for the job; empty if it makes none."""
     has_policy: bool = False
-    """Whether it exists."""
+    """Whether that NetworkPolicy exists."""
     policy_refused: str = ""
     """Why the API server rejected it when this decision was last applied."""
     receivers: frozenset[str] = frozenset()
     """Names of the receivers that the job's namespace may use."""
     outcomes: Mapping[str, NotificationOutcome] = field(default_factory=dict)
-    """Of the job's notifications that were delivered or given up, by id."""
+    """Outcomes of the job's notifications that were delivered or given up, by id."""
     link: str = ""
-    """Of a page about the job, for its notifications; empty: none is known."""
+    """URL of a page about the job, for its notifications; empty if none is known."""
     offer: Offer = field(default_factory=Offer)
-    """What the job would get of its class, where it begins now."""
+    """The class that the job would get if it began now."""
     one_host: bool = False
-    """Whether all pods are on the one host that there is, which none can avoid."""
+    """Whether all pods are on the only host, which none can avoid."""
 
     def nodes(self) -> tuple[PodView, ...]:
-        """The pods of slots, spares included."""
+        """Return the pods of slots, spares included."""
         return self._nodes
 
     @cached_property
@@ -420,11 +455,11 @@ class World:
 
     @cached_property
     def nodes_by_name(self) -> Mapping[str, PodView]:
-        """The pods of slots."""
+        """The pods of slots, by name."""
         return {p.name: p for p in self.nodes()}
 
     def last_of(self, name: str) -> PodView | None:
-        """The last that was known of a pod that is gone."""
+        """Return the last known state of a pod that is gone."""
         return self._departed_by_name.get(name)
 
     @cached_property
@@ -433,7 +468,7 @@ class World:
 
     @cached_property
     def silent(self) -> Mapping[str, datetime]:
-        """Pods whose program runs, and that the coordinator has not heard since then."""
+        """Pods whose program runs, and since when the coordinator has not heard them."""
         if self.report is None:
             return {}
         connected = {member.pod for member in self.report.members}
@@ -442,9 +477,9 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """Since when the coordinator has not heard most of its members, although their hosts are well.
+        """Since when the coordinator has not heard most of its members on healthy hosts.
 
-        Then it is the coordinator that is cut off. None: it hears them.
+        In that case the coordinator is the one that is partitioned. None: it hears them.
         """
         if self.report is None or not self.silent:
             return None
@@ -464,25 +499,28 @@ def is_down(host: str, hosts: Mapping[str, HostView] | None) -> bool:
 
 
 def platform_of(host: HostView) -> tuple[str, str]:
-    """Its operating system and architecture, by the labels that every kubelet sets; empty where they are not known."""
+    """Return a host's operating system and architecture; empty if not known.
+
+    Every kubelet sets the labels that are read here.
+    """
     return host.labels.get("kubernetes.io/os", ""), host.labels.get("kubernetes.io/arch", "")
 
 
 def host_port(host: str, port: int) -> str:
-    """`host:port`, as in a URL: an IPv6 address stands in brackets."""
+    """Return `host:port`, as in a URL: an IPv6 address stands in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def node_pod_name(job: DDPJob, index: int, attempt: int) -> str:
-    """The name of a slot's pod, never used twice."""
+    """Return the name of a slot's pod, which is never used twice."""
     return f"{job.name}-{index}-{attempt}"
 
 
 def gang_name(job: DDPJob, generation: int) -> str:
-    """The name of a generation's PodGroup."""
+    """Return the name of a generation's PodGroup."""
     return f"{job.name}-gang-{generation}"
 
 
 def coordinator_pod_name(job: DDPJob, generation: int, attempt: int = 0) -> str:
-    """The name of a coordinator's own pod (placement Dedicated)."""
+    """Return the name of a coordinator's own pod (placement Dedicated)."""
     return f"{job.name}-coordinator-{generation}" + (f"-{attempt}" if attempt else "")

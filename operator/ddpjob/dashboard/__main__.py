@@ -1,4 +1,7 @@
-"""`python -m ddpjob.dashboard`: the dashboard in a cluster, for the chart. It has no rights: see `viewers`."""
+"""`python -m ddpjob.dashboard`: the dashboard in a cluster, for the chart.
+
+It has no rights of its own: see `viewers`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _RELOAD_SECONDS = 60.0
 
 
 class WrongSetting(Exception):
-    """An environment variable that the chart sets has no meaning."""
+    """An environment variable that the chart sets has an invalid value."""
 
 
 def main() -> None:
@@ -57,7 +60,10 @@ async def _serve() -> None:
 
 
 async def _renew(tls: ssl.SSLContext, folder: Path) -> None:
-    """New connections get the certificate that is in the folder now: those of cert-manager are renewed there."""
+    """Reload the certificate from the folder for new connections.
+
+    cert-manager renews it there.
+    """
     while True:
         await asyncio.sleep(_RELOAD_SECONDS)
         try:

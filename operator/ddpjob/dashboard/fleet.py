@@ -1,4 +1,4 @@
-"""Follows all jobs of a place in threads, and keeps what the list shows of each: some words and numbers."""
+"""Follows all jobs of a place in threads, and keeps the words and numbers that the list shows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Key = tuple[str, str]
 """Namespace and name."""
 ENDED = ("Complete", "Failed", "Interrupted")
 WITHOUT_ETA = (*ENDED, "Suspended", "Queued")
-"""States in which the time left is not known: it was reported by a group that trains no more."""
+"""States in which the remaining time is unknown: it was reported by a group that no longer
+trains."""
 UNREADABLE = "Unreadable"
 STATES = (
     "Failed",
@@ -39,14 +40,14 @@ STATES = (
     "Interrupted",
     "Complete",
 )
-"""What needs attention first."""
+"""States in the order of the list, those that need attention first."""
 _POINTS = 512
 _RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetRow:
-    """A job among others. What is empty is not known."""
+    """A job in the list. Empty fields are unknown."""
 
     namespace: str
     name: str
@@ -64,7 +65,7 @@ class FleetRow:
     """Why it does not train, or has failed."""
     pods: int = 0
     gpus: int = 0
-    """Held by its pods."""
+    """GPUs that its pods hold."""
     pods_training: int = 0
     gpus_training: int = 0
     created: datetime | None = None
@@ -76,7 +77,7 @@ class FleetRow:
         return self.namespace, self.name
 
     def runtime(self, now: datetime) -> float | None:
-        """Seconds for which it has run, or ran."""
+        """Return for how many seconds it has run, or ran."""
         return ((self.ended or now) - self.started).total_seconds() if self.started is not None else None
 
 
@@ -85,12 +86,18 @@ def key_of(body: Json) -> Key:
 
 
 def read_job(body: Json) -> DDPJob:
-    """A job, also of a local record, which has no uid and may hold anything: raises any Exception."""
+    """Read a job, also one of a local record.
+
+    A local record has no uid and may hold anything: raises any Exception.
+    """
     return DDPJob.read({**body, "metadata": {"uid": "", **body["metadata"]}})
 
 
 def fleet_row(body: Json) -> FleetRow:
-    """The row of a job, also of one that cannot be read: that one costs nobody the page."""
+    """Return the row of a job.
+
+    A job that cannot be read gets a row too, so that it does not cost others the page.
+    """
     namespace, name = key_of(body)
     created = known_time(body["metadata"].get("creationTimestamp"))
     try:
@@ -108,7 +115,7 @@ def fleet_row(body: Json) -> FleetRow:
         stalled = running is not None and running.reason == STEP_OVERDUE
         training = min(pods, status.ready) if state == "Running" and not stalled else 0
         each = job.spec.gpus_per_node
-    except Exception as error:  # A local record may hold anything, in any place.
+    except Exception as error:  # A local record may hold anything, anywhere.
         message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return FleetRow(namespace=namespace, name=name, state=UNREADABLE, created=created, message=message)
     return FleetRow(
@@ -136,14 +143,17 @@ def fleet_row(body: Json) -> FleetRow:
 
 
 def _in_one_line(message: str) -> str:
-    """The first line, and of a traceback the last one, which names the error."""
+    """Return the first line, and the last line of a traceback, which names the error."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(line[:200] for line in dict.fromkeys((*lines[:1], *lines[1:][-1:])))
 
 
 @dataclass
 class CurveSamples:
-    """Loss and speed as they were reported since the dashboard has followed the job; of many, every other one stays."""
+    """Loss and speed as reported while the dashboard follows the job.
+
+    If there are many, every other one is dropped.
+    """
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     losses: array[float] = field(default_factory=lambda: array("d"))
@@ -163,9 +173,11 @@ class CurveSamples:
 
 
 class Fleet:
-    """Use as a context, which reads all jobs once (raises Mistake) and then follows them until it ends.
+    """Follows jobs.
 
-    `backends`: each lists jobs of its own, such as those of one namespace; a thread follows it.
+    Use it as a context, which reads all jobs once (raises Mistake) and then follows them until it
+    ends. Each of `backends` lists its own jobs, such as those of one namespace, and a thread
+    follows it.
     """
 
     def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
@@ -179,7 +191,7 @@ class Fleet:
         self._clock = clock
         self._begun = self._since = clock()
         self._pod_seconds = self._training_seconds = 0.0
-        """Of all jobs, up to `_since`."""
+        """Sums of all jobs, up to `_since`."""
         self._lock = threading.Lock()
         self._failures: dict[Backend, str] = {}
         self._stop = threading.Event()
@@ -196,19 +208,25 @@ class Fleet:
 
     @property
     def problem(self) -> str:
-        """Why the rows may be old or incomplete; empty while all is well."""
+        """Why the rows may be stale or incomplete; empty while all is well."""
         notes = [note for backend in self.backends for note in backend.notes]
         return "; ".join([*self._failures.copy().values(), *notes][:3])
 
     def goodput(self) -> tuple[float | None, float]:
-        """(training seconds / pod seconds of all jobs, None without pods; for how many seconds they are followed)."""
+        """Return the goodput, and for how many seconds the jobs were followed.
+
+        Goodput is training seconds / pod seconds of all jobs; None without pods.
+        """
         with self._lock:
             self._account()
             share = self._training_seconds / self._pod_seconds if self._pod_seconds else None
             return share, self._since - self._begun
 
     def _account(self) -> None:
-        """Adds what the pods have done since the last change; under the lock, before a row changes."""
+        """Add what the pods have done since the last change.
+
+        Called under the lock, before a row changes.
+        """
         now = self._clock()
         self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())
         self._training_seconds += (now - self._since) * sum(row.pods_training for row in self._rows.values())
@@ -223,19 +241,19 @@ class Fleet:
             return self._rows.get(key)
 
     def job_version(self, key: Key) -> int:
-        """A number that grows with each change of a job; 0 without such a job."""
+        """Return a number that grows with each change of a job; 0 if there is no such job."""
         with self._lock:
             return self._versions.get(key, 0)
 
     def samples(self, key: Key) -> CurveSamples:
-        """A copy of what was reported since the dashboard runs."""
+        """Return a copy of what was reported while the dashboard has been running."""
         with self._lock:
             return deepcopy(self._samples.get(key) or CurveSamples())
 
     def _follow(self, backend: Backend) -> None:
         while not self._stop.is_set():
             try:
-                # Who was deleted since the last look is in no list any more.
+                # Jobs that were deleted since the last look are in no list.
                 known = [{"metadata": {"namespace": of, "name": name}} for of, name in self._keys(backend)]
                 for body, gone in backend.changes(None, known=known):
                     if self._stop.is_set():
@@ -244,7 +262,8 @@ class Fleet:
                         self._drop(key_of(body))
                     else:
                         self._keep(body, backend)
-            except Exception as error:  # Mistakes, and faults of ours: neither may end the following of all jobs.
+            except Exception as error:
+                # Neither mistakes nor defects of this program may end the following of all jobs.
                 self._fail(backend, error)
             while backend in self._failures and not self._stop.wait(_RETRY_SECONDS):
                 try:
@@ -253,18 +272,21 @@ class Fleet:
                     self._fail(backend, error)
 
     def _fail(self, backend: Backend, error: Exception) -> None:
-        """Keeps the rows of a place that does not answer, and none of one that refuses to be read."""
+        """Keep the rows of a place that does not answer.
+
+        Rows of a place that refuses to be read are dropped.
+        """
         self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
         if isinstance(error, Mistake) and error.denied:
             for key in self._keys(backend):
                 self._drop(key)
 
     def _keys(self, backend: Backend) -> list[Key]:
-        """Those of its jobs."""
+        """Return the keys of a backend's jobs."""
         return [key for key, source in self._sources.copy().items() if source is backend]
 
     def _look(self, backend: Backend) -> None:
-        """Reads all jobs; also finds those that were deleted while nobody followed."""
+        """Read all jobs, and find those that were deleted while nobody followed."""
         now = {key_of(body): body for body in backend.jobs()}
         for key in self._keys(backend):
             if key not in now:
@@ -285,7 +307,8 @@ class Fleet:
         with self._lock:
             self._sources[row.key] = backend
             before = self._rows.get(row.key)
-            if before is not None and before.created != row.created:  # Another job of the same name.
+            if before is not None and before.created != row.created:
+                # It is a different job of the same name.
                 self._samples.pop(row.key, None)
             if before != row:
                 if before is None or (before.pods, before.pods_training) != (row.pods, row.pods_training):
@@ -294,5 +317,6 @@ class Fleet:
                 self.version += 1
             self._versions[row.key] = self._versions.get(row.key, 0) + 1
             if row.state != UNREADABLE:
-                with suppress(Exception):  # As in `fleet_row`: without its curves the job is shown all the same.
+                with suppress(Exception):
+                    # As in `fleet_row`: the job is shown even without its curves.
                     self._samples.setdefault(row.key, CurveSamples()).add(body.get("status") or {})

@@ -1,4 +1,4 @@
-"""Who may ask the dashboard, and what belongs to whom: the view that a request is answered from."""
+"""Decides who may ask the dashboard, and which view a request is answered from."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ _T = TypeVar("_T")
 
 
 class Shared:
-    """Results that the viewers of a view share for a moment: the work does not grow with their number."""
+    """Results that the viewers of a view share for a moment.
+
+    So the work does not grow with the number of viewers.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
 
     async def get(self, key: Hashable, seconds: float, make: Callable[[], Awaitable[_T]]) -> _T:
-        """The result of `make`, of this call or of one so many seconds ago."""
+        """Return the result of `make`, from this call or from one at most `seconds` ago."""
         found = self._kept.get(key)
         if found is None or (found[1].done() and time.monotonic() - found[0] > seconds):
             self._kept.pop(key, None)
@@ -44,10 +47,11 @@ class Shared:
 
 
 class FleetView:
-    """The jobs that those who share a credential may see, with all that is kept of them: nothing of it is another's.
+    """The jobs that the holders of a credential may see, with all state kept about them.
 
-    `scoped`: the jobs of one namespace of the place that the fleet follows. `commands`: whether it may run commands in
-    pods, where a viewer asks for it. `past`: the jobs are gone, and only what they have left is known of them.
+    No state is shared between views. `scoped` returns the jobs of one namespace of the place that
+    the fleet follows. `commands` is true if it may run commands in pods when a viewer asks for
+    it. `past` means that the jobs are gone, and only their leftovers are known.
     """
 
     def __init__(
@@ -62,22 +66,23 @@ class FleetView:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="dashboard")
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Runs a function in a thread of this view: one viewer's slow requests do not hold up another's.
+        """Run a function in a thread of this view.
 
-        Raises Refused once the view is closed: the viewer has left in another window, or has other rights now.
+        So one viewer's slow requests do not hold up another's. Raises Refused once the view is
+        closed: the viewer has left in another window, or has different rights now.
         """
         if self.closed.is_set():
             raise AccessRefused(401, "Open the page again", "This view was closed while the page was made.")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
-        """Ends its streams and threads."""
+        """End its streams and threads."""
         self.closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class AccessRefused(Exception):
-    """The request is not allowed. `form`: the page asks for a token."""
+    """The request is not allowed. With `form`, the page asks for a token."""
 
     def __init__(self, status: int, title: str, message: str, *, form: bool = False) -> None:
         super().__init__(message)
@@ -88,23 +93,26 @@ class Gate(Protocol):
     """Decides which view a request is answered from."""
 
     names: set[str]
-    """Host names that lead here, beside IP addresses."""
+    """Host names of this server, in addition to IP addresses."""
 
     async def admit(self, request: web.Request) -> FleetView:
-        """Raises Refused, or HTTPSeeOther."""
+        """Return the view of a request. Raises Refused, or HTTPSeeOther."""
         ...
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Paths of its own, which it answers without `admit`."""
+        """Return the gate's own paths, which it answers without `admit`."""
         ...
 
     async def close(self) -> None:
-        """Ends all views."""
+        """End all views."""
         ...
 
 
 class OneSession:
-    """The gate of `ddpjob dashboard`: one view, for whoever has the token of the address that was printed."""
+    """The gate of `ddpjob dashboard`: one view, for everybody with the token.
+
+    The token is in the printed address.
+    """
 
     def __init__(self, view: FleetView, token: str, host: str = "localhost") -> None:
         self._view, self._token = view, token
@@ -112,7 +120,7 @@ class OneSession:
         threading.Thread(target=self._add_full_name, name="full name", daemon=True).start()
 
     def _add_full_name(self) -> None:
-        """Adds the machine's name with its domain, for which a DNS server may be asked for seconds."""
+        """Add the machine's name with its domain, for which a DNS server may take seconds."""
         with contextlib.suppress(OSError, UnicodeError):
             self.names.add(socket.getfqdn().lower())
 
@@ -143,7 +151,7 @@ class OneSession:
 def own_host(header: str, names: Collection[str]) -> bool:
     """Whether the Host header can only be meant for this server, which has these names.
 
-    A name that somebody else's DNS leads here (rebinding) is none of these.
+    A name that an attacker's DNS points here (rebinding) is not one of them.
     """
     name = host_name(header)
     with contextlib.suppress(ValueError):
@@ -153,7 +161,7 @@ def own_host(header: str, names: Collection[str]) -> bool:
 
 
 def host_name(header: str) -> str:
-    """The name or address in a Host header, in small letters; empty where there is none."""
+    """Return the name or address in a Host header, in lower case; empty if there is none."""
     try:
         return (urlsplit(f"//{header}").hostname or "") if re.fullmatch(r"[\w.:\[\]-]{1,260}", header) else ""
     except ValueError:
@@ -161,6 +169,9 @@ def host_name(header: str) -> str:
 
 
 def own_port(request: web.Request) -> int:
-    """The server's own port: cookies are those of all ports of a machine."""
+    """Return the server's own port.
+
+    Cookie names contain it, because all ports of a machine share cookies.
+    """
     place = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return int(place[1]) if place else 0

@@ -1,4 +1,4 @@
-"""What the pages show of jobs: the list of all, sorted and filtered, and the rounds, slots and curves of one."""
+"""Shapes jobs for the pages: the sorted and filtered list, and the details of one job."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ddpjob.dashboard.fleet import ENDED, STATES, CurveSamples, FleetRow
 
 PER_PAGE = 100
 MOST_SLOTS = 256
-"""Slots and pods of a job that a page lists."""
+"""Maximum number of slots and pods of a job that a page lists."""
 _POINTS = 1200
-"""Points of a curve."""
+"""Maximum number of points of a curve."""
 _CURVES = 16
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[^\S\n\t ]|\x1b")
-"""Commands to terminals (colours, titles), and what moves a cursor."""
+"""Commands to terminals (colors, titles), and characters that move a cursor."""
 
 
 def plain(text: str) -> str:
-    """Text without commands to a terminal: jobs write theirs for one."""
+    """Return text without commands to a terminal, which jobs may write."""
     return "".join(c for c in _CONTROL.sub("", text) if c.isprintable() or c in "\n\t")
 
 
@@ -50,7 +50,7 @@ class Choice:
 
     @classmethod
     def read(cls, query: Mapping[str, str]) -> Choice:
-        """Of a query that anybody may have written."""
+        """Read a query, which anybody may have written."""
         page, sort = query.get("page", ""), query.get("sort", "")
         state = query.get("state", "")
         return cls(
@@ -62,7 +62,7 @@ class Choice:
         )
 
     def query(self, **changed: str | int) -> dict[str, str]:
-        """The query with changes; defaults are left out."""
+        """Return the query with changes; defaults are left out."""
         full = {"q": self.words, "state": self.state, "sort": self.sort, "dir": "desc" if self.descending else "",
                 "page": self.page, **changed}  # fmt: skip
         defaults = ("", 0, 1, "state") if full["sort"] == "state" else ("", 0, 1)
@@ -83,22 +83,22 @@ SORTS: dict[str, Callable[[FleetRow, datetime], Any]] = {
     "runtime": lambda row, now: (row.runtime(now) or -1.0, row.name),
     "age": lambda row, now: (-_moment(row.created), row.name),
 }
-"""Column: its key, of which the least stands first."""
+"""Maps a column to its sort key; the smallest comes first."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A page of the list, and what all its jobs have in common."""
+    """A page of the list, and totals of all its jobs."""
 
     rows: list[FleetRow]
     found: int
-    """Jobs on all pages."""
+    """Number of jobs on all pages."""
     pages: int
     page: int
     states: dict[str, int]
-    """Of the jobs that the words choose."""
+    """Number of jobs per state, among those that match the words."""
     active: int
-    """Of these, those that have not ended."""
+    """How many of these have not ended."""
     pods: int
     gpus: int
     gpus_training: int
@@ -106,7 +106,7 @@ class Listed:
 
 
 def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
-    """The page of the list that the choice means."""
+    """Return the page of the list that the choice selects."""
     every = list(rows)
     words = choice.words.lower().split()
     fitting = [row for row in every if all(word in _text(row) for word in words)] if words else every
@@ -144,12 +144,12 @@ def _text(row: FleetRow) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a job's time. `begin` and `width` in thousandths of the whole."""
+    """A part of a job's time. `begin` and `width` are in thousandths of the whole."""
 
     begin: float
     width: float
     kind: str
-    """round, restart or unknown: what happened before the restarts that the status still lists."""
+    """round, restart or unknown (the time before the restarts that the status still lists)."""
     title: str
 
 
@@ -163,19 +163,23 @@ class Timeline:
 
     @property
     def trained(self) -> float | None:
-        """The share of the time in which a group ran; None where restarts are not listed any more."""
+        """The share of the time in which a group ran.
+
+        None if some restarts are no longer listed.
+        """
         if any(span.kind == "unknown" for span in self.spans):
             return None
         return sum(span.width for span in self.spans if span.kind == "round") / 1000
 
 
 def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
-    """The rounds of a job between its restarts; None before it has begun."""
+    """Return the rounds of a job between its restarts; None before it has begun."""
     status = job.status
     begin, end = status.start_time, status.completion_time or now
     if begin is None or end <= begin:
         return None
-    # Recorded as they were seen: a kubelet's word of one pod's end may come after that of a later one's.
+    # Restarts are recorded as they were seen: a kubelet's report of one pod's end may come after
+    # that of a pod that ended later.
     restarts = sorted(
         (restart for restart in status.restarts.recent if begin <= restart.time <= end and not restart.consequence),
         key=lambda restart: restart.time,
@@ -187,7 +191,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         if until > since:
             spans.append(Span(since / whole * 1000, (until - since) / whole * 1000, kind, title))
 
-    # A suspension ends a time: what is listed from before is no part of this one.
+    # A suspension ends a period, and restarts listed from before it do not belong to this one.
     earlier = [restart.round for restart in status.restarts.recent if restart.time < begin]
     at, lost, number = 0.0, 0.0, max(earlier, default=0)
     unlisted = status.restarts.total > len(status.restarts.recent) and not earlier
@@ -202,7 +206,8 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         over = following if restart.seconds is None else min(max(broke, moment + restart.seconds), following)
         add(broke, over, "restart", f"{restart.reason}: {duration(over - broke)}")
         lost += over - broke
-        at, number = over, restart.round or number  # a lost spare, or coordinator in mode Fast, begins none
+        # The loss of a spare, or of a coordinator in mode Fast, begins no round.
+        at, number = over, restart.round or number
     running = status.condition(ConditionType.RUNNING)
     if not restarts and running is not None and running.status:
         ran = min(max((running.since - begin).total_seconds(), 0.0), whole)
@@ -232,7 +237,11 @@ class SlotRow:
 
 
 def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
-    """(the rows of a page, how many more there are): coordinator and slots in order; of many, those with trouble."""
+    """Return (the rows of a page, how many more there are).
+
+    Rows are the coordinator and slots in order. If there are many, only those with trouble are
+    shown.
+    """
     ranks = ranks_of_pods(pods, body)
     slots, rows, with_pod = job.status.slots, list[SlotRow](), set[int]()
     for pod in pods:
@@ -262,7 +271,7 @@ _TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "
 
 
 def trained_curves(series: MetricSeries) -> Json:
-    """Curves of the built-in trainer's measurements, as the page's script draws them."""
+    """Return curves of the built-in trainer's measurements, as the page's script draws them."""
     named = dict(series.steps)
     named |= {f"test {name}": values for name, values in series.evaluations.items()}
     order = sorted(named, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
@@ -271,7 +280,7 @@ def trained_curves(series: MetricSeries) -> Json:
 
 
 def reported_curves(samples: CurveSamples, unit: str) -> Json:
-    """Curves of what a job has reported while the dashboard has followed it."""
+    """Return curves of what a job has reported while the dashboard has followed it."""
     curves = []
     for title, values in (("loss", samples.losses), (unit, samples.speeds)):
         pairs = [(int(x), y) for x, y in zip(samples.steps, values, strict=True) if not math.isnan(y)]
@@ -281,7 +290,10 @@ def reported_curves(samples: CurveSamples, unit: str) -> Json:
 
 
 def _curve(title: str, pairs: Sequence[tuple[int, float]]) -> Json:
-    """Of many points the least and the greatest of each part stay: a peak is what is looked for."""
+    """Return a curve.
+
+    Of many points, the smallest and the largest of each part stay, because readers look for peaks.
+    """
     if len(pairs) > _POINTS:
         parts, kept = _POINTS // 2, list[tuple[int, float]]()
         for part in range(parts):
@@ -293,7 +305,7 @@ def _curve(title: str, pairs: Sequence[tuple[int, float]]) -> Json:
 
 
 def metrics_of(status: JobStatus) -> list[tuple[str, str]]:
-    """The last reported numbers by name; a moment is none of them."""
+    """Return the last reported numbers by name, without times."""
     metrics = {name: value for name, value in (status.progress.get("metrics") or {}).items() if is_number(value)}
     for moment in (CHECKPOINT_TIME, COPY_TIME):
         metrics.pop(moment, None)

@@ -1,7 +1,8 @@
-"""The gate of a dashboard in a cluster: it has no rights, and reads everything with the token of whoever asks.
+"""The gate of a dashboard in a cluster.
 
-The API server judges each token, at each opening of a view and every few seconds after it. What was read with one
-token is kept for that token alone.
+It has no rights, and reads everything with its viewers' tokens. The API server judges each token at
+each opening of a view, and every few seconds after that. Data read with one token are kept for that
+token alone.
 """
 
 from __future__ import annotations
@@ -31,20 +32,22 @@ from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import AccessRefused, FleetView, host_name, own_port
 
 TRUST_SECONDS = 15.0
-"""For how long a token and its rights are not asked about again."""
+"""Seconds for which a token and its rights are not checked again."""
 IDLE_SECONDS = 300.0
-"""After which a view that nobody looks at is closed, with its watches."""
+"""Seconds after which a view that nobody looks at is closed, with its watches."""
 SESSION_SECONDS = 12 * 3600.0
 MOST_VIEWS = 64
-"""Each holds the rows of its jobs, and a watch per namespace."""
+"""Maximum number of views. Each holds the rows of its jobs, and a watch per namespace."""
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
-"""Views and sessions: one user's many tokens push out no other user."""
+"""Maximum number of a user's views and sessions, so that one user's many tokens do not push out
+other users."""
 MOST_OF_A_NAMESPACE = 16
-"""Views and sessions of a namespace's service accounts, of which its admins make as many as they like."""
+"""Maximum number of views and sessions of a namespace's service accounts, since its admins can make
+any number of them."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
-"""Requests whose tokens are being judged."""
+"""Maximum number of requests whose tokens are being judged."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{1,16384}=*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SERVICE_ACCOUNT = re.compile(r"system:serviceaccount:([^:]+):[^:]+")
@@ -68,7 +71,7 @@ class _Session:
 
 @dataclass
 class _Opened:
-    """A view, and when its token was judged last. `scope`: its namespaces; empty: all."""
+    """A view, and when its token was last judged. `scope`: its namespaces; empty: all."""
 
     view: FleetView
     api: BearerServer
@@ -86,8 +89,8 @@ class _Opened:
 class Viewers:
     """A gate (`gate.Gate`).
 
-    `url`, `ca`: of the API server. `names`: host names under which a proxy that ends TLS leads here. `namespaces`:
-    where those look who may not read all of them and name none.
+    `url` and `ca` belong to the API server. `names` are host names under which a proxy that ends
+    TLS leads here. `namespaces` are used for viewers who may not read all namespaces and name none.
     """
 
     def __init__(self, url: str, ca: str, names: Sequence[str] = (), namespaces: Sequence[str] = ()) -> None:
@@ -130,7 +133,10 @@ class Viewers:
             ) from unknown
 
     def _private(self, request: web.Request) -> None:
-        """Tokens travel over TLS, of this server or of a proxy before it, or through a port-forward."""
+        """Refuse tokens unless they are sent over TLS or through a port-forward.
+
+        TLS may end at this server, or at a proxy in front of it.
+        """
         name = host_name(request.headers.get("Host", ""))
         proxied = name in self._behind and request.headers.get("X-Forwarded-Proto", "").lower() == "https"
         if not (request.secure or proxied or _loopback(name)):
@@ -142,7 +148,10 @@ class Viewers:
             )
 
     def _token(self, request: web.Request) -> tuple[str | None, str]:
-        """(the bearer token of the request, its session): that of its header, which a proxy sets, goes first."""
+        """Return (the bearer token of the request, its session).
+
+        The token of the header, which a proxy sets, takes precedence.
+        """
         if header := request.headers.get("Authorization"):
             kind, _, token = header.partition(" ")
             if kind.lower() != "bearer" or not _TOKEN.fullmatch(token.strip()):
@@ -160,7 +169,10 @@ class Viewers:
         raise AccessRefused(200, "Sign in", _WHOSE, form=True)
 
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
-        """Opens a session for a token that the API server knows; without a token it changes the namespaces alone."""
+        """Open a session for a token that the API server knows.
+
+        Without a token, only change the namespaces.
+        """
         self._private(request)
         _own_form(request)
         form = await request.post()
@@ -185,7 +197,8 @@ class Viewers:
                              secure=_cookie(request).startswith("__Host-"))  # fmt: skip
         elif self._token(request)[0] is None:
             raise AccessRefused(400, "Sign in", "Paste a token.", form=True)
-        moved.set_cookie(_CHOICE, ".".join(chosen), httponly=True, samesite="Lax", path="/")  # A comma is quoted.
+        # A comma would be quoted.
+        moved.set_cookie(_CHOICE, ".".join(chosen), httponly=True, samesite="Lax", path="/")
         raise moved
 
     async def _sign_out(self, request: web.Request) -> web.StreamResponse:
@@ -198,7 +211,10 @@ class Viewers:
         raise moved
 
     def _end(self, session: str) -> None:
-        """Forgets a session, and what was opened with its token, unless another session has that too."""
+        """Forget a session, and the views opened with its token.
+
+        The views stay if another session has that token too.
+        """
         found = self._sessions.pop(session, None)
         if found is not None and all(other.token != found.token for other in self._sessions.values()):
             for key in [key for key in self._views if key[0] == _digest(found.token)]:
@@ -207,7 +223,10 @@ class Viewers:
     # --- views
 
     async def _view(self, token: str, chosen: tuple[str, ...]) -> FleetView:
-        """The view of a token, judged a moment ago at most. Raises Refused, NotKnown and other Mistakes."""
+        """Return the view of a token that was judged a moment ago at most.
+
+        Raises Refused, NotKnown and other Mistakes.
+        """
         key = (_digest(token), chosen)
         lock = self._locks.setdefault(key, asyncio.Lock())
         try:
@@ -222,7 +241,10 @@ class Viewers:
                 self._locks.pop(key, None)
 
     async def _judged(self, key: tuple[bytes, tuple[str, ...]], token: str) -> _Opened:
-        """Asks what the token may read now. A view of other rights is closed, and its cache with it."""
+        """Check what the token may read now.
+
+        A view with different rights is closed, together with its cache.
+        """
         found = self._views.get(key)
         if found is not None:
             await self._in_turn(lambda: self._again(key, found))
@@ -239,7 +261,10 @@ class Viewers:
         return opened
 
     async def _again(self, key: tuple[bytes, tuple[str, ...]], opened: _Opened) -> None:
-        """Closes a view, and its cache with it, whose rights are others now. Raises Refused and Mistakes."""
+        """Close a view, together with its cache, if its rights have changed.
+
+        Raises Refused and Mistakes.
+        """
         try:
             scope = await self._run(lambda: self._scope(opened.api, opened.view.user, key[1]))
         except (Mistake, AccessRefused) as refused:
@@ -251,14 +276,17 @@ class Viewers:
             self._forget(key)
 
     async def _judge(self, token: str, what: Callable[[BearerServer], _T]) -> _T:
-        """Asks something of the API server with the token, in a thread."""
+        """Ask the API server something with the token, in a thread."""
         return await self._run(lambda: what(BearerServer(self._url, self._ca, token)))
 
     async def _run(self, what: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 
     async def _in_turn(self, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Strangers' tokens cost requests: of many at a time, some are refused."""
+        """Limit concurrent requests for strangers' tokens, since they cost requests.
+
+        Beyond the limit they are refused.
+        """
         if self._waiting >= _MOST_WAITING:
             raise web.HTTPServiceUnavailable(reason="too many are signing in; try again")
         self._waiting += 1
@@ -279,7 +307,10 @@ class Viewers:
         return _Opened(view, api, fleet, scope, now, now)
 
     def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
-        """The namespaces to follow, empty: all of them. Raises Refused where none may be read, and Mistakes."""
+        """Return the namespaces to follow; empty means all.
+
+        Raises Refused if none may be read, and Mistakes.
+        """
         if not chosen and _may_list(api, ""):
             return ()
         own = _SERVICE_ACCOUNT.fullmatch(user)
@@ -299,15 +330,15 @@ class Viewers:
         found = self._views.pop(key, None)
         if found is not None:
             found.close()
-        if key in self._locks and not self._locks[key].locked():  # Else whoever has it forgets it.
+        if key in self._locks and not self._locks[key].locked():  # Otherwise its holder forgets it.
             del self._locks[key]
 
     def _make_room(self, user: str) -> None:
-        """Close the views that were used longest ago, where there are too many of the user, of the namespace of its
-        service account, or of all.
+        """Close the least recently used views, if there are too many.
 
-        Of all of them it is one of whoever has the most, if that is more than the user has; otherwise an idle one.
-        Raises HTTPServiceUnavailable if there is neither.
+        There are limits for a user, for its service account's namespace, and for all. If there are
+        too many in total, it closes a view of the user with the most, if that is more than this
+        user has; otherwise an idle one. Raises HTTPServiceUnavailable if there is neither.
         """
         by_use = sorted(self._views.items(), key=lambda item: item[1].used)
         for key in _beyond_limits({key: opened.view.user for key, opened in by_use}, user):
@@ -324,9 +355,9 @@ class Viewers:
         self._forget(closable[0])
 
     async def _look_after(self) -> None:
-        """Closes what nobody looks at, and asks about the tokens of those who only read a stream.
+        """Close views that nobody looks at, and check the tokens of viewers who only read a stream.
 
-        Sessions whose time is over end also where their viewers do not come back.
+        Expired sessions end even if their viewers do not come back.
         """
         while True:
             await asyncio.sleep(TRUST_SECONDS)
@@ -339,25 +370,30 @@ class Viewers:
                     try:
                         with contextlib.suppress(Mistake, AccessRefused, web.HTTPException):
                             await self._again(key, opened)
-                    except Exception:  # Of ours: nobody reads on with a token that cannot be judged.
+                    except Exception:
+                        # A defect of this program: nobody continues to read with a token that
+                        # cannot be judged.
                         _log.exception("the token of %s cannot be judged", opened.view.user)
                         self._forget(key)
 
 
 def _user(api: BearerServer) -> str:
-    """The name of the token's user. Raises NotKnown."""
+    """Return the name of the token's user. Raises NotKnown."""
     review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
     try:
         answer = api.request("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", body=review)
     except ApiRefusal as refusal:
         if not refusal.denied:
             raise
-        return ""  # Known, but not allowed to ask who it is.
+        return ""  # The token is known, but may not ask who it belongs to.
     return str(((answer.get("status") or {}).get("userInfo") or {}).get("username") or "")
 
 
 def _may_list(api: BearerServer, namespace: str) -> bool:
-    """Whether the token may list the DDPJobs of a namespace, empty: of all. Raises Mistake for other failures."""
+    """Whether the token may list the DDPJobs of a namespace (empty: of all).
+
+    Raises Mistake for other failures.
+    """
     scope = f"/namespaces/{namespace}" if namespace else ""
     try:
         api.request("GET", f"/apis/{API_VERSION}{scope}/{PLURAL}", query={"limit": "1"})
@@ -371,13 +407,16 @@ def _may_list(api: BearerServer, namespace: str) -> bool:
 
 
 def _owner(user: str) -> str:
-    """Who answers for a user: the namespace of a service account, or the user."""
+    """Return who is responsible for a user: the namespace of a service account, or the user."""
     account = _SERVICE_ACCOUNT.fullmatch(user)
     return f"system:serviceaccounts:{account[1]}" if account else user
 
 
 def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
-    """The first of these that have to go before the user gets one more, by the limits of users and of namespaces."""
+    """Return the views or sessions that have to go before the user gets one more.
+
+    The limits are those of users and of namespaces; the first ones go first.
+    """
     own = [key for key, other in users.items() if other == user]
     over = own[: max(0, len(own) - MOST_OF_A_USER + 1)]
     owner = _owner(user)
@@ -388,7 +427,7 @@ def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
 
 
 def _namespaces(text: str) -> tuple[str, ...]:
-    """Names of namespaces from a form or a cookie. Raises Refused."""
+    """Read names of namespaces from a form or a cookie. Raises Refused."""
     names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", text[:2000]) if name))
     wrong = [name for name in names if not _LABEL.fullmatch(name)]
     if wrong or len(names) > MOST_NAMESPACES:
@@ -398,7 +437,7 @@ def _namespaces(text: str) -> tuple[str, ...]:
 
 
 def _own_form(request: web.Request) -> None:
-    """Raises Refused for a form that another site has sent: a browser says where it comes from."""
+    """Raise Refused for a form that another site has sent, according to the browser's headers."""
     origin = request.headers.get("Origin", "")
     site = request.headers.get("Sec-Fetch-Site")
     if urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower() or site not in (None, "same-origin"):
@@ -406,7 +445,10 @@ def _own_form(request: web.Request) -> None:
 
 
 def _cookie(request: web.Request) -> str:
-    """Over TLS a name that only this host can set; on loopback one that differs from those of other ports."""
+    """Return a cookie's name.
+
+    Over TLS only this host can set it; on loopback it differs between ports.
+    """
     own = own_port(request)
     return f"ddpjob-{own}" if _loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"
 

@@ -1,4 +1,4 @@
-"""The HTTP server of the dashboard: who may ask, what each page shows, and streams of changes and logs."""
+"""The HTTP server of the dashboard: access checks, pages, and streams of changes and logs."""
 
 from __future__ import annotations
 
@@ -63,23 +63,24 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 STREAMS = 64
-"""Streams of a view at the same time; each open page has one."""
+"""Maximum number of a view's streams at the same time; each open page has one."""
 LOG_STREAMS = 16
 _LOG_PODS = 16
-"""Pods up to which the log of a whole job is shown at once."""
+"""Maximum number of pods for which the log of a whole job is shown at once."""
 _LOG_LINES = 500
-"""Last lines of each pod with which a log begins."""
+"""How many last lines of each pod a log begins with."""
 _LINE = 4000
-"""Characters of a line of a log; the rest is cut off."""
+"""Maximum number of characters of a log's line; the rest is cut off."""
 _BATCH = 500
 _FRESH_SECONDS = 1.0
-"""For how long what was read of a job serves other viewers too."""
+"""Seconds for which data read about a job serve other viewers too."""
 _CURVES_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
-"""Bytes of a form."""
+"""Maximum number of bytes of a form."""
 _SILENCE_SECONDS = 15.0
-"""After which a stream without news writes a comment, so that a viewer who is gone is noticed."""
+"""Seconds after which a stream without news writes a comment, so that a viewer who is gone is
+noticed."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
 _MOST_EVENTS = 50
@@ -89,7 +90,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Read:
-    """A job as a page needs it, read at one moment. `faults`: what could not be read beside the job, and why."""
+    """A job as a page needs it, read at one moment.
+
+    `faults` lists what else could not be read, and why.
+    """
 
     body: Json
     pods: list[PodLine]
@@ -98,7 +102,7 @@ class Read:
 
 
 class Dashboard:
-    """The pages. Which jobs a request may see, its view, is the gate's to say."""
+    """The pages. The gate decides which jobs a request may see, by its view."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -129,7 +133,7 @@ class Dashboard:
         app = web.Application(middlewares=[self._guard], client_max_size=_BODY)
         app.router.add_get("/", self.fleet_page)
         app.router.add_get("/healthz", _healthy)
-        app.router.add_get("/live", self.live, allow_head=False)  # a stream without an end
+        app.router.add_get("/live", self.live, allow_head=False)  # an endless stream
         app.router.add_get("/static/{file}", self.static)
         app.router.add_get(f"/jobs/{_NAME}", self.job_page)
         app.router.add_get(f"/jobs/{_NAME}/logs", self.logs_page)
@@ -166,7 +170,7 @@ class Dashboard:
             status = 502 if isinstance(mistake, Unreachable) else getattr(mistake, "status", 502)
             status = status if 400 <= status < 600 else 502
             response = self._problem(request, status, "This cannot be read", str(mistake))
-        except Exception as fault:  # Of ours, or a record that nobody has thought of.
+        except Exception as fault:  # A defect of this program, or an unforeseen record.
             _log.exception("%s cannot be shown", request.path)
             response = self._problem(request, 500, "This cannot be shown", f"{type(fault).__name__}: {fault}")
         if not response.prepared:
@@ -174,7 +178,10 @@ class Dashboard:
         return response
 
     async def _admit(self, request: web.Request) -> None:
-        """Gives the request its view. Raises Refused for one that another site may have caused, or that is nobody's."""
+        """Give the request its view.
+
+        Raises Refused if another site may have caused it, or if it is nobody's.
+        """
         if not own_host(request.headers.get("Host", ""), self.gate.names):
             raise AccessRefused(421, "Not this server", "The address must be an IP address or this machine's name.")
         if request.path == "/healthz" or request.path.startswith("/static/"):
@@ -273,12 +280,13 @@ class Dashboard:
         )  # fmt: skip
 
     def _head(self, key: Key, read: Read) -> Json:
-        """What the pages of a job have in common."""
+        """Return the values that all pages of a job need."""
         return {"key": key, "path": f"/jobs/{key[0]}/{key[1]}", "job": _job(read.body), "state": phase(read.body)}
 
     async def _read(self, view: FleetView, key: Key) -> Read:
-        _backend(view, key)  # What was read of a job that is gone serves nobody.
-        read = ("job", key, view.fleet.job_version(key))  # An announced change is on the page that asks for it.
+        _backend(view, key)  # Data about a deleted job are of no use.
+        # A page requested after a change was announced has to show it.
+        read = ("job", key, view.fleet.job_version(key))
         return await view.shared.get(read, _FRESH_SECONDS, lambda: view.run(_read_now, view, key))
 
     # --- data
@@ -291,7 +299,10 @@ class Dashboard:
         return web.Response(body=self._files[name], content_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def curves(self, request: web.Request) -> web.Response:
-        """JSON for the page's script. On a cluster the trainer's file is read only where `pods=1` asks: in a pod."""
+        """Answer with JSON for the page's script.
+
+        On a cluster the trainer's file is read, in a pod, only with `pods=1`.
+        """
         key, view = _key(request), _view(request)
         in_pods = request.query.get("pods") == "1" and view.commands
         found = await view.shared.get(
@@ -302,7 +313,10 @@ class Dashboard:
     # --- streams
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """An event for each change that the page shows: of all jobs, or of the job named by `job`."""
+        """Send an event for each change that the page shows.
+
+        These are changes of all jobs, or of the job named by `job`.
+        """
         namespace, _, name = request.query.get("job", "").partition("/")
         view = _view(request)
 
@@ -320,7 +334,10 @@ class Dashboard:
         return stream.response
 
     async def log(self, request: web.Request) -> web.StreamResponse:
-        """Events of lines, as JSON, of one pod or of the whole job; `end` when there will be no more."""
+        """Send a log's lines as JSON events; send `end` when there will be no more.
+
+        The log is that of one pod, or of the whole job.
+        """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:
             raise web.HTTPServiceUnavailable(reason=f"{LOG_STREAMS} logs are open already")
@@ -380,7 +397,7 @@ async def _stream(request: web.Request, view: FleetView) -> AsyncIterator[_Event
 
 
 def _backend(view: FleetView, key: Key) -> Backend:
-    """Raises NoSuchJob for a namespace that is not followed."""
+    """Return the backend of a job. Raises NoSuchJob if it is not followed."""
     if view.fleet.row(key) is None:
         raise NoSuchJob(f"no job {key[1]} in namespace {key[0]}; this dashboard shows {view.where}")
     return view.scoped(key[0])
@@ -441,7 +458,7 @@ class _EventStream:
         await self.response.write(text.encode())
 
     async def wait(self, seconds: float) -> None:
-        """Before the next look for news. A silence that lasts is broken by a comment."""
+        """Wait before the next look for news. A long silence is broken by a comment."""
         if self._silent >= _SILENCE_SECONDS:
             await self.write(": waiting\n\n")
         await asyncio.sleep(seconds)
@@ -451,7 +468,7 @@ class _EventStream:
 def _copy_log(
     backend: Backend, name: str, body: Json, pod: str, options: LogOptions, lines: queue.Queue[str | None]
 ) -> None:
-    """Puts the lines into the queue, then None; ends when `options.stop` is set."""
+    """Put the lines into the queue, then None; end when `options.stop` is set."""
 
     def put(line: str | None) -> None:
         while not options.stopped:
@@ -464,14 +481,15 @@ def _copy_log(
         for line in follower.lines():
             mark = f" rank {line.rank}" if line.rank is not None else ""
             short = line.pod.name.removeprefix(f"{name}-")
-            last = line.text.rstrip(b"\r").rpartition(b"\r")[2]  # What a terminal shows of a progress bar.
+            # The part of a progress bar that a terminal shows.
+            last = line.text.rstrip(b"\r").rpartition(b"\r")[2]
             text = plain(last[: 4 * _LINE].decode(errors="replace"))[:_LINE]
             put(text if pod else f"[{short}{mark}] {text}")
         for note in follower.notes:
             put(f"-- {plain(note)}")
     except Mistake as mistake:
         put(f"-- {plain(str(mistake))}")
-    except Exception as fault:  # Of ours: whoever reads the log learns of it.
+    except Exception as fault:  # A defect of this program, of which the log's reader should learn.
         _log.exception("the log of %s cannot be read", name)
         put(f"-- the log cannot be read: {type(fault).__name__}: {plain(str(fault))}")
     finally:
@@ -490,7 +508,7 @@ def _key(request: web.Request) -> Key:
 
 
 def _job(body: Json) -> DDPJob:
-    """Raises Mistake for an object that cannot be read."""
+    """Read a job. Raises Mistake for an object that cannot be read."""
     try:
         return read_job(body)
     except Exception as error:
@@ -498,7 +516,10 @@ def _job(body: Json) -> DDPJob:
 
 
 def _nodes(body: Json, job: DDPJob) -> str:
-    """As the list of jobs shows them: what a job has left behind names no slots to count."""
+    """Return the nodes as the list of jobs shows them.
+
+    A deleted job's record has no slots to count.
+    """
     stored = (body.get("status") or {}).get("nodes") or {}
     return str(stored.get("display") or job.status.nodes_display(job.spec))
 
@@ -521,7 +542,7 @@ def _local_time(moment: datetime | None) -> str:
 async def serve(
     gate: Gate, *, host: str | None, port: int, started: Callable[[int], None], tls: ssl.SSLContext | None = None
 ) -> None:
-    """Serves until it is cancelled. `host` None: at every address. `started` gets the port.
+    """Serve until cancelled. `host` None means every address. `started` gets the port.
 
     Raises OSError if it cannot listen.
     """

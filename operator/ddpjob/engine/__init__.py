@@ -1,4 +1,5 @@
-"""What Kubernetes and the process backend share: observe, decide, apply, and the port `Cluster` that both implement.
+"""Shared by Kubernetes and the process backend: observe, decide, apply, and the port `Cluster`.
 
-`apply` is the only place that changes anything. Imports `core`, `objects` and `api`.
+Both backends implement `Cluster`. `apply` is the only place that changes anything. Imports `core`,
+`objects` and `api`.
 """

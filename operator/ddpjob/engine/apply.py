@@ -74,21 +74,24 @@ from ddpjob.objects.service import build_runtime, build_service
 from ddpjob.objects.workload import build_workload
 
 CONCURRENT = 16
-"""Requests of one reconcile at the same time."""
+"""How many requests of one reconcile run at the same time."""
 MESSAGES_SECONDS = 5.0
-"""For all messages to a coordinator together; those that are lost are sent again by the next reconcile."""
+"""Timeout for all messages to a coordinator together. The next reconcile sends lost ones again."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome of `apply`: the job as written, and the objects that were rejected, optional ones included."""
+    """The outcome of `apply`: the job as written, and all rejected objects.
+
+    Optional objects are included.
+    """
 
     job: DDPJob
     rejections: tuple[Rejection, ...] = ()
 
 
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """Performs a decision; repeating it does no harm.
+    """Perform a decision; repeating it does no harm.
 
     Raises Conflict before anything was done, Unavailable at any point.
     """
@@ -130,7 +133,10 @@ async def _perform(cluster: Cluster, job: DDPJob, action: Change | NotifyCoordin
 
 
 async def _together(requests: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    """At most CONCURRENT at a time, begun in their order. All end before the first error is raised."""
+    """Run at most CONCURRENT requests at a time, started in their order.
+
+    All end before the first error is raised.
+    """
     gate = asyncio.Semaphore(CONCURRENT)
 
     async def one(request: Callable[[], Awaitable[None]]) -> None:
@@ -152,11 +158,13 @@ async def _write_status(cluster: Cluster, job: DDPJob, status: JobStatus) -> DDP
 async def _create(
     cluster: Cluster, job: DDPJob, status: JobStatus, creations: Sequence[Action]
 ) -> tuple[Rejection, ...]:
-    """Creates what pods need, then the pods: one, then twice as many at a time, until one is rejected.
+    """Create the objects that pods need, then the pods.
 
-    A coordinator does not count: it comes with the first node, neither being of use without the other.
-    What rejects one pod, a quota or a webhook, mostly rejects them all. Returns what was rejected,
-    sorted by name: the order must not depend on chance, since a condition shows the first.
+    The first batch is one pod, and each next one twice as large, until a pod is rejected.
+    Coordinators are not counted: one is created with the first node, since neither is of use
+    without the other. A quota or a webhook that rejects one pod usually rejects them all. Returns
+    the rejections, sorted by name: their order must not depend on chance, since a condition shows
+    the first.
     """
     rejections: list[Rejection] = []
     granted = job.granted(status)
@@ -184,7 +192,10 @@ async def _create(
 
 
 async def _create_one(cluster: Cluster, job: DDPJob, manifest: Json) -> None:
-    """Creates an object; a pod whose namespace demands runAsNonRoot with it. Raises as Cluster.create."""
+    """Create an object. If the namespace demands runAsNonRoot, create the pod with it.
+
+    Raises the errors of Cluster.create.
+    """
     try:
         await cluster.create(job, manifest)
     except Refused as refused:

@@ -1,7 +1,8 @@
 """HTTP client of the jobs' coordinators, for both implementations of `Cluster`.
 
-A coordinator runs the user's image, and its address may be another pod's by now: what answers is not believed before
-it has proved to know the job's token, which is never sent, and is read within bounds.
+A coordinator runs the user's image, and its address may belong to a different pod by now. So a peer
+has to prove that it knows the job's token before its answer is believed. The token itself is never
+sent, and answers are read within bounds.
 """
 
 from __future__ import annotations
@@ -29,31 +30,32 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
-"""For a request, beyond the time for which a long poll is held."""
+"""Timeout of a request, in addition to the time for which a long poll is held."""
 CONNECT_SECONDS = 1.5
-"""Longer than the second after which Linux sends a lost SYN again."""
+"""Longer than the second after which Linux retransmits a lost SYN."""
 SMALL = 64 * 1024
-"""Bytes of an answer that any number of coordinators may send at the same time."""
+"""Maximum size in bytes of answers that any number of coordinators may send at the same time."""
 LARGE_ANSWERS = 64
-"""Answers beyond SMALL that are read at the same time."""
+"""How many answers larger than SMALL are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
-"""A clock that differs by less is taken for ours: the difference holds the time that the answer took."""
+"""A clock that differs by less is taken as equal to ours, because the difference includes the time
+that the answer took."""
 LONGEST_AGE = timedelta(days=3650)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A job's coordinator: its `endpoint` is `host:port`, a host that is an IPv6 address in brackets."""
+    """A job's coordinator. `endpoint` is `host:port`, with an IPv6 address in brackets."""
 
     endpoint: str
     token: str
-    """The job's: both sides prove that they know it."""
+    """The job's token: both sides prove that they know it."""
     pods: int = protocol.MAX_PODS
-    """How many pods the job has: bounds what is read and kept of a report."""
+    """The job's number of pods. It limits how much of a report is read and kept."""
 
 
 def target_of(job: DDPJob, platform: Platform, endpoint: str) -> Target:
-    """The job's coordinator at `host:port`."""
+    """Return the target for the job's coordinator at `host:port`."""
     pods = max(job.spec.pods, len(job.status.slots))
     return Target(endpoint, platform.token(job), pods)
 
@@ -72,7 +74,10 @@ class CoordinatorClient:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """A session belongs to the event loop that runs when it is made. Who opens a link bounds its connections."""
+        """Return the session. It belongs to the event loop that runs when it is made.
+
+        It sets no limit on connections: the code that opens a link does.
+        """
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_watched_socket),
@@ -87,25 +92,29 @@ class CoordinatorClient:
             await self._opened.close()
 
     def link(self, target: Target) -> CoordinatorLink:
-        """The link to a coordinator; the last one is used again."""
+        """Return the link to a coordinator; the last link is reused."""
         if self._last is None or self._last.target != target:
             self._last = CoordinatorLink(self, target)
         return self._last
 
     async def report(self, target: Target) -> Report | None:
-        """The coordinator's report; None without a readable answer."""
+        """Return the coordinator's report; None without a readable answer."""
         try:
             return await self.link(target).report()
         except UNREACHABLE:
             return None
-        except Exception as error:  # whatever it sends, the job is reconciled without it
+        except Exception as error:
+            # The job is reconciled without the report, whatever the coordinator sends.
             log.warning(
                 "%s", describe_error(f"the report of the coordinator at {target.endpoint} cannot be used", error)
             )
             return None
 
     async def notify(self, target: Target, verb: str, body: Json) -> None:
-        """`POST /v1/VERB`. A message that is lost is sent again by the next reconcile while its reason persists."""
+        """Send `POST /v1/VERB`.
+
+        The next reconcile sends a lost message again while its reason persists.
+        """
         try:
             await self.link(target).request("POST", Command(verb).path, json.dumps(body).encode())
         except UNREACHABLE as error:
@@ -115,7 +124,7 @@ class CoordinatorClient:
 
 
 def _watched_socket(info: Any) -> socket.socket:
-    """A socket that notices within seconds, while it waits, that the other host is gone."""
+    """Return a socket that notices within seconds, while it waits, that the other host is gone."""
     made = socket.socket(*info[:3])
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -136,12 +145,14 @@ class CoordinatorLink:
         self._client = client
         self._instance = ""
         self.size = 0
-        """Bytes of the last answer."""
+        """Size of the last answer in bytes."""
 
     async def report(self, known: Report | None = None, wait: float = 0.0) -> Report:
-        """`GET /status`: at once, or when there is news beyond the `known` report, at most after `wait` seconds.
+        """Read `GET /status`.
 
-        Raises one of UNREACHABLE without an answer, any other error for one that cannot be believed or read.
+        With a `known` report, wait at most `wait` seconds for news beyond it. Raises one of
+        UNREACHABLE without an answer, and any other error for an answer that cannot be believed or
+        read.
         """
         path = STATUS_PATH
         if known is not None:
@@ -150,13 +161,15 @@ class CoordinatorLink:
         return read_report(body, self._client.clock(), self.target.pods)
 
     async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
-        """The proved answer to a request. Raises as `report` does."""
+        """Return the proved answer to a request. Raises the errors of `report`."""
         async with asyncio.timeout(wait + SECONDS):
-            nonce, instance = secrets.token_hex(16), self._instance  # which another request may change meanwhile
+            # Another request may change it meanwhile.
+            nonce, instance = secrets.token_hex(16), self._instance
             status, headers, content = await self._ask(method, path, body, nonce, instance)
             offered = headers.get(INSTANCE_HEADER, "")[:64]
             if status == 401 and offered not in ("", instance):
-                instance = self._instance = offered  # a coordinator takes no proof that was made for another
+                # A coordinator takes no proof that was made for a different instance.
+                instance = self._instance = offered
                 status, headers, content = await self._ask(method, path, body, nonce, instance)
         proof = headers.get(PROOF_HEADER, "")
         known = self.target.token, "answer", instance, nonce, content
@@ -176,7 +189,8 @@ class CoordinatorLink:
         ) as answer:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise ValueError(f"the answer is encoded: {answer.headers['Content-Encoding'][:40]!r}")
-            async with asyncio.timeout(SECONDS):  # a long poll's time is over when the answer begins
+            async with asyncio.timeout(SECONDS):
+                # The time of a long poll is over when the answer begins.
                 content = await self._read(answer.content)
             return answer.status, answer.headers, content
 
@@ -196,7 +210,10 @@ class CoordinatorLink:
 
 
 async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> bytes:
-    """What the stream holds from `begun` on, to its end or to a little more than `limit` bytes."""
+    """Return `begun` and the rest of the stream.
+
+    Reading stops at its end, or at slightly more than `limit` bytes.
+    """
     parts, size = [begun], len(begun)
     while size <= limit and (part := await stream.readany()):
         parts.append(part)
@@ -205,7 +222,7 @@ async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> byte
 
 
 def describe_error(what: str, error: BaseException) -> str:
-    """One line for the log: an error may quote what somebody's coordinator has sent."""
+    """Return one line for the log. The error may quote text that a user's coordinator has sent."""
     return f"{what}: {type(error).__name__}: {str(error)!r}"[:200]
 
 
@@ -213,14 +230,14 @@ def describe_error(what: str, error: BaseException) -> str:
 
 
 def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) -> Report:
-    """The report in an answer, with its times on our clock, and without what is not used.
+    """Read the report in an answer, with its times on our clock, and without unused parts.
 
     Raises:
         ValueError: it breaks the contract.
     """
     try:
         report = Report.read(json.loads(body, parse_constant=_not_json))
-        known = 2 * pods + 16  # pods that end are in it for a while
+        known = 2 * pods + 16  # it lists pods for a while after they end
         report = replace(
             report,
             members=report.members[:known],
@@ -244,7 +261,10 @@ def _not_json(constant: str) -> None:
 
 
 def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
-    """The record with its times read by our clock: `offset` is what ours is ahead of the coordinator's."""
+    """Convert the record's times to our clock.
+
+    `offset` is how far ours is ahead of the coordinator's.
+    """
     shift = offset if abs(offset) >= SAME_CLOCK else timedelta(0)
     changes: dict[str, Any] = {}
     for field in fields(record):
@@ -259,7 +279,10 @@ def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
 
 
 def _moment(moment: datetime, received: datetime, name: str) -> datetime:
-    """A time of a report. Nothing but the end of a wait lies in the future, whatever a clock says."""
+    """Check a time of a report.
+
+    Only the end of a wait may lie in the future, whatever a clock says.
+    """
     if abs(moment - received) > LONGEST_AGE:
         raise ValueError(f"{name}: {moment} is out of bounds")
     return moment if name == "backoff_until" else min(moment, received)

@@ -33,7 +33,7 @@ UNAVAILABLE_RETRY = 2.0
 
 
 def utc_now() -> datetime:
-    """The time, timezone-aware."""
+    """Return the current time, timezone-aware."""
     return datetime.now(UTC)
 
 
@@ -43,10 +43,11 @@ async def reconcile(
     clock: Callable[[], datetime] = utc_now,
     outcome: Callable[[str], None] = lambda word: None,
 ) -> float | None:
-    """Brings one job a step nearer to what its spec asks for.
+    """Bring one job a step nearer to what its spec asks for.
 
-    Returns the seconds until the next reconcile; None when only a change is a reason for one. `outcome` is called
-    with what is to be counted: done, conflict or unavailable. A defect of ours raises: an event of the job says so.
+    Returns the seconds until the next reconcile; None if only a change of the job makes one
+    necessary. `outcome` is called with the word to be counted: done, conflict or unavailable. A
+    defect of this program raises, and is shown in an event of the job.
     """
     try:
         delay = await _reconcile(cluster, key, clock)
@@ -74,7 +75,8 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
     except (Conflict, Unavailable):
         raise
     except Exception as defect:
-        # Else the log alone would say why nothing happens, which the job's owner may not read.
+        # Otherwise only the log would show why nothing happens, and the job's owner may not be able
+        # to read it.
         await apply(cluster, seen.job, Decision(seen.job.status, events=(_failed(defect),)))
         raise
 
@@ -95,7 +97,7 @@ async def _act(cluster: Cluster, seen: Observation, clock: Callable[[], datetime
     decision = decide(seen.job, seen.world, clock())
     applied = await apply(cluster, seen.job, decision)
     if applied.rejections:
-        # The status shows the rejection at once.
+        # Show the rejection in the status at once.
         rejections = tuple(r for r in applied.rejections if not r.optional)
         policy_refused = next((r.message for r in applied.rejections if r.optional), "")
         world = replace(seen.world, rejections=rejections, policy_refused=policy_refused)

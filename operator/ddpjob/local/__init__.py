@@ -1,4 +1,5 @@
-"""The process backend: runs one job on this machine, with process groups as pods and files as its record.
+"""The process backend: runs one job on this machine.
 
-Imports `engine`, `objects`, `core` and `api`; never `controller` or `cli`.
+Process groups serve as pods, and files as the job's record. Imports `engine`, `objects`, `core` and
+`api`; never `controller` or `cli`.
 """

@@ -44,19 +44,25 @@ class LocalSpec:
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
-    """One sentence each, with the field and the remedy. With any of them nothing is started."""
+    """One sentence each, with the field and the remedy. If there are any, nothing is started."""
 
     def visible_gpus(self, index: int) -> str | None:
-        """CUDA_VISIBLE_DEVICES of the node in slot `index`; None: unchanged from this shell."""
+        """Return CUDA_VISIBLE_DEVICES of the node in slot `index`.
+
+        None: unchanged from this shell.
+        """
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None
         each = self.spec.gpus_per_node
-        # A replacement has its slot's index, and so its predecessor's GPUs.
+        # A replacement has its slot's index, and therefore its predecessor's GPUs.
         return ",".join(self.gpus[index * each : (index + 1) * each])
 
 
 def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
-    """The spec that runs here, with everything that is missing or not honoured. Reads the machine, changes nothing."""
+    """Return the spec that runs here, with everything that is missing or ignored.
+
+    It reads the machine and changes nothing.
+    """
     spec = job.spec
     gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
     enough = len(gpus) >= spec.pods * spec.gpus_per_node
@@ -88,7 +94,10 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 
 
 def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
-    """Without class, time to live (folders stay), gang, rank order and receiver, with --data, on the CPU no nccl."""
+    """Return the spec without class, time to live, gang, rank order and receiver.
+
+    Folders stay, so a time to live has no use. --data is applied, and the CPU does not use nccl.
+    """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
         storage = replace(storage, data=DataVolume(mount_path=str(given), host_path=str(given), read_only=True))
@@ -114,9 +123,10 @@ def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
 
 
 def usable_gpus() -> tuple[str, ...]:
-    """NVIDIA GPUs of this machine, limited to CUDA_VISIBLE_DEVICES if that is set.
+    """Return the NVIDIA GPUs of this machine, limited to CUDA_VISIBLE_DEVICES if that is set.
 
-    As CUDA does, up to the first one that is none: `-1`, `NoDevFiles` and the like hide all.
+    As in CUDA, the list ends at the first entry that is not a GPU, so `-1`, `NoDevFiles` and the
+    like hide all.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
@@ -129,7 +139,10 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def _listed_gpus() -> tuple[str, ...]:
-    """The numbers of all; none where nvidia-smi cannot be run, fails or hangs, as it does with a broken driver."""
+    """Return the numbers of all GPUs.
+
+    None if nvidia-smi cannot be run, fails or hangs, as it does with a broken driver.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -162,7 +175,7 @@ def _and_spares(spec: JobSpec) -> str:
 
 
 def too_many_nodes(local: LocalSpec, nodes: int) -> str:
-    """Why a job that runs here cannot have this many nodes; empty: it can."""
+    """Return why a job that runs here cannot have this many nodes; empty if it can."""
     wanted = (nodes + local.spec.spares) * local.spec.gpus_per_node
     if local.gpus and wanted > len(local.gpus):
         return f"{nodes} nodes{_and_spares(local.spec)} need {wanted} GPUs, this machine has {len(local.gpus)}"
@@ -218,9 +231,10 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
 
 
 def _without_torch(spec: JobSpec) -> Iterator[str]:
-    """That this Python has no torch, such as that of a command which pipx has installed, beside the user's own.
+    """Note that this Python has no torch.
 
-    A job with PYTHONPATH among its variables may find one there.
+    For instance, pipx has installed the command apart from the user's own Python. A job with
+    PYTHONPATH among its variables may find torch there.
     """
     names = {entry["name"] for entry in (*spec.env, *(_trainer(spec)[0].get("env") or ()))}
     if spec.command or "PYTHONPATH" in names or importlib.util.find_spec("torch") is not None:
@@ -233,11 +247,14 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 
 
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
-    """That a module is nowhere to be seen. A note: the job's own variables may name other folders."""
+    """Note that a module was not found.
+
+    It is only a note, because the job's own variables may name other folders.
+    """
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
     if not top or not working_dir.is_dir() or (working_dir / top).is_dir() or (working_dir / f"{top}.py").exists():
         return
-    with contextlib.suppress(ValueError):  # Of this program itself, __main__.
+    with contextlib.suppress(ValueError):  # Of this program itself: __main__.
         if importlib.util.find_spec(top) is not None:
             return
         where = f"neither in {working_dir.absolute()} nor among the packages of this Python"
@@ -245,7 +262,7 @@ def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
 
 
 def _rights_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
-    """That the program of `command` is a file here which may not be executed."""
+    """Note that the program of `command` is a file here that may not be executed."""
     program = working_dir / spec.command[0] if spec.command and "/" in spec.command[0] else None
     if program is not None and program.is_file() and not os.access(program, os.X_OK):
         yield f"spec.command: {spec.command[0]} may not be executed; chmod +x {shlex.quote(str(program))}"
@@ -268,7 +285,7 @@ _OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceF
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:
-    """Variables that the script was given and that would be missing here."""
+    """Yield variables that were given to the script and that would be missing here."""
     trainer, where = _trainer(spec)
     lists = [("spec", spec.env), (where, trainer.get("env") or ())]
     for path, entries in lists:
@@ -285,7 +302,7 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
 
 
 def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
-    """That a bucket's Secret is in the cluster, and this shell has nothing in its place."""
+    """Note that a bucket's Secret is in the cluster, and this shell has no replacement for it."""
     data = spec.storage.data if options.data is None else None
     missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]
     for name, volume in (("checkpoints", spec.storage.checkpoints), ("data", data)):

@@ -1,4 +1,7 @@
-"""A container's environment, command and arguments as the kubelet derives them, on top of this shell's environment."""
+"""A container's environment, command and arguments as the kubelet derives them.
+
+They come on top of this shell's environment.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """`$(NAME)` becomes the variable's value, `$$` a dollar sign; an unknown `$(NAME)` stays as it is."""
+    """Replace `$(NAME)` by the variable's value, and `$$` by a dollar sign.
+
+    An unknown `$(NAME)` stays as it is.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -31,7 +37,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def field_value(pod: Json, path: str) -> str | None:
-    """A field of the downward API; None for one that does not exist on this machine."""
+    """Return a field of the downward API; None if it does not exist on this machine."""
     meta, spec = pod["metadata"], pod["spec"]
     keyed = re.fullmatch(r"metadata\.(labels|annotations)\['([^']+)'\]", path)
     if keyed:
@@ -51,10 +57,10 @@ def field_value(pod: Json, path: str) -> str | None:
 
 
 def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
-    """The variables of a container's `env`.
+    """Return the variables of a container's `env`.
 
     A reference to a Secret or ConfigMap gets the value of this shell's variable of the same name,
-    if there is one; the keys of storage.data's bucket have a prefix here, and none in the shell.
+    if there is one. The keys of storage.data's bucket have a prefix here, and none in the shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):
@@ -70,10 +76,10 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
 
 
 def inherited(cores_per_rank: int) -> dict[str, str]:
-    """This shell's environment without the variables of another job, and with those that one machine needs.
+    """Return this shell's environment, adapted to one machine.
 
-    torchrun and python are found in the folder of this interpreter; traffic between ranks stays on
-    loopback.
+    Another job's variables are removed, and those that one machine needs are added. torchrun and
+    python are found in the folder of this interpreter; traffic between ranks stays on loopback.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     beside = str(Path(sys.executable).parent)
@@ -84,13 +90,13 @@ def inherited(cores_per_rank: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",  # torch.distributed.rpc
-        # All ranks share the cores of one machine; by default every one of them would use all.
+        # All ranks share the cores of one machine; by default every rank would use all of them.
         "OMP_NUM_THREADS": str(cores_per_rank),
     }
     return defaults | environment
 
 
 def argument_vector(container: Json, variables: Mapping[str, str]) -> list[str]:
-    """command and args with each `$(NAME)` replaced."""
+    """Return command and args with each `$(NAME)` replaced."""
     words: Sequence[str] = [*container["command"], *container.get("args", ())]
     return [expand(word, variables) for word in words]

@@ -15,7 +15,8 @@ from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
-"""Below the kernel's ephemeral ports, so that no outgoing connection takes one between choice and use."""
+"""Below the kernel's ephemeral ports, so that no outgoing connection takes a port between its
+choice and its use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +29,20 @@ class LocalPlatform(Platform):
         return ADDRESS
 
     def store_host(self, job: DDPJob, status: JobStatus) -> str:
-        """This machine by an address that torchrun does not take for its own: else it would host the store, too."""
+        """Return an address of this machine that torchrun does not recognize as its own.
+
+        Otherwise it would host the store, too.
+        """
         return ADDRESS if job.spec.under_torchrun else "0.0.0.0"
 
     def first_host(self, job: DDPJob, status: JobStatus) -> str:
         return ADDRESS
 
     def bucket_folder(self, job: DDPJob) -> str:
-        """The name of no namespace, with the machine and the folder of runs: a trial run must not continue, nor pass,
-        the job of this name in a cluster or in another folder.
+        """Return a folder that differs from every namespace's folder.
+
+        Its name has the machine and the folder of runs. A trial run must neither continue nor
+        overtake the job of this name in a cluster or in another folder.
         """
         machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
         runs = hashlib.sha256(os.fsencode(str(self.checkpoint_path))).hexdigest()[:8]
@@ -44,7 +50,7 @@ class LocalPlatform(Platform):
 
     @property
     def cluster(self) -> str:
-        """The machine: the key is another one in each run."""
+        """The machine's name, because each run has a different key."""
         return socket.gethostname()
 
     def token_secret(self, job: DDPJob) -> str:
@@ -52,19 +58,22 @@ class LocalPlatform(Platform):
 
 
 class NoFreePorts(Exception):
-    """Other programs have the ports that coordinators could listen on."""
+    """Other programs use the ports that coordinators could listen on."""
 
 
 def free_ports() -> tuple[int, socket.socket]:
-    """A port P such that P to P+2 are free, and what keeps other runs from it until it is closed. Raises NoFreePorts.
+    """Return a port P such that P to P+2 are free, and a socket that reserves them.
 
-    A coordinator listens later, and not while it is replaced: runs that start together must not choose the same.
+    The reservation ends when the socket is closed. Raises NoFreePorts. A coordinator listens later,
+    and not while it is being replaced. So without the socket, runs that start together could choose
+    the same ports.
     """
     for _ in range(100):
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 4)
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            mark.bind(f"\0ddpjob-ports-{port}")  # No file, and of this network namespace, as ports are.
+            # This creates no file, and belongs to the network namespace, as ports do.
+            mark.bind(f"\0ddpjob-ports-{port}")
         except OSError:
             mark.close()
             continue

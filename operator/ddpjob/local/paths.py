@@ -1,4 +1,4 @@
-"""Folders of the process backend: RUNS/JOB holds what outlives a run, RUNS/JOB/RUN what belongs to one."""
+"""Folders of the process backend: RUNS/JOB outlives a run, RUNS/JOB/RUN belongs to one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _CURVES = Path("run", "metrics.jsonl")
 
 
 def runs_folder() -> Path:
-    """$DDPJOB_RUNS, else ./runs; absolute, and the same text from wherever it is named."""
+    """Return $DDPJOB_RUNS, or ./runs; absolute, and the same text however it is named."""
     folder = Path(os.environ.get(RUNS_VARIABLE) or "runs").absolute()
     return folder.resolve() if ".." in folder.parts else folder
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run: logs, termination messages, the manifest as it was read."""
+    """The folder of one run: logs, termination messages, and the manifest as it was read."""
 
     path: Path
 
@@ -46,32 +46,38 @@ class RunFolder:
 
     @property
     def torchrun_python(self) -> Path:
-        """The program that torchrun in a `command` starts its workers with."""
+        """The program by which torchrun in a `command` starts its workers."""
         return self.path / "torchrun-python"
 
     @property
     def earlier(self) -> Path:
-        """The checkpoints of the runs before, where this one began from scratch (--fresh)."""
+        """The checkpoints of earlier runs, if this run began from scratch (--fresh)."""
         return self.path / "earlier-checkpoints"
 
     @property
     def disposable(self) -> Path:
-        """A file that is there where the earlier checkpoints were disposable (see `JobFolder`)."""
+        """A file that exists if the earlier checkpoints were disposable (see `JobFolder`)."""
         return self.path / _DISPOSABLE
 
     def log(self, pod: str, container: str) -> Path:
-        """The log of one container. That of a pod's only container, or of its trainer, has the pod's name."""
+        """Return the log of one container.
+
+        The log of a pod's only container, or of its trainer, has the pod's name.
+        """
         second = container == COORDINATOR_CONTAINER and "-coordinator-" not in pod
         return self.pods / (f"{pod}.{container}.log" if second else f"{pod}.log")
 
     def termination(self, pod: str, container: str) -> Path:
-        """The file in which the container writes its termination message."""
+        """Return the file in which the container writes its termination message."""
         return self.log(pod, container).with_suffix(".end")
 
 
 @dataclass(frozen=True)
 class JobFolder:
-    """The folder of a job: its record, lock, requests, code, checkpoints and data, which every run shares."""
+    """The folder of a job, which every run shares.
+
+    It has the job's record, lock, requests, code, checkpoints and data.
+    """
 
     path: Path
 
@@ -96,17 +102,23 @@ class JobFolder:
         return self.path / "checkpoints"
 
     def has_checkpoints(self) -> bool:
-        """Whether a run has left more there than its record of rounds. Raises OSError."""
+        """Return whether a run has left more there than its record of rounds. Raises OSError."""
         return holds_checkpoints(self.checkpoints)
 
     def is_resumable(self) -> bool:
-        """Whether there is more than the record and the curves, which `ddpjob_report.report` keeps. Raises OSError."""
+        """Return whether there is more than the record and the curves.
+
+        `ddpjob_report.report` keeps the curves. Raises OSError.
+        """
         more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
         return holds_checkpoints(self.checkpoints, but=() if more else (_CURVES.parent.name,))
 
     @property
     def disposable(self) -> Path:
-        """A file that is there while every run with these checkpoints had a claimTemplate with whenDeleted Delete."""
+        """A file that exists while all these checkpoints are disposable.
+
+        Every run with them had a claimTemplate with whenDeleted Delete.
+        """
         return self.path / _DISPOSABLE
 
     @property
@@ -115,7 +127,7 @@ class JobFolder:
 
     @property
     def code(self) -> Path:
-        """What was submitted as text, not as a file."""
+        """Code that was submitted as text, not as a file."""
         return self.path / "code"
 
     def run(self, name: str) -> RunFolder:
@@ -123,12 +135,15 @@ class JobFolder:
 
 
 def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
-    """Whether a run has left more in a folder of checkpoints than its record of rounds, and `but`. Raises OSError."""
+    """Return whether a checkpoint folder has more than its record of rounds and `but`.
+
+    Raises OSError.
+    """
     return folder.is_dir() and any(
         not path.name.startswith(ROUNDS_FILE) and path.name not in but for path in folder.iterdir()
     )
 
 
 def job_folder(name: str) -> JobFolder:
-    """RUNS/NAME, whether it exists or not."""
+    """Return RUNS/NAME, whether it exists or not."""
     return JobFolder(runs_folder() / name)

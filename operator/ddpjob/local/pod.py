@@ -1,4 +1,4 @@
-"""A pod on this machine: one process group per container, reported as a kubelet would."""
+"""A pod on this machine: one process group per container, reported as a kubelet would report it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ddpjob.local.paths import RunFolder
 UID_VARIABLE, CONTAINER_VARIABLE = "DDPJOB_UID", "DDPJOB_CONTAINER"
 _MESSAGE_BYTES, _LOG_TAIL_BYTES, _LOG_TAIL_LINES = 4096, 2048, 80
 _CANNOT_START = 128
-"""The exit code that container runtimes give to a command that cannot be executed."""
+"""The exit code that container runtimes report for a command that cannot be executed."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Started:
 
 
 class Pod:
-    """Starts its containers when it is constructed; raises OSError where their logs cannot be written.
+    """A pod that starts its containers when it is constructed.
 
-    `inherited` is the environment that the manifest's variables are added to.
+    Raises OSError if their logs cannot be written. `inherited` is the environment to which the
+    manifest's variables are added.
     """
 
     def __init__(
@@ -105,7 +106,10 @@ class Pod:
     # --- observation
 
     def poll(self, now: datetime) -> bool:
-        """Observes main processes that have ended, and kills what they left. Returns whether there were any."""
+        """Detect main processes that have ended, and kill what they left.
+
+        Return whether there were any.
+        """
         changed = False
         for started in self._started:
             if started.process is None or self.views[started.name].ended or started.process.poll() is None:
@@ -134,7 +138,7 @@ class Pod:
         return [s.log for s in self._started]
 
     def view(self) -> PodView:
-        """The pod as the API would show it."""
+        """Return the pod as the API would show it."""
         return PodView(
             name=self.name,
             uid=self.uid,
@@ -159,13 +163,16 @@ class Pod:
     # --- termination
 
     def terminate(self) -> None:
-        """SIGTERM to the main process of each container, as the kubelet does."""
+        """Send SIGTERM to the main process of each container, as the kubelet does."""
         for started in self._started:
             if started.process is not None and not self.views[started.name].ended:
                 processes.send(started.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to each container: its process group, everything else with its marks, and what has lost them."""
+        """Send SIGKILL to each container.
+
+        It reaches the process group, all processes with its marks, and descendants that lost them.
+        """
         for started in self._started:
             if started.process is None or self.views[started.name].ended:
                 continue
@@ -176,7 +183,10 @@ class Pod:
 
 
 def _termination_message(started: Started, *, failed: bool) -> str:
-    """The termination file, or the log's end where a failed container wrote none (FallbackToLogsOnError)."""
+    """Return the termination file, or the end of the log.
+
+    The log is used if a failed container wrote no file (FallbackToLogsOnError).
+    """
     try:
         written = started.termination.read_bytes()[:_MESSAGE_BYTES]
     except OSError:
@@ -187,5 +197,5 @@ def _termination_message(started: Started, *, failed: bool) -> str:
         with started.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
-    except OSError as error:  # its folder was removed meanwhile, which ends no job
+    except OSError as error:  # its folder was removed meanwhile, which does not end a job
         return f"no log: {started.log}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""`Cluster` on this machine: pods are process groups, other objects live in memory, the status in a file."""
+"""`Cluster` on this machine: pods are process groups, the status is a file, the rest in memory."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ log = logging.getLogger("ddpjob.local")
 
 @dataclass(frozen=True)
 class TimedEvent:
-    """An event and when it was recorded."""
+    """An event, and when it was recorded."""
 
     time: datetime
     event: Event
 
 
 class ProcessCluster:
-    """Implements `ddpjob.engine.ports.Cluster` for one job. Used from the event loop's thread alone.
+    """Implements `ddpjob.engine.ports.Cluster` for one job.
 
-    `ports`: of the first coordinator, as `free_ports` has chosen them.
+    Only the event loop's thread may use it. `ports` are those of the first coordinator, as chosen
+    by `free_ports`.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class ProcessCluster:
             checkpoints_shared=True,
             torchrun_python=str(folder.torchrun_python),
         )
-        # An installed package's files may lack the right to be executed.
+        # An installed package's files may lack the permission to be executed.
         folder.torchrun_python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(WORKER)])} "$@"\n')
         folder.torchrun_python.chmod(0o700)
-        from ddpjob.engine.coordinator_client import CoordinatorClient, target_of  # 0.3 s; not for `ddpjob get`
+        # Takes 0.3 s, which `ddpjob get` does not need.
+        from ddpjob.engine.coordinator_client import CoordinatorClient, target_of
 
         self.coordinators, self._target_of = CoordinatorClient(), target_of
         self.pods: dict[str, Pod] = {}
@@ -82,7 +84,8 @@ class ProcessCluster:
         self.stalls: list[float] = []
         """Seconds from each break to the first step after it, as reported by the coordinators."""
         self.stopped_by = ""
-        """The signal for which the job was suspended; empty: its user did it, or nobody."""
+        """The signal for which the job was suspended; empty if its user suspended it, or if it is
+        not suspended."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
         self._ports: dict[int, tuple[int, socket.socket]] = {0: ports}
@@ -93,7 +96,10 @@ class ProcessCluster:
 
     @property
     def job(self) -> DDPJob:
-        """The job as this machine runs it. Every generation has its own ports: two coordinators may run at once."""
+        """The job as this machine runs it.
+
+        Every generation has its own ports, because two coordinators may run at once.
+        """
         job = DDPJob.read(self.body)
         spec = self.local_spec.spec
         policy = replace(spec.run_policy, suspend=job.spec.run_policy.suspend)
@@ -104,7 +110,7 @@ class ProcessCluster:
         if generation not in self._ports:
             try:
                 self._ports[generation] = free_ports()
-            except NoFreePorts:  # It listens when the coordinator before it has ended.
+            except NoFreePorts:  # It listens when the previous coordinator has ended.
                 self._ports[generation] = self._ports[max(self._ports)]
         return self._ports[generation][0]
 
@@ -127,13 +133,14 @@ class ProcessCluster:
         return Observation(job, world)
 
     def _note_stall(self, report: Report | None) -> None:
-        # Before the job has reported a step, the coordinator measures to the next round that runs.
+        # Before the job has reported a step, the coordinator measures the time to the next running
+        # round.
         seconds = report.recovery.last_seconds if report is not None and report.progress.get("step") else None
         if seconds is not None and seconds not in self.stalls:
             self.stalls.append(seconds)
 
     def collect(self) -> None:
-        """Observes every process, reaps orphans, and removes deleted pods that have ended."""
+        """Check every process, reap orphans, and remove deleted pods that have ended."""
         processes.reap_orphans(self.processes())
         now = self.clock()
         for pod in list(self.pods.values()):
@@ -207,7 +214,7 @@ class ProcessCluster:
             self.changed.set()
 
     def force_delete(self, pod: Pod) -> None:
-        """Removes a pod at once, as `kubectl delete pod --force --grace-period=0` does."""
+        """Remove a pod at once, as `kubectl delete pod --force --grace-period=0` does."""
         pod.kill()
         del self.pods[pod.name]
         self.changed.set()
@@ -252,18 +259,18 @@ class ProcessCluster:
             "reason": event.reason,
             "message": event.message,
         }
-        # On a full disk an event is shown and not kept; training does not end for it.
+        # On a full disk an event is shown but not kept, and training continues.
         with suppress(OSError), self.folder.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     # --- the user's requests
 
     def suspend(self, wanted: bool) -> None:
-        """Sets spec.runPolicy.suspend, as `kubectl patch` would."""
+        """Set spec.runPolicy.suspend, as `kubectl patch` would."""
         self._change({"runPolicy": {**self.body["spec"].get("runPolicy", {}), "suspend": wanted}})
 
     def scale(self, nodes: int) -> None:
-        """Sets spec.nodes, as `kubectl scale` would."""
+        """Set spec.nodes, as `kubectl scale` would."""
         self._change({"nodes": nodes})
 
     def _change(self, fields: Json) -> None:
@@ -272,15 +279,15 @@ class ProcessCluster:
         self.changed.set()
 
     def kill_all(self) -> None:
-        """SIGKILL to every pod."""
+        """Send SIGKILL to every pod."""
         for pod in self.pods.values():
             pod.kill()
         self.changed.set()
 
     async def close(self, others: Collection[int]) -> list[int]:
-        """Kills everything that the job has started. Returns the ids of processes that are left.
+        """Kill everything that the job has started. Return the ids of the remaining processes.
 
-        `others`: this process' children that are not the job's.
+        `others` are this process' children that do not belong to the job.
         """
         self.kill_all()
         left = processes.end_all({UID_VARIABLE: self.body["metadata"]["uid"]})
@@ -292,5 +299,5 @@ class ProcessCluster:
         return left
 
     def nodes(self) -> list[Pod]:
-        """The pods of slots, spares included."""
+        """Return the pods of slots, spares included."""
         return [pod for pod in self.pods.values() if pod.role in NODE_ROLES]

@@ -1,4 +1,4 @@
-"""Process trees on Linux: tied to their parent, found by an environment variable, killed completely."""
+"""Process trees on Linux: tied to their parent, found by an environment variable, and killed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """Makes orphans among this process' descendants its children, so that it can kill and reap them."""
+    """Make orphaned descendants of this process its children, so that it can kill and reap them."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def dying_with(parent: int) -> Callable[[], None]:
-    """A `preexec_fn`: the kernel sends the child SIGKILL at the death of `parent`, which may be dead already."""
+    """Return a `preexec_fn` by which the kernel sends the child SIGKILL when `parent` dies.
+
+    `parent` may be dead already.
+    """
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -36,9 +39,9 @@ def dying_with(parent: int) -> Callable[[], None]:
 
 
 def find(marks: Mapping[str, str]) -> list[int]:
-    """Process ids of those started with all of `marks` in their environment.
+    """Return the ids of processes that were started with all of `marks` in their environment.
 
-    The environment of zombies and of other users' processes cannot be read: they are not found.
+    Zombies and other users' processes are not found, because their environment cannot be read.
     """
     wanted = {os.fsencode(f"{name}={value}") for name, value in marks.items()}
     found = []
@@ -55,23 +58,26 @@ def find(marks: Mapping[str, str]) -> list[int]:
 
 
 def _environment(process: str) -> bytes:
-    """Raises OSError for a process that has ended, or is another user's.
+    """Return a process' environment. Raises OSError if it has ended, or is another user's.
 
-    One that is just becoming another program (exec) has no environment yet: overlooked, it would outlive those that
-    are found and killed.
+    A process that is just executing a new program (exec) has no environment yet, so this waits. If
+    it were overlooked, it would outlive the processes that are found and killed.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
         Path(process, "exe").readlink()  # OSError: a thread of the kernel, or a zombie
         start, end = Path(process, "stat").read_text().rpartition(")")[2].split()[_ENVIRONMENT]
         if start == end != "0":
-            break  # It has an empty one.
+            break  # Its environment is empty.
         time.sleep(0.0005)
     return found
 
 
 def end_all(marks: Mapping[str, str], seconds: float = 5.0) -> list[int]:
-    """Kills every process that carries `marks`. Returns the ids of those that are left after `seconds`."""
+    """Kill every process that carries `marks`.
+
+    Return the ids of those that remain after `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while left := find(marks):
         if time.monotonic() > deadline:
@@ -83,7 +89,7 @@ def end_all(marks: Mapping[str, str], seconds: float = 5.0) -> list[int]:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Sends a signal; a process that has ended is no error."""
+    """Send a signal. It is not an error if the process has ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -91,14 +97,14 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """SIGKILL to each of them, but for other users' processes."""
+    """Send SIGKILL to each process that belongs to this user."""
     for pid in pids:
         with suppress(PermissionError):
             send(pid, signal.SIGKILL)
 
 
 def send_group(leader: int, number: signal.Signals) -> None:
-    """Sends a signal to a process group; one that has ended is no error."""
+    """Send a signal to a process group. It is not an error if the group has ended."""
     try:
         os.killpg(leader, number)
     except ProcessLookupError:
@@ -106,8 +112,12 @@ def send_group(leader: int, number: signal.Signals) -> None:
 
 
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
-    """Reaps adopted children that have ended; those in `own` are polled, which reaps them for their owners."""
-    by_pid = {process.pid: process for process in own if process.returncode is None}  # others' ids may be in use again
+    """Reap adopted children that have ended.
+
+    Those in `own` are polled, which reaps them for their owners.
+    """
+    # Ids of ended processes may be in use again.
+    by_pid = {process.pid: process for process in own if process.returncode is None}
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -123,7 +133,7 @@ def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
 
 
 def parent(pid: int) -> int | None:
-    """Its parent; None for a process that has ended."""
+    """Return a process' parent; None if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -131,7 +141,7 @@ def parent(pid: int) -> int | None:
 
 
 def command_line(pid: int) -> bytes:
-    """With which it was started; empty for a process that has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -139,16 +149,19 @@ def command_line(pid: int) -> bytes:
 
 
 def children() -> list[int]:
-    """This process' children, adopted ones included."""
+    """Return this process' children, adopted ones included."""
     me, found = os.getpid(), list[int]()
     for task in Path(f"/proc/{me}/task").iterdir():
-        with suppress(OSError):  # a thread that has ended, or a kernel that does not say it
+        with suppress(OSError):  # the thread has ended, or the kernel does not provide the list
             found += [int(pid) for pid in (task / "children").read_text().split()]
     return found
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, and theirs. Orphans are none of them: they have another parent."""
+    """Return a process' children, and theirs.
+
+    Orphans are not included, since they have a different parent.
+    """
     by_parent: dict[int | None, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -161,10 +174,11 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_children(others: Collection[int], own: Collection[subprocess.Popen[bytes]], seconds: float = 5.0) -> list[int]:
-    """Kills and reaps all children but `others`. Returns the ids of those that are left after `seconds`.
+    """Kill and reap all children except `others`.
 
-    `own`: those that have a Popen. Adopted ones may have no mark: with another environment, or with a new title, which
-    programs write over it.
+    Return the ids of those that remain after `seconds`. `own` are the children that have a Popen.
+    Adopted children may have no mark, because they have a different environment, or because a
+    program has written its title over it.
     """
     deadline = time.monotonic() + seconds
     while left := set(children()) - set(others):

@@ -19,16 +19,16 @@ _ENDING_SECONDS = 2.0
 
 
 class AlreadyRunning(Exception):
-    """Another process runs this job already."""
+    """Another process is already running this job."""
 
 
 class RequestRefused(Exception):
-    """The job's runner does not do what was asked; the message says why."""
+    """The job's runner refuses a request; the message gives the reason."""
 
 
 @contextmanager
 def held(folder: JobFolder) -> Iterator[None]:
-    """Locks the job for this process; the kernel releases it however the process ends.
+    """Lock the job for this process; the kernel releases the lock however the process ends.
 
     Raises AlreadyRunning, OSError.
     """
@@ -40,7 +40,8 @@ def held(folder: JobFolder) -> Iterator[None]:
                 f"job {folder.name} is running already (process {pid}); `ddpjob stop {folder.name}` stops it"
             )
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())  # At once: who finds the lock held names its holder.
+        # At once, because a process that finds the lock held names its holder.
+        os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
                 removed = f"{folder.path} was removed meanwhile; `kill {parent}` stops it"
@@ -53,7 +54,10 @@ def held(folder: JobFolder) -> Iterator[None]:
 
 
 def _locked(descriptor: int) -> bool:
-    """Tries for 0.2 s: `runner` holds the lock for an instant, so one failure means nothing."""
+    """Try to lock for 0.2 s.
+
+    A single failure means nothing, because `runner` holds the lock for an instant.
+    """
     for _ in range(10):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,9 +69,10 @@ def _locked(descriptor: int) -> bool:
 
 
 def _unlocked_runner(folder: JobFolder) -> int | None:
-    """The process whose pods use the folder although the lock is free: somebody removed it with the lock of that run.
+    """Return the process whose pods use the folder although the lock is free.
 
-    Pods of a run that was killed end within a moment; what is left of them has another parent.
+    The folder was removed together with the lock. Pods of a killed run end within a moment, and
+    their leftovers have a different parent.
     """
     marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
     deadline = time.monotonic() + _ENDING_SECONDS
@@ -78,7 +83,10 @@ def _unlocked_runner(folder: JobFolder) -> int | None:
 
 
 def runner(folder: JobFolder) -> int | None:
-    """The id of the `ddpjob run` process that holds the job; None: none. Raises OSError, of a named file."""
+    """Return the id of the `ddpjob run` process that holds the job; None if there is none.
+
+    Raises OSError of a named file.
+    """
     try:
         with folder.lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -87,16 +95,17 @@ def runner(folder: JobFolder) -> int | None:
     except BlockingIOError:
         text = folder.lock.read_text().strip()
         return int(text) if text.isdigit() else None
-    except OSError as error:  # Such as ENOLCK, of a file system without locks.
+    except OSError as error:  # Such as ENOLCK on a file system without locks.
         error.filename = error.filename or str(folder.lock)
         raise
     return None
 
 
 def holds(folder: JobFolder, pid: int) -> bool:
-    """Whether this process has the lock open. Its id may be one of another machine, or of another container.
+    """Whether this process has the lock open.
 
-    Raises PermissionError for another user's process.
+    Its id may belong to another machine, or to another container. Raises PermissionError for
+    another user's process.
     """
     lock = folder.lock.stat()
     with suppress(FileNotFoundError, ProcessLookupError):  # There is none, or it has ended.
@@ -108,24 +117,27 @@ def holds(folder: JobFolder, pid: int) -> bool:
 
 
 def write_record(folder: JobFolder, record: Json) -> None:
-    """Replaces status.json; a reader sees the old record or the new one."""
+    """Replace status.json; a reader sees either the old record or the new one."""
     write_atomically(folder.status, json.dumps(record, indent=1))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file in whole, or not at all."""
+    """Write a file completely, or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # Of a full disk, Python names none.
+        error.filename = error.filename or str(path)  # Python names no file for a full disk.
         raise
 
 
 def read_record(folder: JobFolder) -> Json | None:
-    """Reads status.json; None when the job was never run here. Raises ValueError for a file that is no record."""
+    """Read status.json; None if the job was never run here.
+
+    Raises ValueError if the file is not a record.
+    """
     try:
         read: Any = json.loads(folder.status.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -146,9 +158,9 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leaves a request for the job's runner; returns whether it was processed within `seconds`, and before it ended.
+    """Leave a request for the job's runner; return whether it was processed in time.
 
-    Raises RequestRefused.
+    That is within `seconds`, and before the runner ended. Raises RequestRefused.
     """
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"
@@ -167,7 +179,7 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
 
 
 def refuse(request: Path, reason: str) -> None:
-    """Says why a request is not done, before its file is removed. Raises OSError."""
+    """Record why a request is refused, before its file is removed. Raises OSError."""
     write_atomically(_refusal(request), reason)
 
 
@@ -176,7 +188,10 @@ def _refusal(request: Path) -> Path:
 
 
 def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
-    """(file, verb, subject) of every pending request, oldest first. The runner removes the file after processing it."""
+    """Return (file, verb, subject) of every pending request, oldest first.
+
+    The runner removes the file after processing it.
+    """
     if not folder.requests.is_dir():
         return []
     found = []
@@ -185,7 +200,10 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
             body = json.loads(path.read_text())
             found.append((path, str(body["verb"]), str(body["subject"])))
         except OSError:
-            continue  # Withdrawn by who waited too long for it, or another user's with the file's rights.
+            # Its sender waited too long and withdrew it, or it has another user's permissions.
+            continue
         except (ValueError, KeyError, TypeError):
-            continue  # No request of ours: a copy in conflict of a folder that is synchronized, or another tool's.
+            # Not a request of ours: a conflicting copy in a synchronized folder, or another tool's
+            # file.
+            continue
     return found

@@ -1,4 +1,4 @@
-"""Runs one job on this machine from its manifest to its end: the reconcile loop, signals, the record, the clean-up."""
+"""Runs one job on this machine to its end: reconcile loop, signals, record, and clean-up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from ddpjob.local.record import refuse, requests, write_record
 TICK = 0.25
 """Seconds between two checks for requests and updates of the display."""
 RECONCILE_SECONDS = 0.5
-"""Longest time between two reconciles while the job runs: the coordinator's report is one request on loopback."""
+"""Longest time between two reconciles while the job runs. It is short, because the coordinator's
+report is one request on loopback."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -49,7 +50,7 @@ class ShownPod:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a display shows: the job, its pods, and the events since the run began."""
+    """The content of a display: the job, its pods, and the events since the run began."""
 
     job: DDPJob
     status: JobStatus
@@ -64,13 +65,13 @@ class RunDisplay(Protocol):
     """Shows a run to the user."""
 
     def show(self, shown: Shown) -> None:
-        """Updates what is shown; called several times a second."""
+        """Update the display; called several times a second."""
 
     def note(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Print a line that stays."""
 
     def close(self) -> None:
-        """Restores the terminal."""
+        """Restore the terminal."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,17 @@ class Outcome:
 
 
 def new_body(manifest: Json, now: datetime) -> Json:
-    """The object as an API server would store it."""
+    """Return the object as an API server would store it."""
     meta = {"namespace": "default", **manifest["metadata"]}
     stored = {"uid": str(uuid.uuid4()), "resourceVersion": "1", "generation": 1, "creationTimestamp": format_time(now)}
     return {**manifest, "metadata": {**meta, **stored}}
 
 
 def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool = False) -> RunFolder:
-    """Creates the folders of a new run. `fresh` moves old checkpoints into the new run's folder. Raises OSError.
+    """Create the folders of a new run.
 
-    `disposable`: the run's checkpoints go when the job is deleted, unless those of another run are among them.
+    `fresh` moves old checkpoints into the new run's folder. Raises OSError. `disposable` means that
+    the run's checkpoints are deleted with the job, unless those of another run are among them.
     """
     name = now.astimezone().strftime("%Y%m%d-%H%M%S")
     run = folder.run(name)
@@ -115,12 +117,16 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     elif not folder.has_checkpoints():
         folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
-    folder.requests.mkdir(exist_ok=True)  # In a folder that sudo has made, this process could remove no request.
+    # In a folder made by sudo, this process could not remove requests.
+    folder.requests.mkdir(exist_ok=True)
     return run
 
 
 def _set_aside(checkpoints: Path, earlier: Path) -> None:
-    """Moves them there. Where the folder is a link, such as to a larger disk, they stay on that, and so do new ones."""
+    """Move the checkpoints.
+
+    If the folder is a link, for instance to a larger disk, old and new ones stay on that disk.
+    """
     if not checkpoints.is_symlink():
         checkpoints.rename(earlier)
         return
@@ -131,7 +137,7 @@ def _set_aside(checkpoints: Path, earlier: Path) -> None:
 
 @contextmanager
 def watched(uid: str) -> Iterator[None]:
-    """Runs the watchdog, which kills the job's processes if this process cannot."""
+    """Run the watchdog, which kills the job's processes if this process cannot."""
     command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__).resolve()), uid]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPJOB_")}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
@@ -164,7 +170,10 @@ class Runner:
         self._unrecorded = False
 
     async def run(self) -> Outcome:
-        """Runs until the job is Complete or Failed and its pods have ended, or a signal has stopped it."""
+        """Run until the job has ended, or a signal has stopped it.
+
+        A job has ended if it is Complete or Failed, and its pods have ended.
+        """
         loop = asyncio.get_running_loop()
         processes.become_subreaper()
         loop.add_signal_handler(signal.SIGCHLD, self.cluster.changed.set)
@@ -174,7 +183,8 @@ class Runner:
             loop.add_signal_handler(number, self._on_signal, number)
         left: list[int] = []
         with watched(self.cluster.body["metadata"]["uid"]):
-            others = processes.children()  # The watchdog, and those of a shell that has become this process.
+            # The watchdog, and children of a shell that has exec'ed this process.
+            others = processes.children()
             try:
                 await self._reconcile_until_over()
             finally:
@@ -195,7 +205,8 @@ class Runner:
             self._display(lambda: self.display.show(self._shown()))
             await self._sleep(max(0.0, min(TICK, due - clock())))
         if self.interrupted is not None:
-            await reconcile(self.cluster, self.key)  # Else the record shows pods that have ended since.
+            # Otherwise the record shows pods that have ended since.
+            await reconcile(self.cluster, self.key)
 
     async def _sleep(self, seconds: float) -> None:
         try:
@@ -213,9 +224,11 @@ class Runner:
     # --- the user's requests
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The first signal suspends, with the pods' grace; the second kills."""
+        """Suspend on the first signal, with the pods' grace period; kill on the second."""
         if number is signal.SIGHUP and self.interrupted is not None:
-            return  # Nobody asks twice: systemd sends it right behind SIGTERM, at a logout and a shutdown.
+            # This is not a second request: systemd sends SIGHUP right after SIGTERM, at a logout
+            # and a shutdown.
+            return
         status = JobStatus.read(self.cluster.body.get("status") or {})
         if self.interrupted is not None or status.terminal:
             self.interrupted = self.interrupted or number
@@ -246,7 +259,7 @@ class Runner:
             path.unlink(missing_ok=True)
 
     def _scale(self, nodes: int) -> str:
-        """Why it is refused; empty: it is done."""
+        """Scale the job. Return why it is refused; empty if it is done."""
         refused = too_many_nodes(self.cluster.local_spec, nodes)
         self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:
@@ -259,10 +272,12 @@ class Runner:
         self._display(lambda: self.display.note(text))
 
     def _display(self, update: Callable[[], None]) -> None:
-        """No fault of the output breaks training off, or keeps a signal from it.
+        """Update the display.
 
-        A reader that is gone (`| head`) is a signal as Ctrl-C is. With Ctrl-C, `tee` is gone too: one signal, not two.
-        A terminal that was closed sends SIGHUP; without it, and on a full disk, training continues unseen.
+        No fault of the output may break off training, or keep a signal from it. A reader that is
+        gone (`| head`) counts as a signal, like Ctrl-C. With Ctrl-C, `tee` is gone too, which is
+        one signal, not two. A terminal that was closed sends SIGHUP; without it, and on a full
+        disk, training continues unseen.
         """
         try:
             update()
@@ -304,7 +319,7 @@ class Runner:
 
 
 def _state(pod: Pod) -> str:
-    """The pod's state, as in kubectl's column STATUS."""
+    """Return the pod's state, as in kubectl's column STATUS."""
     view = pod.view()
     if pod.deleted_at is not None and not pod.ended:
         return "Terminating"

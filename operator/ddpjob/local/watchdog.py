@@ -1,4 +1,6 @@
-"""Watchdog: kills leftover processes of a job when its stdin closes (`ddpjob run` has exited or crashed).
+"""Watchdog: kills leftover processes of a job when its stdin closes.
+
+It closes when `ddpjob run` has exited or crashed.
 
     python3 -I -S watchdog.py UID
 
@@ -17,7 +19,7 @@ SECONDS = 20.0
 
 
 def main() -> None:
-    """Waits, then kills every process with DDPJOB_UID=UID in its environment until none is left."""
+    """Wait, then kill every process with DDPJOB_UID=UID in its environment until none is left."""
     mark = f"DDPJOB_UID={sys.argv[1]}".encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Builds the Kubernetes objects of a job as plain dictionaries, and checks and merges its podTemplate. No I/O.
+"""Builds a job's Kubernetes objects as plain dictionaries, and checks and merges its podTemplate.
 
-Imports names and views of `core.world`, and `api`.
+No I/O. Imports names and views of `core.world`, and `api`.
 """

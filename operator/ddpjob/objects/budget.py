@@ -1,4 +1,4 @@
-"""Builds the PodDisruptionBudget: a drain evicts nodes one at a time, so that the group recovers in between."""
+"""Builds the PodDisruptionBudget: a drain evicts one node at a time, so the group can recover."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ddpjob.objects.service import metadata
 
 
 def build_budget(job: DDPJob) -> Json:
-    """Named as the job. It selects pods by a label of their own, since spec.scheduling may change for later ones.
+    """Build the budget, which has the job's name.
 
-    It selects neither coordinator nor spares: they may be evicted at any time.
+    It selects pods by a separate label, since spec.scheduling may change for later ones. It selects
+    neither coordinator nor spares: they may be evicted at any time.
 
     Kubernetes takes the expected number of pods from the job's scale subresource, `spec.nodes`; if
     spares were selected, it would allow two evictions at once.

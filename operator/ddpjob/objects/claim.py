@@ -1,4 +1,4 @@
-"""Builds the PersistentVolumeClaim of storage.checkpoints.claimTemplate, and the mark of that template."""
+"""Builds the PersistentVolumeClaim of storage.checkpoints.claimTemplate, and its mark."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ddpjob.objects.service import job_labels
 
 
 def template_mark(job: DDPJob) -> str:
-    """Differs for templates that ask for other claims, or for another end of theirs; empty without one.
+    """Hash the template and its whenDeleted; empty without a template.
 
-    A claim that was kept is used again by a job with an equal mark alone.
+    A claim that was kept is used again only by a job with an equal mark.
     """
     template = job.spec.storage.claim_template
     if template is None:
@@ -24,9 +24,10 @@ def template_mark(job: DDPJob) -> str:
 
 
 def build_claim(job: DDPJob) -> Json:
-    """The claim. With whenDeleted Retain it has no owner: Kubernetes would remove it with the job.
+    """Build the claim.
 
-    Raises ValueError for a job without a claimTemplate.
+    With whenDeleted Retain it has no owner, because Kubernetes would remove it with the job. Raises
+    ValueError for a job without a claimTemplate.
     """
     template = job.spec.storage.claim_template
     if template is None:

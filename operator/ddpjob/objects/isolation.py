@@ -1,4 +1,4 @@
-"""What keeps a job to itself: the Secret with the token of its pods, and the NetworkPolicy in front of them."""
+"""Isolates a job: the Secret with the token of its pods, and the NetworkPolicy in front of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddpjob.objects.platform import Platform
 from ddpjob.objects.service import metadata
 
 TOKEN_KEY = "token"
-"""The key in the Secret."""
+"""The token's key in the Secret."""
 
 
 def build_token(job: DDPJob, platform: Platform) -> Json:
-    """The Secret with the job's token, which the role view does not read.
+    """Build the Secret with the job's token, which the role view cannot read.
 
     The operator creates it and never reads it: its name stands for its content.
     """
@@ -31,7 +31,7 @@ def build_token(job: DDPJob, platform: Platform) -> Json:
 
 
 def token_variable(job: DDPJob, platform: Platform) -> Json:
-    """The environment variable DDPJOB_TOKEN of the job's containers."""
+    """Build the environment variable DDPJOB_TOKEN of the job's containers."""
     secret = platform.token_secret(job)
     if not secret:
         return {"name": "DDPJOB_TOKEN", "value": platform.token(job)}
@@ -39,9 +39,10 @@ def token_variable(job: DDPJob, platform: Platform) -> Json:
 
 
 def policy_name(job: DDPJob, platform: Platform) -> str:
-    """Name of the job's NetworkPolicy, with a hash of its content; empty: the job gets none.
+    """Return the name of the job's NetworkPolicy; empty if the job gets none.
 
-    An operator that was moved, or given other metrics peers, makes another one: policies add up.
+    The name has a hash of the content. If the operator was moved or has different metrics peers, it
+    makes an additional policy: policies add up.
     """
     if not job.spec.isolated or platform.operator_peer is None:
         return ""
@@ -50,7 +51,10 @@ def policy_name(job: DDPJob, platform: Platform) -> str:
 
 
 def build_policy(job: DDPJob, platform: Platform) -> Json:
-    """The NetworkPolicy that admits the job's own pods everywhere, and the operator to the coordinator's port."""
+    """Build the NetworkPolicy of the job's pods.
+
+    It admits the job's own pods everywhere, and the operator to the coordinator's port.
+    """
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -60,7 +64,10 @@ def build_policy(job: DDPJob, platform: Platform) -> Json:
 
 
 def _policy(job: DDPJob, platform: Platform) -> Json:
-    """Select pods by a label of their own, since spec.network may change for later ones while a job is suspended."""
+    """Return the policy, which selects pods by a separate label.
+
+    spec.network may change for later pods while a job is suspended.
+    """
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}
     return {

@@ -1,8 +1,9 @@
-"""Builds the PodGroup by which a scheduler places the pods of a generation at once or not at all.
+"""Builds the PodGroup by which a scheduler places a generation's pods all at once or not at all.
 
-Kubernetes' own: `scheduling.k8s.io/v1alpha2` of 1.36, with its feature gates GenericWorkload and GangScheduling. A
-PodGroup needs no Workload there, and cannot be changed. Volcano's (`scheduling.schedulerName: volcano`):
-`scheduling.volcano.sh/v1beta1`; its pods name it by an annotation. A pod that names none gets one for itself there.
+With Kubernetes' scheduler it is `scheduling.k8s.io/v1alpha2` of 1.36, with the feature gates
+GenericWorkload and GangScheduling. That PodGroup needs no Workload, and cannot be changed. With
+Volcano's (`scheduling.schedulerName: volcano`) it is `scheduling.volcano.sh/v1beta1`. Its pods name
+it in an annotation; a pod without the annotation gets a PodGroup of its own from Volcano.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ from ddpjob.objects.service import metadata
 API_VERSION, KIND = "scheduling.k8s.io/v1alpha2", "PodGroup"
 VOLCANO_API = "scheduling.volcano.sh/v1beta1"
 VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
-"""What is said for KIND where Volcano's is meant."""
+"""Used in place of KIND for Volcano's PodGroups."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
-"""Of pods: Volcano's queue."""
+"""Annotation of pods: Volcano's queue."""
 
 
 def kind_of(manifest: Json) -> str:
-    """An object's kind; Volcano's PodGroups have another one than those of Kubernetes."""
+    """Return an object's kind. Volcano's PodGroups get a different one than those of Kubernetes."""
     return VOLCANO_KIND if manifest["apiVersion"] == VOLCANO_API else str(manifest["kind"])
 
 
 def kind_for(job: DDPJob) -> str:
-    """Of the PodGroups that the job's scheduler reads."""
+    """Return the kind of the PodGroups that the job's scheduler reads."""
     return VOLCANO_KIND if job.spec.scheduling.by_volcano else KIND
 
 
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
-    """The PodGroup of the status' generation. Raises ValueError where it has none.
+    """Build the PodGroup of the status' generation. Raises ValueError if the generation has none.
 
-    The coordinator's own pod is in it: a job that waits for room then holds nothing at all. Disruption mode and
-    priority are read with the gate WorkloadAwarePreemption, and dropped by the API server without it.
+    It includes the coordinator's own pod, so that a job that waits for room holds nothing at all.
+    Disruption mode and priority are read with the gate WorkloadAwarePreemption, and dropped by the
+    API server without it.
     """
     if status.gang is None:
         raise ValueError(f"generation {status.rendezvous.generation} of {job.name} has no gang")
@@ -48,7 +50,8 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     else:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
-            # A group that can do with fewer nodes loses single pods; another one is of no use without one of them.
+            # A group that can train with fewer nodes loses single pods. Any other group is of no
+            # use without one of its pods.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
         }
     priority = (template.get("spec") or {}).get("priorityClassName") or job.spec.scheduling.priority_class_name

@@ -1,7 +1,7 @@
 """Finds the faults of spec.podTemplate, for `ddpjob validate` and for the operator.
 
-Unknown fields are what the API server's strict field validation rejects as well; here they are
-found before a pod is created, and without a cluster.
+The API server's strict field validation rejects unknown fields as well. Here they are found before
+a pod is created, and without a cluster.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ _OWNED_METADATA = ("name", "generateName", "namespace", "ownerReferences", "fina
 _OWNED_MOUNTS = {"/opt/ddpjob": "the runtime", "/dev/shm": "spec.storage.sharedMemory"}
 
 MOST_FAULTS = 20
-"""Faults of one template that are looked for. Each unknown field costs a comparison with all known ones."""
+"""How many faults of one template are looked for. Each unknown field costs a comparison with all
+known ones."""
 MORE_FAULTS = f"spec.podTemplate: has more faults than these {MOST_FAULTS}; correct them, then check it again"
 _SHOWN = 100
-"""Characters of a name or a value that are shown."""
+"""How many characters of a name or a value are shown."""
 
 
 def problems(template: Mapping[str, Any], *, whole: bool = True) -> tuple[str, ...]:
     """Return one sentence for each fault of a podTemplate, with its path and what to write instead.
 
-    After MOST_FAULTS the search stops, and MORE_FAULTS is the last sentence. If not `whole`, a class of jobs may give
-    what the template lacks.
+    After MOST_FAULTS the search stops, and MORE_FAULTS is the last sentence. If `whole` is false, a
+    job class may provide fields that the template lacks.
     """
     template = without_nulls(template)
     unknown = _first(_unknown_fields(template, "V1PodTemplateSpec", "spec.podTemplate"))
@@ -124,7 +125,7 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
 
 
 def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
-    """Checks names and types of fields against the models of the official client."""
+    """Check names and types of fields against the models of the official client."""
     listed = re.fullmatch(r"[Ll]ist\[(.+)\]", type_name)
     mapped = re.fullmatch(r"[Dd]ict[\[(]str, (.+)[\])]", type_name)
     if value is None:
@@ -148,7 +149,7 @@ def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
 
 
 _QUANTITIES = re.compile(r"\.(requests|limits|overhead)$")
-"""Mappings whose values may be numbers: amounts of resources."""
+"""Mappings whose values may be numbers, because they are amounts of resources."""
 _SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
 _SCALAR_NAMES = {"str": "a string", "int": "an integer", "bool": "true or false", "float": "a number"}
 

@@ -36,31 +36,36 @@ from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_no
 
 RUNTIME_VOLUME = "ddpjob-runtime"
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Of storage.checkpoints.secretName, and the variables that AWS's tools read; the last one is optional."""
+"""Keys of the Secret in storage.checkpoints.secretName, and the variables that AWS's tools read.
+The last one is optional."""
 DATA_PREFIX = "DDPJOB_DATA_"
-"""Of what the launcher reads of storage.data: those keys, too, which it removes before the workers start."""
+"""Prefix of the variables for storage.data, which the launcher reads. It removes them, keys
+included, before the workers start."""
 MAX_RESTARTS = 1_000_000
-"""torchrun's own limit. The operator, which sees every failure, keeps the budget."""
+"""The limit given to torchrun. The budget is kept by the operator, which sees every failure."""
 _SHUTDOWN_MARGIN = 2
-"""Seconds of the grace period that torchrun in a `command` keeps for itself after its workers have ended."""
+"""Seconds of the grace period that torchrun in a `command` keeps for itself after its workers have
+ended."""
 
 _BACKENDS = {"nvidia.com/": "nccl", "amd.com/": "nccl", "huawei.com/": "hccl", "gpu.intel.com/": "xccl"}
-"""What `spec.backend: auto` means, by the beginning of `spec.gpuResource`."""
+"""Maps the prefix of `spec.gpuResource` to the backend that `spec.backend: auto` selects."""
 _TAINT_MARGIN = 10
-"""Seconds beyond nodeLostAfterSeconds until Kubernetes itself evicts pods of a lost host: the operator acts first."""
+"""Seconds beyond nodeLostAfterSeconds until Kubernetes evicts pods of a lost host, so that the
+operator acts first."""
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
-"""Volumes that are the same in all pods which name them. What csi mounts without a claim is mostly a bucket or a file
-system of the network: gcsfuse, Azure's files and blobs, JuiceFS."""
+"""Volumes that are the same in all pods that name them. csi without a claim mostly mounts a bucket
+or a network file system: gcsfuse, Azure's files and blobs, JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
-"""Asks NVIDIA's container runtime for no device: CUDA images themselves ask it for all of them."""
+"""Requests no device from NVIDIA's container runtime, because CUDA images request all of them by
+default."""
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
-"""Of the coordinator, or what it requests if that is more."""
+"""Limits of the coordinator, unless it requests more."""
 
 
 def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
-    """The pod of one slot. `status` supplies generation, round, runtime and avoided nodes."""
+    """Build the pod of one slot. `status` supplies generation, round, runtime and avoided nodes."""
     name = node_pod_name(job, index, attempt)
     containers = [_trainer(job, status, platform, index, attempt)]
     if index == 0 and job.spec.rendezvous.placement is Placement.MASTER:
@@ -73,7 +78,8 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
     affinity = _affinity(job, status)
     if affinity:
         spec["affinity"] = affinity
-    # Provisional: the coordinator decides who trains, and the label follows its report (core.plan.actions).
+    # Provisional: the coordinator decides which nodes train, and the label follows its report
+    # (core.plan.actions).
     role = Role.NODE if index < job.spec.nodes else Role.SPARE
     pod = _pod(job, status, name, spec, _slot_labels(job, status, role, index, attempt))
     pod = merge_into_node(pod, job.spec.pod_template)
@@ -82,14 +88,18 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
 
 
 def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
-    """The coordinator's own pod (placement Dedicated), without a GPU. Its image is the job's: the store needs torch."""
+    """Build the coordinator's own pod (placement Dedicated), which has no GPU.
+
+    It runs the job's image, because the store needs torch.
+    """
     name = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
     spec = {
         **_pod_basics(job, status, name),
         "containers": [_coordinator(job, status, platform)],
         "volumes": [_runtime_volume(status)],
     }
-    # The image runs on the machines of the job's nodes; others may be empty, and would attract this pod.
+    # The image is known to run on the machines of the job's nodes. Other machines may be empty, and
+    # would attract this pod.
     like_nodes = {"labelSelector": _node_pods(job), "topologyKey": "kubernetes.io/arch"}
     preferred = [{"weight": 100, "podAffinityTerm": like_nodes}]
     spec["nodeSelector"] = {"kubernetes.io/os": "linux"}
@@ -100,7 +110,7 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         spec["hostname"] = COORDINATOR_HOSTNAME
     scheduler = (job.spec.pod_template.get("spec") or {}).get("schedulerName")
     if status.gang_waits and scheduler:
-        spec["schedulerName"] = scheduler  # A gang has one.
+        spec["schedulerName"] = scheduler  # A gang has one scheduler.
     pod = _pod(job, status, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
     pod = merge_into_coordinator(pod, job.spec.pod_template)
     pod["spec"] = merge(pod["spec"], job.spec.rendezvous.pod_fields)
@@ -108,7 +118,10 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
 
 
 def _queued(pod: Json, changes: PodChanges | None) -> Json:
-    """The pod where the queue's flavor wants it: elsewhere it would use other machines than its quota is for."""
+    """Return the pod with the changes of the queue's flavor.
+
+    Without them it would use machines that its quota does not cover.
+    """
     if changes is None:
         return pod
     meta, spec = dict(pod["metadata"]), dict(pod["spec"])
@@ -144,7 +157,10 @@ def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, 
 
 
 def as_non_root(pod: Json) -> Json | None:
-    """The pod as a namespace that forbids root admits it; None where podTemplate has decided who runs it."""
+    """Return the pod as a namespace that forbids root admits it.
+
+    None if podTemplate already decides which user runs it.
+    """
     context = pod["spec"].get("securityContext", {})
     if not context.keys().isdisjoint(("runAsNonRoot", "runAsUser")):
         return None
@@ -190,7 +206,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
     if job.spec.scheduling.one_pod_per_node and job.spec.pods > 1:
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_apart(job)]}
     if job.spec.scheduling.same_topology and job.spec.pods > 1:
-        # While no pod of the job is placed, the scheduler lets one that would match itself choose the domain.
+        # While no pod of the job is placed, the scheduler lets a pod that matches its own selector
+        # choose the domain.
         affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_together(job)]}
     if status.avoided_nodes:
         affinity |= _elsewhere(status)
@@ -198,7 +215,7 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 
 def _elsewhere(status: JobStatus) -> Json:
-    """The affinity of pods that keep away from avoided nodes where they can."""
+    """Build the affinity of pods that keep away from avoided nodes if they can."""
     # A field selector takes one value, and all requirements of a term must hold.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
@@ -239,14 +256,15 @@ def _container(job: DDPJob, name: str, command: list[str], args: list[str]) -> J
 
 
 def _program(platform: Platform, name: str) -> list[str]:
-    """The command of one of the runtime's programs."""
+    """Return the command of one of the runtime's programs."""
     return [platform.python, f"{platform.runtime_path}/{RUNTIME_FOLDER.name}", name]
 
 
 def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
     command, args = _entry_point(job, status, platform)
     container = _container(job, TRAINER_CONTAINER, command, args)
-    # The operator's variables come first, so that the user's may refer to $(POD_IP); the schema forbids equal names.
+    # The operator's variables come first, so that the user's may refer to $(POD_IP). The schema
+    # forbids equal names.
     container["env"] = [
         *_environment(job, status, platform, index, attempt),
         *_interface(job),
@@ -265,7 +283,7 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
 
 
 def _wants_devices(spec: JobSpec) -> bool:
-    """Whether a node's pod asks for devices in any way, or its env says which it sees."""
+    """Whether a node's pod requests devices in any way, or its env chooses the visible ones."""
     pod = spec.pod_template.get("spec") or {}
     trainer = trainer_of(pod)
     asked = [resources for kind in (spec.resources, trainer.get("resources") or {}) for resources in kind.values()]
@@ -282,7 +300,10 @@ def _resources(job: DDPJob) -> Json:
 
 
 def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
-    """torchrun's options without their dashes. Reasons: docs/architecture.md, "Rendezvous settings"."""
+    """Return torchrun's options without their dashes.
+
+    Reasons: docs/architecture.md, "Rendezvous settings".
+    """
     nodes = job.spec.nodes
     if job.spec.fast:
         return _fast_settings(job, status, platform)
@@ -302,7 +323,8 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
                 "read_timeout=60",
             ]
         ),
-        # In a `command` nothing reports what torchrun restarts by itself: it ends, and the operator decides.
+        # In a `command` nothing reports restarts by torchrun itself, so it ends and the operator
+        # decides.
         "max-restarts": str(MAX_RESTARTS if job.spec.under_torchrun else 0),
         "monitor-interval": "0.1",
         "local-addr": "$(POD_IP)",
@@ -310,7 +332,10 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
 
 
 def _fast_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
-    """The coordinator forms the group itself: there is no store, and nothing to wait for."""
+    """Return torchrun's options in mode Fast.
+
+    The coordinator forms the group: there is no store, and nothing to wait for.
+    """
     return {
         "nnodes": f"{job.spec.nodes}:{job.spec.nodes}",
         "nproc-per-node": str(job.spec.procs_per_node),
@@ -324,12 +349,13 @@ def _fast_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[s
 
 
 def _entry_point(job: DDPJob, status: JobStatus, platform: Platform) -> tuple[list[str], list[str]]:
-    """The container's command and args."""
+    """Return the container's command and args."""
     spec = job.spec
     if not spec.under_torchrun:
         return list(spec.command), list(spec.args)
     options = [f"--{name}={value}" for name, value in rendezvous_settings(job, status, platform).items()]
-    # Without `--` torchrun would read the script's --log or --n as the beginning of options of its own.
+    # Without `--` torchrun would read the script's --log or --n as abbreviations of its own
+    # options.
     program = ["-m", "--", spec.module] if spec.module else ["--", spec.script or ""]
     args = [*options, *spec.torchrun_args, *program, *spec.args]
     return _program(platform, "launcher"), args
@@ -375,10 +401,11 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
 
 
 def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Json]:
-    """What launchers in a `command` read: torchrun's options, and for all others the address of index 0.
+    """Return the variables for launchers in a `command`.
 
-    That address is the name of a pod. With `command` all pods are replaced together, so that it is
-    the same in all pods of a generation, and no name server holds an older address for it.
+    They are torchrun's options, and the address of index 0 for all other launchers. That address is
+    the name of a pod. With `command` all pods are replaced together, so it is the same in all pods
+    of a generation, and no name server holds an older address for it.
     """
     settings = rendezvous_settings(job, status, platform)
     grace = str(max(1, _grace(job) - _SHUTDOWN_MARGIN))
@@ -395,17 +422,21 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
 
 
 def _store_elsewhere(job: DDPJob) -> list[str]:
-    """What keeps torchrun from hosting the coordinator's store.
+    """Return the setting that keeps torchrun from hosting the coordinator's store.
 
-    torchrun finds out by itself that the coordinator's host is not its own, unless they share a pod.
-    Without the setting, `--standalone`, which names another endpoint, can host its own store.
+    torchrun finds out by itself that the coordinator's host is not its own, unless they share a
+    pod. Without the setting, `--standalone`, which uses a different endpoint, can host its own
+    store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER
     return ["is_host=false"] if job.spec.under_torchrun or shared else []
 
 
 def _checkpoints_shared(job: DDPJob) -> bool:
-    """Whether all pods see the same checkpoints: in storage.checkpoints, or in what podTemplate mounts in its place."""
+    """Whether all pods see the same checkpoints.
+
+    They are in storage.checkpoints, or in podTemplate's mount in its place.
+    """
     storage, pod = job.spec.storage, job.spec.pod_template.get("spec") or {}
     if storage.url:
         return False
@@ -417,7 +448,10 @@ def _checkpoints_shared(job: DDPJob) -> bool:
 
 
 def _backend(spec: JobSpec) -> str:
-    """Return a name that init_process_group takes; empty where `auto` does not know the job's devices."""
+    """Return a name that init_process_group takes.
+
+    Empty if `auto` does not know the job's devices.
+    """
     if spec.backend != "auto":
         return spec.backend
     if not spec.gpus_per_node:
@@ -426,7 +460,7 @@ def _backend(spec: JobSpec) -> str:
 
 
 def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
-    """What the launcher checks; `folder`: of the checkpoints."""
+    """Return the settings of the launcher's checks; `folder` is the folder of the checkpoints."""
     checkpoints = spec.storage.checkpoints
     settings = {
         "group": preflight.scope is PreflightScope.GROUP,
@@ -441,14 +475,20 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 
 
 def _interface(job: DDPJob) -> list[Json]:
-    """What the libraries read, where the user's env does not set it. podTemplate's variables replace these."""
+    """Return the libraries' variables that the user's env does not set.
+
+    podTemplate's variables replace these.
+    """
     given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
     variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()
     return [{"name": variable, "value": name} for variable in variables if variable not in given]
 
 
 def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
-    """How the trainer's container finds storage.checkpoints.url; credentials are named, and nowhere copied."""
+    """Return the variables by which the trainer's container finds storage.checkpoints.url.
+
+    Credentials are referred to, and never copied.
+    """
     checkpoints = job.spec.storage.checkpoints
     if checkpoints is None or checkpoints.url is None:
         return []
@@ -456,14 +496,17 @@ def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
         "DDPJOB_CHECKPOINT_URL": f"{checkpoints.url.rstrip('/')}/{platform.bucket_folder(job)}",
         "AWS_ENDPOINT_URL": checkpoints.endpoint,
         "AWS_REGION": checkpoints.region,
-        "AWS_DEFAULT_REGION": checkpoints.region,  # the one that boto3 reads
+        "AWS_DEFAULT_REGION": checkpoints.region,  # read by boto3
     }
     found: list[Json] = [{"name": name, "value": value} for name, value in values.items() if value]
     return [*found, *_keys(checkpoints.secret_name, "")]
 
 
 def _data_bucket(job: DDPJob) -> list[Json]:
-    """How the launcher finds storage.data.url. Its names are no other tool's: checkpoints may be elsewhere."""
+    """Return the variables by which the launcher finds storage.data.url.
+
+    No other tool reads variables of these names, since checkpoints may be in a different place.
+    """
     data = job.spec.storage.data
     if data is None or data.url is None:
         return []
@@ -484,7 +527,7 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    return int(grace) if grace >= 0 else 1  # As Kubernetes takes a negative one, with a warning.
+    return int(grace) if grace >= 0 else 1  # As Kubernetes treats a negative one, with a warning.
 
 
 def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:
@@ -522,9 +565,10 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
 
 
 def _with_limits(resources: Json) -> Json:
-    """Resources with limits: a ResourceQuota may demand them, and a LimitRange's may be below the requests.
+    """Return resources with limits.
 
-    And with a request beside each: Kubernetes requests as much as the limit where none is written.
+    A ResourceQuota may demand limits, and those of a LimitRange may be below the requests. Each
+    limit gets a request too, because Kubernetes requests as much as the limit if none is written.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")

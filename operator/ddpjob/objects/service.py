@@ -1,4 +1,4 @@
-"""The headless service that gives the job's pods names, and the ConfigMap with the runtime that they run.
+"""Builds the headless service that names the job's pods, and the ConfigMap with their runtime.
 
 Why the runtime is in a ConfigMap: docs/decisions/0012. Why one per namespace: docs/decisions/0014.
 """
@@ -23,16 +23,19 @@ from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
 """The package `ddpjob_runtime`; job pods run it by its path."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""What training scripts import. It is beside the runtime, with `ddpjob_bucket` and `ddpjob_pod`, which it needs."""
+"""The package next to it that training scripts import; it needs `ddpjob_bucket` and `ddpjob_pod`."""
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
-    """Labels of every object of a job; the operator's watches select by them."""
+    """Return the labels of every object of a job; the operator's watches select by them."""
     return {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: job.name, LABEL_UID: job.uid}
 
 
 def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
-    """Metadata of an object that is deleted with the job; `labels` are added to those of all its objects."""
+    """Build metadata of an object that is deleted with the job.
+
+    `labels` are added to those of all its objects.
+    """
     owners = [job.owner_reference]
     return {
         "name": name,
@@ -43,7 +46,10 @@ def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyTyp
 
 
 def build_service(job: DDPJob) -> Json:
-    """The headless service. It publishes pods that are not ready: the rendezvous happens before they are."""
+    """Build the headless service.
+
+    It publishes pods that are not ready, because the rendezvous happens before they are.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -62,10 +68,11 @@ def build_service(job: DDPJob) -> Json:
 
 @cache
 def _runtime_files() -> dict[str, bytes]:
-    """The ConfigMap's keys, which are the names of the files in the mount, and their contents.
+    """Return the ConfigMap's keys (names of the files in the mount) and their contents.
 
-    Keys cannot hold `/`, and a path for each of fifty files would be half of every pod: an archive holds the packages,
-    which Python runs and imports as it is. Beside it is what is run or found by a file's path.
+    Keys cannot hold `/`, and a path for each of fifty files would be half of every pod. So an
+    archive holds the packages, and Python runs and imports it as it is. Files that are run or found
+    by their path are stored next to it.
     """
     files = {
         str(path.relative_to(RUNTIME_FOLDER.parent)): path.read_bytes()
@@ -75,7 +82,8 @@ def _runtime_files() -> dict[str, bytes]:
     packed = io.BytesIO()
     with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
         for name, content in {"__main__.py": files[f"{RUNTIME_FOLDER.name}/__main__.py"], **files}.items():
-            archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)  # of 1980, so that the bytes are always the same
+            # Dated 1980, so that the bytes are always the same.
+            archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)
     return {
         RUNTIME_FOLDER.name: packed.getvalue(),
         "ddpjob_worker.py": files[f"{RUNTIME_FOLDER.name}/worker.py"],
@@ -91,13 +99,15 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 DIGITS = 16
-"""Of the digest in the name, by which the content is trusted: another content of the same name takes 2**64 tries."""
+"""Digits of the digest in the name. The content is trusted by it: forging it for a given name takes
+2**64 tries."""
 
 
 def holds_runtime(config_map: Json) -> bool:
-    """Whether an existing ConfigMap can be mounted by pods of this version, and holds what its name says.
+    """Whether pods of this version can mount an existing ConfigMap.
 
-    One of another version may have other files; one that somebody else made may have any content.
+    Its content has to be the one that its name promises. One of a different version may have other
+    files; one that somebody else made may have any content.
     """
     data = config_map.get("binaryData") or {}
     if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):
@@ -108,7 +118,10 @@ def holds_runtime(config_map: Json) -> bool:
 
 @cache
 def runtime_name() -> str:
-    """The ConfigMap with this version's runtime. A running job keeps the one it began with while it can be mounted."""
+    """Return the name of the ConfigMap with this version's runtime.
+
+    A running job keeps the runtime that it began with while it can be mounted.
+    """
     return f"ddpjob-runtime-{_digest(_runtime_files())}"
 
 
@@ -118,17 +131,23 @@ def _runtime_data() -> dict[str, str]:
 
 
 def runtime_owner(job: DDPJob) -> Json:
-    """The job as one of several owners: the last one that is deleted takes the object with it."""
+    """Build an owner reference to the job as one of several owners.
+
+    The object is deleted with the last one.
+    """
     return {key: value for key, value in job.owner_reference.items() if key != "controller"}
 
 
 def runtime_jobs_name(runtime: str) -> str:
-    """The ConfigMap that belongs to the jobs that use a runtime, and owns it."""
+    """Return the name of the ConfigMap between jobs and a runtime.
+
+    It is owned by the jobs that use the runtime, and owns the runtime.
+    """
     return f"{runtime}-jobs"
 
 
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
-    """An empty ConfigMap that belongs to jobs of the namespace and keeps their runtime.
+    """Build an empty ConfigMap that belongs to jobs of the namespace and keeps their runtime.
 
     The runtime itself is too large to be written again for each job that comes or goes.
     """
@@ -136,7 +155,10 @@ def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
 
 
 def build_runtime(job: DDPJob) -> Json:
-    """The immutable ConfigMap that the pods of all jobs of the namespace mount, with its first owner."""
+    """Build the immutable ConfigMap with the runtime, with its first owner.
+
+    The pods of all jobs of the namespace mount it.
+    """
     shared = _shared(job, runtime_name(), [runtime_owner(job)])
     return {**shared, "immutable": True, "binaryData": dict(_runtime_data())}
 

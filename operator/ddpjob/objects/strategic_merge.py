@@ -1,6 +1,6 @@
 """Merges spec.podTemplate into the pods that the operator builds.
 
-Nothing is removed by null: a template without nulls is what JobSpec.read gives.
+A null removes nothing, because JobSpec.read returns a template without nulls.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ TMP_VOLUME = "ddpjob-tmp"
 
 
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
-    """A node's pod with the whole template; in placement Master the coordinator's container gets its part."""
+    """Merge a node's pod with the whole template.
+
+    In placement Master, the coordinator's container gets its part.
+    """
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
-        # Kubernetes' default, written or not: there it means the host's own name server, which knows no pod of the job.
+        # This is Kubernetes' default, written or not. On the host network it selects the host's own
+        # name server, which knows no pod of the job.
         spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
@@ -28,12 +32,16 @@ def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
 
 
 def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> Json:
-    """`pod` with the template's metadata and `spec`. Labels and annotations of the operator take precedence."""
+    """Return `pod` with the template's metadata and `spec`.
+
+    Labels and annotations of the operator take precedence.
+    """
     merged: Json = merge(pod, {"spec": spec})
     for container in merged["spec"]["containers"]:
         _keep_privileges(container.get("securityContext", {}))
     for container in (*(merged["spec"].get("initContainers") or ()), *merged["spec"]["containers"]):
-        container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # Else it fails without a reason.
+        # Otherwise it fails without a reason.
+        container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     _give_temporary_folder(merged["spec"])
     for kind in ("labels", "annotations"):
         given = (template.get("metadata") or {}).get(kind) or {}
@@ -44,7 +52,10 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
 
 
 def _give_temporary_folder(spec: Json) -> None:
-    """Mounts a volume at /tmp where the template makes a container's root read-only: Python needs such a folder."""
+    """Mount a volume at /tmp if the template makes a container's root read-only.
+
+    Python needs such a folder.
+    """
     mount, needed = {"name": TMP_VOLUME, "mountPath": "/tmp"}, False
     for container in spec["containers"]:
         mounts = container.get("volumeMounts") or []
@@ -59,7 +70,10 @@ def _give_temporary_folder(spec: Json) -> None:
 
 
 def _keep_privileges(context: Json) -> None:
-    """Removes the default that the API server refuses beside privileges that the template gives."""
+    """Remove a default that conflicts with privileges from the template.
+
+    The API server refuses the combination.
+    """
     added = context.get("capabilities", {}).get("add", ())
     if context.get("privileged") or not {"SYS_ADMIN", "CAP_SYS_ADMIN"}.isdisjoint(added):
         context.pop("allowPrivilegeEscalation", None)
@@ -76,30 +90,33 @@ _COORDINATOR_SPEC = (
 )
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
 _GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", re.IGNORECASE)
-"""Names of runtime classes for devices. A machine without devices may lack their handler; kata's and gVisor's are of
-the whole cluster."""
+"""Names of runtime classes for devices. A machine without devices may lack their handler; kata's
+and gVisor's exist in the whole cluster."""
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
-"""Beginnings of variables that choose devices for a runtime or a library."""
+"""Prefixes of variables that choose devices for a runtime or a library."""
 _FAST_NETWORKS = (
     "k8s.v1.cni.cncf.io/networks",
     "networking.gke.io/interfaces",
     "networking.gke.io/default-interface",
 )
-"""Annotations by which Multus and GKE give a pod more interfaces. Those devices are for the pods that train: GKE would
-take some from them, and SR-IOV makes no network for a pod that has requested none."""
+"""Annotations by which Multus and GKE give a pod more interfaces. Those devices are for the pods
+that train: GKE would take some from them, and SR-IOV makes no network for a pod that has requested
+none."""
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
-"""Annotations that end with a container's name: the API server refuses a pod that has no such container."""
+"""Annotations that end with a container's name. The API server refuses a pod without that
+container."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 _DEVICES = ("CharDevice", "BlockDevice", "Socket")
-"""Types of hostPath for which the kubelet waits: only a machine with the devices has them."""
+"""Types of hostPath for which the kubelet waits, since only a machine with the devices has them."""
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
-    """The coordinator's pod with what lets its image run, without claims, fast networks and the nodes' selector.
+    """Return the coordinator's pod with the parts of the template that its image needs to run.
 
-    Of nodeSelector and required node affinity only kubernetes.io/ keys are taken (architecture,
-    operating system): it needs no GPU.
+    Claims, fast networks and the nodes' selector are left out. Of nodeSelector and required node
+    affinity only kubernetes.io/ keys are taken (architecture, operating system), because it needs
+    no GPU.
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
@@ -116,7 +133,8 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
         taken["affinity"] = {"nodeAffinity": required}
     containers = _coordinator_containers(spec)
     mounted = {mount.get("name") for container in containers for mount in container.get("volumeMounts", ())}
-    # The kubelet waits for the others too: those of a sidecar, such as a fast network's. One without a name is refused.
+    # The kubelet would also wait for volumes of a sidecar, such as a fast network's, so only
+    # mounted ones are taken. The API server refuses a volume without a name.
     if volumes := [v for v in _local_volumes(spec) if v.get("name") in {None, *mounted}]:
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}
@@ -127,12 +145,15 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
 
 
 def trainer_of(spec: Mapping[str, Any]) -> Json:
-    """What the template says of the trainer's container; empty: nothing. `spec`: the template's."""
+    """Return the trainer's container in the template's `spec`; empty if it has none."""
     return next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
 
 
 def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
-    """The required terms, one of which must hold, without other keys; none where one would then allow any machine."""
+    """Return the required terms, one of which must hold, reduced to machine keys.
+
+    Empty if one of them would then allow any machine.
+    """
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
     terms = [
@@ -143,21 +164,28 @@ def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
 
 
 def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
-    """Volumes that need no claim, and nothing of a machine that trains."""
+    """Return volumes that need no claim and no part of a machine that trains."""
     volumes = spec.get("volumes") or ()
     return [v for v in volumes if any(source in v for source in _LOCAL_SOURCES) and not _is_of_a_training_machine(v)]
 
 
 def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
-    """Whether it is a device, or huge pages, which a container has to request: elsewhere a pod would wait for it."""
+    """Whether it is a device, or huge pages, which a container has to request.
+
+    On other machines a pod would wait for it.
+    """
     host, memory = volume.get("hostPath") or {}, (volume.get("emptyDir") or {}).get("medium") or ""
     is_device = host.get("type") in _DEVICES or f"{host.get('path', '')}/".startswith("/dev/")
     return is_device or memory.startswith("HugePages")
 
 
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
-    """The coordinator's part of the template: it runs the trainer's image, which needs the same things here."""
-    # What lacks a name stays: the API server refuses it with its place, which the job's condition shows.
+    """Return the coordinator's part of the template.
+
+    It runs the trainer's image, which has the same needs here.
+    """
+    # Keep a volume without a name: the API server refuses it with its path, which the job's
+    # condition shows.
     names = {v.get("name") for v in _local_volumes(spec)}
     trainer = trainer_of(spec)
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}

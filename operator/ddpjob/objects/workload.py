@@ -1,4 +1,4 @@
-"""Builds the Workload by which a job asks Kueue for the quota of all its pods, and names the job's Workloads."""
+"""Builds the Workload by which a job asks Kueue for the quota of all its pods, and names it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 
 
 def build_workload(job: DDPJob, platform: Platform, name: str, replaces: str) -> Json:
-    """The request for `spec.nodes + spec.spares` pods of slots, and the coordinator's own.
+    """Build the request for `spec.nodes + spec.spares` pods of slots, and the coordinator's own.
 
-    `replaces`: name of the Workload that holds the quota until this one is admitted; empty: none does. Kueue takes the
-    priority from `spec.priority`, which whoever creates the Workload looks up in the class that it names.
+    `replaces` is the name of the Workload that holds the quota until this one is admitted; empty if
+    none does. Kueue takes the priority from `spec.priority`, which the creator of a Workload has to
+    look up in its priority class.
     """
     plain = JobStatus(slots=(Slot(),))
     sets = [_pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), job.spec.pods)]
@@ -58,7 +59,10 @@ def _priority(job: DDPJob) -> Json:
 
 
 def _pod_set(name: str, pod: Json, number: int) -> Json:
-    """What decides about quota and flavor, and nothing else: environments may hold what is nobody's business."""
+    """Build a pod set with the fields that decide about quota and flavor.
+
+    Environments are left out, since they may be private.
+    """
     whole = pod["spec"]
     spec: Json = {field: whole[field] for field in _POD_FIELDS if field in whole}
     for kind in ("initContainers", "containers"):
@@ -70,20 +74,24 @@ def _pod_set(name: str, pod: Json, number: int) -> Json:
     return {"name": name, "count": number, "template": {"metadata": {}, "spec": {**spec, "restartPolicy": "Never"}}}
 
 
-# --- its status, of which Kueue leaves a part to the jobs' controllers -------------------------------------------
+# --- the status of a Workload, part of which Kueue leaves to the jobs' controllers -------------------------------
 
 
 def marked(workload: Json, now: datetime, *, condition: str, reason: str, message: str) -> Json:
-    """The Workload with a condition that is True."""
+    """Return the Workload with a condition set to True."""
     return _with_conditions(workload, {condition: ("True", reason, message)}, now)
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
-"""Reasons of evictions after which a Workload may be admitted at once; after others Kueue itself says when."""
+"""Reasons of evictions after which a Workload may be admitted at once. After any other, Kueue
+decides when."""
 
 
 def released(workload: Json, now: datetime) -> Json | None:
-    """An evicted Workload without its quota, as Kueue's own jobs leave it; None: it is not evicted any more."""
+    """Return an evicted Workload without its quota, as Kueue's own jobs leave it.
+
+    None if it is not evicted.
+    """
     known = {c["type"]: c for c in workload["status"].get("conditions") or ()}
     evicted = known.get("Evicted", {})
     if evicted.get("status") != "True":
@@ -101,7 +109,7 @@ def released(workload: Json, now: datetime) -> Json | None:
 
 
 def _with_conditions(workload: Json, changes: dict[str, tuple[str, str, str]], now: datetime) -> Json:
-    """`changes`: status, reason and message by type."""
+    """Set conditions. `changes` maps a type to its status, reason and message."""
     status = workload.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     for kind, (state, reason, message) in changes.items():

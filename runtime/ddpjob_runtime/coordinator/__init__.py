@@ -1,5 +1,5 @@
-"""The coordinator of one job: admits members, forms rounds of them, finds the first cause of a break, reports.
+"""One job's coordinator: admits members, forms rounds, finds the first cause of breaks, reports.
 
-All decisions are made without sockets and with a clock that is handed in; `__main__` adds sockets and time.
+The decisions use no sockets, and the clock is passed in; `__main__` adds sockets and time.
 Standard library only.
 """

@@ -3,10 +3,12 @@
     python3 PATH/ddpjob_runtime coordinator --port 29401 --nodes N [--min-nodes M] [--mode Standard|Fast] [--attempt A]
         [--store-port 29400] [--host ADDRESS] [--hang-after SECONDS] [--backoff INITIAL:MAXIMUM]
 
-Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will say how ranks are numbered),
-DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP. With --store-port a child process hosts the c10d store, and
-when it ends, the coordinator ends too (exit 1; 78 without a usable torch). The store listens on one address: --host,
-else POD_IP.
+Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will send the order
+of the ranks), DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP.
+
+With --store-port a child process hosts the c10d store, and the coordinator ends when the store
+does (exit code 1; 78 without a usable torch). The store listens on one address, which is --host or
+otherwise POD_IP.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from ddpjob_runtime.protocol import IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
 KEPT_OUTPUT = 16 * 1024
-"""Bytes of the store's process."""
+"""How many bytes of the store process's output are kept."""
 
 
 async def _host_store(server: Server, host: str, port: int) -> int:
-    """Run the store's process until it ends; returns the coordinator's exit code."""
+    """Run the store's process until it ends, and return the coordinator's exit code."""
     try:
         child = await asyncio.create_subprocess_exec(
             sys.executable, str(PROGRAM), "store", "--port", str(port), "--host", host,
@@ -47,7 +49,7 @@ async def _host_store(server: Server, host: str, port: int) -> int:
     said = bytearray()
     reading = asyncio.ensure_future(_read(child.stdout, said, server))
     code = await child.wait()
-    await asyncio.wait([reading], timeout=1.0)  # What it has started may keep its output open.
+    await asyncio.wait([reading], timeout=1.0)  # Its children may keep its output open.
     if code == protocol.EXIT_INIT_FAILURE:
         why = said.decode(errors="replace").strip().rpartition("\n")[2]
         log(why)
@@ -58,9 +60,10 @@ async def _host_store(server: Server, host: str, port: int) -> int:
 
 
 async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -> None:
-    """Read what the store's process prints, to its end: `said` keeps the last of it.
+    """Read the output of the store's process to its end; `said` keeps the last KEPT_OUTPUT bytes.
 
-    The image may print, too: as Python starts, as torch is imported, or later, and lines of any length.
+    The image may print too: when Python starts, when torch is imported, or later, in lines of any
+    length.
     """
     ready = False
     while piece := await output.read(KEPT_OUTPUT):
@@ -81,9 +84,9 @@ async def _until_asked(server: Server) -> int:
 
 
 async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, token: str) -> NoReturn:
-    """Serve until asked to exit (0), or until the store ends (1; 78 without torch). SIGTERM: 143 at once.
+    """Serve until asked to exit (exit code 0) or until the store ends (1; 78 without torch).
 
-    Ends the process. Raises OSError: it cannot listen.
+    SIGTERM ends the process at once with 143. Never returns. Raises OSError if it cannot listen.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
     await server.listen(arguments.host or None, arguments.port)
@@ -95,11 +98,11 @@ async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, toke
         ends.append(asyncio.ensure_future(_host_store(server, arguments.store_host, arguments.store_port)))
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     code = done.pop().result()
-    os._exit(code)  # Here: from Python 3.12 on a server is not closed before its connections are, and members' stay.
+    os._exit(code)  # From Python 3.12 on, closing a server waits for its connections, and members' stay.
 
 
 def backoff(text: str) -> tuple[float, float]:
-    """`INITIAL:MAXIMUM`, in seconds."""
+    """Parse `INITIAL:MAXIMUM`, in seconds."""
     first, colon, last = text.partition(":")
     try:
         initial, maximum = float(first), float(last if colon else first)
@@ -111,7 +114,7 @@ def backoff(text: str) -> tuple[float, float]:
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Parse a positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -144,8 +147,8 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    divert_loggers(log)  # asyncio's among them.
-    raise_open_files()  # Each pod has a connection, and strangers have some.
+    divert_loggers(log)  # Including asyncio's.
+    raise_open_files()  # One connection per pod, and some for strangers.
     try:
         asyncio.run(run(arguments, settings, token))
     except OSError as error:
@@ -153,7 +156,7 @@ def main() -> None:
 
 
 def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> CoordinatorSettings:
-    """The group's settings; ends the process with 2 when they are not possible."""
+    """Return the group's settings; end the process with exit code 2 if they are invalid."""
     min_nodes = arguments.nodes if arguments.min_nodes is None else arguments.min_nodes
     if arguments.nodes < 1:
         parser.error("--nodes: must be at least 1")

@@ -25,38 +25,39 @@ that end soon after they were created (`core/plan/slots.py`).
 from __future__ import annotations
 
 HEALTHY_SECONDS = 60.0
-"""A round that ran for this long was no crash loop."""
+"""A round that ran for this long does not count as part of a crash loop."""
 VERDICT_SECONDS = 5.0
-"""How long a job without restarts waits after a failure of its own. Only the operator knows whether the failure
-counts; without an operator the job shall continue."""
+"""How long a job without restarts waits after a failure of its own. Only the operator knows
+whether the failure counts; if there is no operator, the job should continue."""
 
 
 class RoundBackoff:
-    """The first failure in a row does not wait, the second waits `initial` seconds, each further one twice as long.
+    """Computes how long the next round waits after failures in a row.
 
-    Never longer than `maximum`. A step beyond the furthest before it begins a new row. `no_restarts`: each failure
-    waits for the operator's verdict.
+    The first one does not wait, the second waits `initial` seconds, and each one after it waits
+    twice as long, up to `maximum`. A step beyond the furthest one so far begins a new row. With
+    `no_restarts`, each failure waits for the operator's verdict.
     """
 
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:
         self.initial, self.maximum, self._no_restarts = initial, maximum, no_restarts
         self.until: float | None = None
-        """The next round does not begin before."""
+        """When the next round may begin; None means at once."""
         self._failures = 0
         self._furthest: tuple[float, float] | None = None  # (epoch, step)
         self._advanced = False
 
     def configure(self, initial: float, maximum: float) -> None:
-        """Other waits."""
+        """Replace the back-off delays."""
         self.initial, self.maximum = initial, maximum
 
     def step(self, position: tuple[float, float]) -> None:
-        """The job has reached (epoch, step)."""
+        """Record that the job has reached (epoch, step)."""
         if self._furthest is None or position > self._furthest:
             self._furthest, self._advanced = position, True
 
     def fail(self, now: float, ran: float) -> float:
-        """A round broke by its own failure after `ran` seconds; returns how long the next one waits to try again."""
+        """Count a round that broke by its own failure after `ran` seconds; return the next wait."""
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1
         self._advanced = False
@@ -68,5 +69,5 @@ class RoundBackoff:
         return wait
 
     def clear(self) -> None:
-        """A round begins."""
+        """Stop waiting, because a round begins."""
         self.until = None

@@ -1,4 +1,4 @@
-"""All decisions of the coordinator: what members, operator and training script say comes in, the report goes out."""
+"""All decisions of the coordinator: members, operator and script go in, the report comes out."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from ddpjob_runtime.protocol import (
 
 
 class Coordinator:
-    """No sockets, and time is handed in.
+    """Decides for the whole group. It uses no sockets, and time is passed in.
 
-    `clock()` gives Unix seconds and never goes back; `later(seconds, function)` calls the function then; `changed()` is
-    called after every change of the report; `log(text)` gets a line for each event.
+    `clock()` returns Unix seconds and never goes back; `later(seconds, function)` calls the
+    function after that time; `changed()` is called after every change of the report; `log(text)`
+    receives one line for each event.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class Coordinator:
         self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
         self._stop: dict[str, Any] | None = None
         self.news = 0
-        """Of the report: grows with every change but that of the progress."""
+        """The report's version: grows with every change except that of the progress."""
         self._started_at = clock()
         self.exit_why: str | None = None
-        """Set: the coordinator is no longer needed."""
+        """Why the coordinator is no longer needed; None as long as it is needed."""
 
     def _bump(self, news: bool = True) -> None:
         self.news += news
@@ -75,10 +76,10 @@ class Coordinator:
     def hello(
         self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float = 30.0, resume: Any = None
     ) -> Member | None:
-        """Let a launcher in. None: it was asked to leave.
+        """Admit a launcher. Return None if it was asked to leave.
 
         Raises:
-            ValueError: `resume` is malformed; names the field.
+            ValueError: `resume` is malformed; the message names the field.
         """
         resumed = Resume.read(resume)
         refusal = self._refusal(pod, index, attempt)
@@ -98,8 +99,10 @@ class Coordinator:
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if resumed is not None:
             self._takeover.resume(member, resumed)
-        if old is not None or resumed is not None:  # Else nothing is due: to look through all members at the hello of
-            self._advance()  # each took a quarter of the processor time when a thousand start.
+        # Otherwise nothing is due. Going through all members at each hello took a quarter of the
+        # processor time when a thousand of them started.
+        if old is not None or resumed is not None:
+            self._advance()
         return member
 
     def _refusal(self, pod: str, index: int, attempt: int) -> tuple[str, dict[str, Any]] | None:
@@ -107,13 +110,13 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
-        if self.rounds.over:  # The member looks for the later coordinator, and `stop` would end its workers.
+        if self.rounds.over:  # The member looks for the next coordinator; `stop` would end its workers.
             return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
         return None if why is None else (ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
     def _reconnect(self, old: Member, send: Send, resumed: Resume | None) -> None:
-        """The same process over a new connection. What it sent last may have been lost with the old one."""
+        """Continue with the same process over a new connection. Its last lines may be lost."""
         old.reconnect(send, self._now())
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if old.has_workers and resumed is not None:
@@ -135,12 +138,12 @@ class Coordinator:
         self.rounds.remove(old, f"replaced by {pod}")
 
     def lost(self, member: Member, why: str) -> None:
-        """The member's connection ended."""
+        """Handle the end of a member's connection."""
         self.rounds.lose(member, why)
         self._advance()
 
     def gone(self, pod: str, why: str) -> None:
-        """The operator knows that a pod is gone: nobody waits for its connection to end."""
+        """Remove a pod that is gone according to the operator, before its connection ends."""
         self.members.dismiss(pod, why)
         self.members.forget_missing(pod)
         self._notes = {key: text for key, text in self._notes.items() if key[0] != pod}
@@ -155,52 +158,58 @@ class Coordinator:
     # ---- what members report
 
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0) -> None:
-        """The member has no workers and could begin a round; `after` is the last one that it knows of."""
+        """Record that the member could begin a round.
+
+        `after` is the last round that it knows of.
+        """
         self.rounds.ready(member, after, host, port, check)
         self._advance()
 
     def joined(self, member: Member, number: int) -> None:
-        """The member has started its workers of this round."""
+        """Record that the member has started its workers of this round."""
         self.rounds.joined(member, number)
         self._advance()
 
     def finished(self, member: Member, number: int) -> None:
-        """All workers of the member have ended with 0."""
+        """Record that all workers of the member have ended with exit code 0."""
         self.rounds.finished(member, number)
 
     def failure(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
-        """A worker of the member ended by itself."""
+        """Record that a worker of the member has ended by itself."""
         self.rounds.failed(member, number, failure)
         self._advance()
 
     def leaving(self, member: Member, why: str) -> None:
-        """The member was asked to end."""
+        """Record that the member was asked to end."""
         self.rounds.leaving(member, why)
         self._advance()
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
-        """The stacks of one rank while the group hangs. `idle`: whether it has stood still since the look before."""
+        """Add the stacks of one rank of a hung group.
+
+        `idle`: whether it has not moved since the last look.
+        """
         self.rounds.stacks(member, number, rank, text, idle)
 
     def note(self, member: Member, kind: str, why: str) -> None:
-        """Something that the operator should know about a pod; empty: no longer."""
+        """Set or, if `why` is empty, remove a note about a pod for the operator."""
         self._notes.pop((member.pod, kind), None)
         if why:
             self._notes[member.pod, kind] = why
         self._bump()
 
     def init_failure(self, member: Member, message: str) -> None:
-        """The entry point of the member cannot start."""
+        """Record that the entry point of the member cannot start."""
         self.rounds.incidents.add_init_failure(self._now(), member.pod, member.index, message)
         self._bump()
 
     # ---- what the operator and the training script want
 
     def resize(self, nodes: int, min_nodes: int) -> None:
-        """Another number of nodes is wanted, or enough.
+        """Change the number of nodes that are wanted, and of those that are enough.
 
         Raises:
-            ValueError: names the field and what it must be.
+            ValueError: the message names the field and states the rule.
         """
         if not 1 <= nodes <= MAX_PODS:
             raise ValueError(f"nodes: must be from 1 to {MAX_PODS}, not {nodes!r:.80}")
@@ -211,10 +220,10 @@ class Coordinator:
             self._advance()
 
     def set_patience(self, hang_after: float | None, initial: float, maximum: float) -> None:
-        """Other limits for hangs, other waits of a crash loop.
+        """Replace the limit for hangs and the back-off delays.
 
         Raises:
-            ValueError: names the field and what it must be.
+            ValueError: the message names the field and states the rule.
         """
         if hang_after is not None and not 0 < hang_after <= MAX_SECONDS:
             raise ValueError(
@@ -231,14 +240,17 @@ class Coordinator:
         self._advance()
 
     def stood_still(self, seconds: float) -> None:
-        """Nothing was heard for so long because this process did not run, and perhaps nothing else did."""
+        """Forgive `seconds` of silence.
+
+        This process did not run, and perhaps others did not either.
+        """
         self.rounds.watch.forgive(seconds)
 
     def set_order(self, pods: list[str]) -> None:
-        """From the next round on ranks are numbered in the order of these pods; of none: by index.
+        """Number ranks in the order of these pods from the next round on. An empty list: by index.
 
         Raises:
-            ValueError: names the field and what it must be.
+            ValueError: the message names the field and states the rule.
         """
         if len(pods) > MAX_PODS:
             raise ValueError(f"pods: must be at most {MAX_PODS}, not {len(pods)}")
@@ -251,7 +263,7 @@ class Coordinator:
             self._advance()
 
     def stop(self, ok: bool, why: str) -> None:
-        """End every member's workers; nothing runs afterwards."""
+        """End every member's workers. No round begins afterwards."""
         if self.rounds.over:
             return
         self._stop = {"ok": ok, "why": why}
@@ -261,14 +273,15 @@ class Coordinator:
             member.send(ToMember.STOP, self._stop)
 
     def exit(self, why: str) -> None:
-        """The job has ended and nobody will ask again."""
+        """Exit, because the job has ended and nobody will ask for its report again."""
         self.exit_why = why
         self._notify()
 
     def replaced(self, generation: int, attempt: int) -> None:
-        """A member has found another coordinator at the job's name. If that is a later one, the group is left to it.
+        """Leave the group to a later coordinator that a member has found at the job's name.
 
-        It exits, so that all members look the name up again, and judges nobody meanwhile.
+        This one then exits, so that all members look the name up again, and judges nothing in the
+        meantime. An earlier coordinator is ignored.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return
@@ -277,9 +290,10 @@ class Coordinator:
         self.exit(f"the coordinator of generation {generation}, attempt {attempt}, has taken over")
 
     def report_progress(self, report: dict[str, Any]) -> None:
-        """A checked progress report; the first one after a restart ends the downtime.
+        """Merge a checked progress report; the first one after a restart ends the downtime.
 
-        One that names another round than the present one is from a rank that is fenced, and changes nothing.
+        A report that names a different round than the current one comes from a fenced rank and is
+        ignored.
         """
         current = self.rounds.current
         if current is not None and report.get(ROUND, now := f"{self.settings.generation}.{current.number}") != now:
@@ -295,7 +309,7 @@ class Coordinator:
             self._bump(news=progress_news(self._progress.values) != before or self.rounds.downtime.since != down)
 
     def report(self) -> Report:
-        """The answer to `GET /status`."""
+        """Return the answer to `GET /status`."""
         rounds, settings = self.rounds, self.settings
         until, down = rounds.backoff.until, rounds.downtime.since
         return Report(
@@ -325,10 +339,11 @@ class Coordinator:
 
 
 def _same_workers(old: Member, resumed: Resume | None) -> bool:
-    """Whether both sides still mean the same round; if not, a line between them was lost with the old connection."""
+    """Whether both sides agree on the round. If not, a line was lost with the old connection."""
     if old.state == MemberState.LEAVING:
-        return True  # Whatever it still does, it leaves, and the round breaks when it is gone.
+        return True  # It leaves in any case, and the round breaks once it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
-    # Without workers it says again what has failed, and `ready`: no loss, while others may save.
+    # Without workers it repeats its failures and `ready`. That is not a loss, and others may be
+    # saving.
     return resumed is not None and resumed.round == old.round

@@ -1,10 +1,10 @@
-"""How long the job makes no step after a break."""
+"""Measures how long the job makes no step after a break."""
 
 from __future__ import annotations
 
 
 class Downtime:
-    """From a break to the next step. Where nobody counts steps, to the next round that runs."""
+    """The time from a break to the next step, or if no steps are reported, to the next round."""
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -12,22 +12,22 @@ class Downtime:
         self._steps_are_seen = False
 
     def begin(self, now: float) -> None:
-        """A round broke."""
+        """Begin the downtime, unless it has begun already."""
         self.since = self.since or now
 
     def round_runs(self, now: float) -> None:
-        """The group is formed: all that can be seen where no steps are reported."""
+        """End the downtime if no steps are reported. Then a running round is all that is known."""
         if not self._steps_are_seen:
             self._end(now)
 
     def step(self, now: float, running: bool) -> None:
-        """A progress report has arrived."""
+        """End the downtime at a progress report, if a round is running."""
         self._steps_are_seen = True
         if running:
             self._end(now)
 
     def forget(self) -> None:
-        """The break was an earlier coordinator's."""
+        """Drop the downtime, because the break belongs to an earlier coordinator."""
         self.since = None
 
     def _end(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The end of a member's workers: asked for, and enforced when its time is over."""
+"""Asks members to end their workers, and fences those that do not end them in time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from ddpjob_runtime.coordinator.members import Member, Members
 from ddpjob_runtime.protocol import ToMember
 
 DRAIN_SECONDS = 30.0
-"""From `restart` to `ready`: a killed worker with much memory, or on a device, is gone after many seconds."""
+"""Limit from `restart` to `ready`. A killed worker that holds much memory, or a device, takes
+many seconds to go."""
 PLANNED_SLACK = 5.0
-"""The same beyond the member's grace, when it may save."""
+"""How much longer than its grace a member may take in a planned restart, in which it may save."""
 
 
 class Drains:
-    """Asks members to end their workers; `fence(late)` is called for those that have not in time."""
+    """Asks members to end their workers, and calls `fence(late)` with the members that are late."""
 
     def __init__(self, members: Members, loop: Loop, fence: Callable[[list[Member]], None]) -> None:
         self._members, self._loop, self._fence = members, loop, fence
 
     def ask(self, member: Member, why: str, planned: bool) -> None:
-        """End the workers and say `ready`; `planned`: they may take the pod's grace to save."""
+        """Ask `member` to end its workers. `planned`: it may use the pod's grace period to save."""
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
         if member.drain(self._loop.now() + seconds, planned):
             self._loop.later(seconds + 0.001, self._check)

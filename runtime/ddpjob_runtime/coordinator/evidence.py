@@ -1,4 +1,4 @@
-"""What is known about why a round broke, while it is still coming in."""
+"""What is known so far about why a round broke, while reports are still arriving."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, IncidentKind
 
 
 class Evidence:
-    """Failures, losses and departures of one round, and what the coordinator itself knows about its end."""
+    """Failures, losses and departures of one round, and the coordinator's own reasons to end it."""
 
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
         self._losses: list[MemberLoss] = []
         self._finishes: list[Finish] = []  # of ranks whose node has not finished
         self._known: Verdict | None = None  # from the beginning: a hang, a planned restart
-        self._absent: Verdict | None = None  # somebody never came back: explains all but a failure that is sure
-        self._fallback: Verdict | None = None  # where nothing better is known
+        self._absent: Verdict | None = None  # a member never came back: explains all but sure failures
+        self._fallback: Verdict | None = None  # if nothing better is known
 
     def add_failure(self, failure: WorkerFailure) -> None:
         self._failures.append(failure)
 
     def knows(self, failure: WorkerFailure) -> bool:
-        """Whether it was reported before: a member that has come back says it again."""
+        """Whether this failure was reported before. A member that reconnects reports it again."""
         worker = failure.source, failure.rank, failure.local_rank
         return any(worker == (known.source, known.rank, known.local_rank) for known in self._failures)
 
@@ -36,7 +36,7 @@ class Evidence:
 
     @property
     def somebody_leaves(self) -> bool:
-        """Whether a member was asked to end: others may be saving with it."""
+        """Whether a member was asked to end. The others may be saving together with it."""
         return any(loss.leaving for loss in self._losses)
 
     @property
@@ -45,19 +45,19 @@ class Evidence:
         return self.somebody_leaves and any(f.exit_code == EXIT_STEPPED_ASIDE for f in self._failures)
 
     def resized(self, time: float, details: dict[str, Any]) -> None:
-        """The cause is a planned restart for another size."""
+        """Set the cause to a planned restart for a different size."""
         self._known = Verdict(IncidentKind.JOINED, time, details, 0)
 
     def hangs(self, time: float, details: dict[str, Any]) -> None:
-        """The cause is a hang; what failed beside it are consequences."""
+        """Set the cause to a hang; all failures of the round are its consequences."""
         self._known = Verdict(IncidentKind.HANG, time, details, self._count)
 
     def absent(self, time: float, details: dict[str, Any]) -> None:
-        """Members did not come back to a new coordinator."""
+        """Set the cause to members that did not come back to a new coordinator."""
         self._absent = Verdict(IncidentKind.PEER_LOST, time, details, self._count, sure=False)
 
     def came_apart(self, time: float, details: dict[str, Any]) -> None:
-        """A member has left the round and nobody has said why."""
+        """Set the fallback cause: a member has left the round for an unknown reason."""
         self._fallback = Verdict(IncidentKind.PEER_LOST, time, details, 0, sure=False)
 
     @property
@@ -65,7 +65,10 @@ class Evidence:
         return len(self._failures) + len(self._losses)
 
     def verdict(self, finishes: list[Finish], ended_at: float | None) -> Verdict | None:
-        """The cause as far as it is known; `ended_at`: when the members were first asked to end their workers."""
+        """Return the cause known so far.
+
+        `ended_at`: when members were first asked to end workers.
+        """
         if self._known is not None:
             return self._known
         verdict = first_cause(self._failures, self._losses, [*finishes, *self._finishes], ended_at)
@@ -74,5 +77,8 @@ class Evidence:
         return verdict or self._fallback
 
     def is_own(self, verdict: Verdict) -> bool:
-        """Whether the job itself has failed: it waits when that repeats. Coming apart without a reason is its own."""
+        """Whether the job itself has failed, so that repeated failures back off.
+
+        The fallback counts as own.
+        """
         return verdict.kind in OWN_FAILURES or verdict is self._fallback

@@ -36,10 +36,10 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.protocol import IncidentKind, error_mark
 
 DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
-"""How NCCL passes on what the driver says of this rank's own device."""
+"""How NCCL passes on a driver's error that concerns this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
-"""What fails this long after the coordinator's `restart` is a consequence of it."""
+"""A failure this long after the coordinator's `restart` is a consequence of it."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class Source:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker process that ended by itself. `time` is on the coordinator's clock, in seconds.
+    """A worker process that has ended by itself. `time` is in seconds on the coordinator's clock.
 
-    `oom`: killed for the container's memory limit. `init`: it could not even begin, and a retry would not help.
+    `oom`: killed at the container's memory limit. `init`: it could not even begin, and a retry
+    would not help.
     """
 
     source: Source
@@ -70,12 +71,12 @@ class WorkerFailure:
 
     @property
     def stepped_aside(self) -> bool:
-        """Whether it saved and left for a node that leaves, of which nothing may be known yet."""
+        """Whether it saved and left because another node leaves. That may not be reported yet."""
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
     @property
     def communication(self) -> bool:
-        """Whether a peer's death causes such an error."""
+        """Whether a peer's death can cause such an error."""
         return not (self.oom or self.init) and bool(protocol.COMMUNICATION_ERROR.search(self.message))
 
     @property
@@ -88,7 +89,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class MemberLoss:
-    """A member whose connection ended, or (`leaving`) that has announced its departure."""
+    """A member whose connection has ended, or (`leaving`) which has announced its departure."""
 
     source: Source
     rank: int | None
@@ -99,7 +100,10 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Finish:
-    """A member all of whose workers ended with exit code 0, or only the one of this rank. `node`: its group rank."""
+    """A member whose workers ended with exit code 0: all, or the one of `rank`.
+
+    `node`: its group rank.
+    """
 
     source: Source
     time: float
@@ -110,7 +114,10 @@ class Finish:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The cause of one break. `details`: fields of its `Incident`. `sure`: nothing that may arrive would change it."""
+    """The cause of one break.
+
+    `details`: fields of its `Incident`. `sure`: no later report can change it.
+    """
 
     kind: IncidentKind
     time: float
@@ -120,10 +127,11 @@ class Verdict:
 
 
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
-    """How likely a failure is a consequence.
+    """Return how likely a failure is a consequence.
 
-    0: an error of its own; 1: an abort, which communication libraries use when a peer is gone, or what NCCL says of
-    this rank's own device; 2: a communication error; 3: it came after the members had been asked to end their workers.
+    0: an error of its own; 1: an abort, which communication libraries use when a peer is gone, or
+    an NCCL error about this rank's own device; 2: a communication error; 3: it came after the
+    members had been asked to end their workers.
     """
     if ended_at is not None and failure.time > ended_at + ORDER_SECONDS:
         return 3
@@ -147,9 +155,10 @@ def _own(failure: WorkerFailure, losses: list[MemberLoss], ended_at: float | Non
 def first_cause(
     failures: list[WorkerFailure], losses: list[MemberLoss], finishes: list[Finish], ended_at: float | None
 ) -> Verdict | None:
-    """The cause of a broken round; None when nothing is known to have gone wrong.
+    """Return the cause of a broken round; None if nothing is known to have gone wrong.
 
-    `ended_at`: when the members were asked to end their workers; what failed later failed because of that.
+    `ended_at`: when the members were asked to end their workers. Later failures are consequences of
+    that.
     """
     causes = [f for f in failures if _own(f, losses, ended_at)]
     first_failure = min(causes, key=lambda f: (_suspicion(f, ended_at), f.time)) if causes else None
@@ -187,7 +196,10 @@ def _finished_early(finish: Finish, consequences: int) -> Verdict:
 
 
 def _alike(cause: WorkerFailure, failures: list[WorkerFailure], ended_at: float | None) -> set[tuple[str, int | None]]:
-    """Pod and rank of those that failed with the error of the cause; none, if one had a different error of its own."""
+    """Return (pod, rank) of each failure with the cause's error.
+
+    Empty if one has a different error of its own.
+    """
     mark = error_mark(cause.message, cause.traceback)
     same = [f for f in failures if error_mark(f.message, f.traceback) == mark]
     differ = any(f not in same and _suspicion(f, ended_at) == 0 for f in failures)

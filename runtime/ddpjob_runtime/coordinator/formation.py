@@ -33,20 +33,21 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import Mode
 
 FIRST_GRACE = 30.0
-"""Seconds for the other nodes, once `min_nodes` are ready for the first round."""
+"""How many seconds the first round waits for the other nodes once `min_nodes` are ready."""
 SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
 """The same for later rounds."""
 FILL_SECONDS = 10.0
 """How long a round runs before it is restarted for joiners that make it whole."""
 GROW_SECONDS = 60.0
-"""The same for joiners that do not."""
+"""The same for joiners that do not make it whole."""
 ORDER_SECONDS = 10.0
-"""How long a new member's place in the order is waited for. The operator knows it before the pod starts."""
+"""How long a round waits for a new member's place in the order. The operator knows it before the
+pod starts."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many nodes a round shall have; `min_nodes` are enough."""
+    """How many nodes a round should have, and how many are enough (`min_nodes`)."""
 
     nodes: int
     min_nodes: int
@@ -54,20 +55,23 @@ class Size:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The order of the job's pods in which ranks are numbered, by the operator, who knows where the pods are."""
+    """The order in which the pods' ranks are numbered.
+
+    The operator sets it, as it knows the pods' hosts.
+    """
 
     expected: bool = False
-    """Whether each member gets a place in it sooner or later."""
+    """Whether each member will get a place in it."""
     places: dict[str, int] = field(default_factory=dict)
-    """By pod. Without any, ranks follow the indices."""
+    """Each pod's place in the order. If there are none, ranks follow the indices."""
 
     def ranked(self, chosen: Iterable[Member]) -> list[Member]:
-        """In the order of their ranks. Index 0 is the first, those without a place are the last."""
+        """Return members in rank order: index 0 is first, members without a place are last."""
         last = len(self.places)
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Until when the places of these members are waited for; 0: they are known, or there will be none."""
+        """Return until when to wait for these members' places, or 0 if there is no need."""
         if not self.expected:
             return 0.0
         return max((m.since + ORDER_SECONDS for m in chosen if m.pod not in self.places), default=0.0)
@@ -76,9 +80,9 @@ class RankOrder:
 def begins_at(
     ready: int, size: Size, enough_since: float | None, first: bool, before: int | None, mode: Mode
 ) -> float | None:
-    """When a round of the members that are ready may begin; 0: now. None: not with so few.
+    """Return when a round of the ready members may begin: 0 for now, None if they are too few.
 
-    `before`: how many were in the last round. If as many are ready again, nobody is waited for.
+    `before`: how many the last round had. If as many are ready again, the round waits for nobody.
     """
     if ready >= size.nodes:
         return 0.0
@@ -90,10 +94,11 @@ def begins_at(
 
 
 def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
-    """The members of the next round.
+    """Return the members of the next round.
 
-    Survivors of round `last` come first; if there are too many of them, those with the highest indices stay out, since
-    a job that is made smaller loses these slots. Then who has waited longest.
+    Survivors of round `last` come first. If there are too many of them, those with the highest
+    indices stay out, because a job that is made smaller loses these slots. Then come the members
+    that have waited longest.
     """
     survivors = sorted((m for m in ready if last and m.round == last), key=lambda m: m.index)
     others = sorted((m for m in ready if m not in survivors), key=lambda m: (m.ready_at, m.index))
@@ -101,7 +106,10 @@ def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
 
 
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:
-    """When a round of `world` nodes that runs `since` is restarted for another size; None: not with these members."""
+    """Return when to restart a round of `world` nodes for a different size, or None.
+
+    `since`: when it began to run.
+    """
     if since is None:
         return None
     if world > size.nodes:

@@ -39,12 +39,12 @@ PACE_FACTOR = 20.0
 LEAST_REPORTS = 20
 NAMED_RANKS = 8
 DUMP_SECONDS = 3.0
-"""How long the stacks of a hang are waited for."""
+"""How long a dump waits for the stacks of all ranks."""
 LAST_STACKS_SECONDS = 0.3
 """The stacks of one member arrive together within this time."""
 
 LEAST_MEMBERS = 3
-"""The stacks of fewer members do not tell which one waits for the other."""
+"""The stacks of fewer members do not show which one waits for the other."""
 
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
 FIRST_CALL_FIRST = "(most recent call last)"
@@ -53,10 +53,10 @@ FIRST_CALL_FIRST = "(most recent call last)"
 class HangWatch:
     """Knows when the next step is overdue.
 
-    `hang_after`: seconds without a step that are a hang, after which the round ends. None: nothing is, since an
-    evaluation, a checkpoint or an export may take as long as it likes; a step far beyond the job's own pace is reported
-    as overdue. The time from a round's beginning to its first report is a pace of its own: loading data may take longer
-    than any step.
+    `hang_after`: seconds without a step after which the round ends as a hang. None: no round is
+    ended, because an evaluation, a checkpoint or an export may take any time; a step far beyond the
+    job's own pace is only reported as overdue. The time from a round's beginning to its first
+    report has a pace of its own, because loading data may take longer than any step.
     """
 
     def __init__(self, hang_after: float | None) -> None:
@@ -65,23 +65,23 @@ class HangWatch:
         self.since: float | None = None
         """When the last step was made, or the round began to run; None while none runs."""
         self.activity = ""
-        """What the script says that it does beside steps, such as evaluating."""
+        """What the script reports that it does between steps, such as evaluating."""
         self._in_round = 0
 
     def configure(self, hang_after: float | None) -> None:
-        """Another limit."""
+        """Replace the limit."""
         self.hang_after = hang_after
 
     def begin(self, now: float) -> None:
-        """A round runs."""
+        """Begin to measure, because a round runs."""
         self.since, self._in_round = now, 0
 
     def end(self) -> None:
-        """No round runs."""
+        """Stop measuring, because no round runs."""
         self.since = None
 
     def step(self, now: float) -> None:
-        """The job has made a step, or has reported some other activity."""
+        """Record that the job has made a step or reported some other activity."""
         if self.since is None:
             return
         gap = now - self.since
@@ -95,26 +95,26 @@ class HangWatch:
 
     @property
     def steps_known(self) -> bool:
-        """Whether any step of the job was ever heard of."""
+        """Whether any step of the job was ever reported."""
         return self._reports > 0
 
     def look_again(self, now: float) -> None:
-        """The ranks are at work, or nothing is known of that: the limit begins again, and no step is counted."""
+        """Begin the limit again without counting a step: the ranks are at work, or may be."""
         if self.since is not None:
             self.since = now
 
     def forgive(self, seconds: float) -> None:
-        """So much of the time since the last step does not count."""
+        """Leave `seconds` of the time since the last step out of account."""
         if self.since is not None:
             self.since += seconds
 
     def note(self, activity: str) -> None:
-        """What the script says that it does; empty where it says nothing."""
+        """Record the activity that the script reports; empty if it reports none."""
         self.activity = activity
 
     @property
     def limit(self) -> float | None:
-        """Seconds after which the next step is overdue at this time; None: not known."""
+        """After how many seconds the next step is overdue; None while the pace is not known."""
         if self.hang_after is not None:
             return self.hang_after
         if self._reports < LEAST_REPORTS:
@@ -123,12 +123,15 @@ class HangWatch:
         return max(LEAST_SECONDS, PACE_FACTOR * pace)
 
     def due(self) -> float | None:
-        """When the next step is overdue."""
+        """Return the time at which the next step is overdue; None if that is not known."""
         return None if self.since is None or self.limit is None else self.since + self.limit
 
 
 class HangDump:
-    """Collects the stacks of a round without steps; calls `done` when all are there or the time for them is over."""
+    """Collects the stacks of a round without steps.
+
+    Calls `done` when all are there or time is up.
+    """
 
     def __init__(self, loop: Loop, done: Callable[[], None]) -> None:
         self._loop, self._done = loop, done
@@ -146,7 +149,10 @@ class HangDump:
     def add(
         self, member: Member, rank: int, text: str, idle: bool | None, expected: Callable[[], list[Member]]
     ) -> None:
-        """The stacks of one rank; `expected`: members that have been asked and are still there."""
+        """Add the stacks of one rank.
+
+        `expected` returns the members that were asked and are still there.
+        """
         self._stacks[rank], self._idle[rank] = text, idle
         self._members[rank] = member
         if member.index in self._answered:
@@ -156,10 +162,10 @@ class HangDump:
             self._loop.later(LAST_STACKS_SECONDS, self._done)
 
     def culprit(self) -> Member | None:
-        """The member that the others wait for; None: the stacks do not tell.
+        """Return the member that the others wait for; None if the stacks do not show it.
 
-        That is the only one with a rank that has failed, or the only one whose ranks stand elsewhere than those of all
-        others. Two members that stand in two places do not tell who waits.
+        That is the only member with a failed rank, or the only one whose ranks are in different
+        places than all others'. Two members in two places do not show which one waits.
         """
         failed = {m.index: m for r, m in self._members.items() if self._stacks[r].startswith(protocol.RANK_FAILED)}
         if failed:
@@ -176,16 +182,16 @@ class HangDump:
 
     @property
     def idle(self) -> bool | None:
-        """Whether all ranks have stood still since the last time that they were asked; None: that is not known."""
+        """Whether no rank has moved since they were last asked; None if that is not known."""
         states = self._idle.values()
         if any(state is False for state in states):
             return False
         return True if states and all(states) else None
 
     def describe(self) -> tuple[str, str]:
-        """(summary, traceback): where each rank stands, and all stacks within the traceback's limit.
+        """Return (where each rank is, all stacks within the traceback's limit).
 
-        Ranks that have ended or failed are named first: the others may be waiting for them.
+        Ranks that have ended or failed are named first, because the others may be waiting for them.
         """
         over = protocol.RANK_ENDED, protocol.RANK_FAILED
         ranks = sorted(self._stacks, key=lambda rank: (not self._stacks[rank].startswith(over), rank))
@@ -208,7 +214,7 @@ def _stands(text: str) -> str:
 
 
 def innermost(text: str) -> str:
-    """Where the main thread of a dumped process stands: `FUNCTION (FILE:LINE)`; empty if the dump holds no frame."""
+    """Return where the main thread is, as `FUNCTION (FILE:LINE)`; empty without a frame."""
     frames = list(FRAME.finditer(_main_thread(text)))
     if not frames:
         return ""
@@ -217,9 +223,11 @@ def innermost(text: str) -> str:
 
 
 def _main_thread(text: str) -> str:
-    """The workers' faulthandler gives the main thread alone, headed "Stack".
+    """Return the main thread's part of a dump.
 
-    A script's own gives all: the one that got the signal as "Current thread"; from outside the main thread comes last.
+    The workers' faulthandler dumps only the main thread, headed "Stack". A script's own dumps all
+    threads: the one that received the signal is the "Current thread". In a dump from outside, the
+    main thread comes last.
     """
     blocks = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.M)
     current = [block for block in blocks if block.startswith("Current thread")]

@@ -1,6 +1,6 @@
 """The HTTP half of the coordinator's port, one request per connection.
 
-Health and metrics for all; the report, progress and changes for those who know the job's token.
+Anyone may read health and metrics; the report, progress and changes need the job's token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BadRequest(Exception):
 
 
 async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one request, whose first byte is already read."""
+    """Answer one request whose first byte has been read already."""
     instance, proved, headers = "", False, dict[str, str]()
     try:
         request = await within(REQUEST_SECONDS, _read(first, reader))
@@ -65,7 +65,7 @@ async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer:
 
 
 def _is_proved(server: Any, method: str, target: str, headers: dict[str, str], body: bytes) -> bool:
-    """Whether the request is signed with the job's token, for this coordinator, and changes nothing a second time."""
+    """Whether the request is signed for this coordinator, and is not a change that is replayed."""
     nonce, proof = headers.get(NONCE, ""), headers.get(PROOF, "")
     parts = ("request", server.instance, nonce, method, target, body)
     if not 0 < len(nonce) <= protocol.MAX_NONCE or not protocol.is_sealed(proof, server.token, *parts):
@@ -107,7 +107,7 @@ async def _read(first: bytes, reader: asyncio.StreamReader) -> tuple[str, str, d
 async def _answer(
     server: Any, reader: asyncio.StreamReader, method: str, target: str, body: bytes, known: bool
 ) -> tuple[int, str, str]:
-    """`known`: the client knows the job's token."""
+    """Return (status, content type, body). `known`: the client knows the job's token."""
     try:
         url = urlsplit(target)
     except ValueError as error:
@@ -136,8 +136,8 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    """As JSON, within the bytes that the operator reads: with shorter texts where it must be."""
-    most = report.nodes + protocol.MAX_SPARES  # No job has more pods; the operator cuts the lists, too.
+    """Return the report as JSON, with its texts shortened if it exceeds what the operator reads."""
+    most = report.nodes + protocol.MAX_SPARES  # No job has more pods; the operator cuts the lists too.
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS
     if _bytes(text) > allowed:
@@ -169,7 +169,7 @@ def _in_brief(report: Report) -> Report:
 
 
 def _without_texts(report: Report) -> Report:
-    """Of nothing but names and numbers, such as where each character of the texts takes six in JSON."""
+    """Keep only names and numbers, for texts whose every character takes six in JSON."""
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")
     figures = {name: value for name, value in report.progress.items() if name != "metrics"}
@@ -259,11 +259,11 @@ ROUTES = {
     Command.EXIT.path: ("POST", _exit),
 }
 GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
-"""What shows or changes anything of the job beyond numbers."""
+"""Paths that show more of the job than numbers, or that change it."""
 
 
 async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:
-    """Long poll: until the report has other `news`, the time is over or the client is gone."""
+    """Long poll: wait until the report's `news` changes, the time is over or the client is gone."""
     news, seconds = _number(query, "news"), _number(query, "wait")
     if news is None or seconds is None:
         return

@@ -15,11 +15,11 @@ from ddpjob_runtime.protocol import (
 )
 
 OWN_FAILURES = (IncidentKind.WORKER_FAILED, IncidentKind.OOM_KILLED, IncidentKind.HANG)
-"""Failures of the job itself: when they repeat, the next round waits."""
+"""Failures of the job itself. If they repeat, the next round waits."""
 
 
 class Incidents:
-    """The newest incidents, and how many there were of each kind."""
+    """The newest incidents, and the number of incidents of each kind."""
 
     def __init__(self, attempt: int) -> None:
         self.recent: tuple[Incident, ...] = ()
@@ -29,7 +29,11 @@ class Incidents:
     def add(
         self, kind: IncidentKind, unix_seconds: float, details: dict[str, Any], consequences: int, backoff: float = 0.0
     ) -> None:
-        """Record a break. `details`: fields of `Incident`; `backoff`: how long the next round waits because of it."""
+        """Record a break.
+
+        `details`: fields of `Incident`; `backoff`: for how long the next round waits because of
+        it.
+        """
         incident = Incident(
             self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details
         )
@@ -40,7 +44,10 @@ class Incidents:
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def add_init_failure(self, unix_seconds: float, pod: str, index: int, message: str) -> None:
-        """An entry point that cannot start: one incident for all nodes with the same message."""
+        """Record an entry point that cannot start.
+
+        Nodes with the same message share one incident.
+        """
         last = self.recent[-1] if self.recent else None
         if last is not None and last.kind == IncidentKind.INIT_FAILURE and last.message == message:
             self.recent = (*self.recent[:-1], replace(last, consequences=last.consequences + 1))

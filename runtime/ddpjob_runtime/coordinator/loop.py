@@ -1,4 +1,4 @@
-"""Time as the decisions see it: handed in, so that tests turn the clock by hand. And a limit for what is awaited."""
+"""The clock of the decisions, which tests turn by hand, and a time limit for awaiting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ T = TypeVar("T")
 class Loop:
     """What the decisions need from the event loop.
 
-    `now()`: Unix seconds that never go back; `later(seconds, function)`: calls the function then; `changed()`: to be
-    called after every change of the report; `log(text)`: one line for each event.
+    `now()` returns Unix seconds that never go back; `later(seconds, function)` calls the function
+    after that time; `changed()` must be called after every change of the report; `log(text)` writes
+    one line for each event.
     """
 
     now: Callable[[], float]
@@ -25,14 +26,14 @@ class Loop:
 
 
 class Alarm:
-    """Calls `ring` at the earliest of the moments it was set to."""
+    """Calls `ring` at the earliest of the times it was set to."""
 
     def __init__(self, loop: Loop, ring: Callable[[], None]) -> None:
         self._loop, self._ring = loop, ring
         self._at: float | None = None
 
     def set(self, moment: float) -> None:
-        """Ring at this moment, unless an earlier one is set already."""
+        """Ring at `moment`, unless an earlier time is set already."""
         if self._at is not None and self._at <= moment:
             return
         self._at = moment
@@ -45,9 +46,10 @@ class Alarm:
 
 
 async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] = lambda: 0.0) -> T | None:
-    """Return the result, or None when the time is over. `left`: the seconds that are left then after all.
+    """Await `what`; return its result, or None after a timeout.
 
-    In this task, unlike `asyncio.wait_for` before Python 3.12: with hundreds of members that connect at once, a task
+    `left` returns how many more seconds to allow when the time is over. The wait runs in this task,
+    unlike `asyncio.wait_for` before Python 3.12: when hundreds of members connected at once, a task
     for each line was a third of the work.
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False
@@ -64,13 +66,13 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
 
     def due() -> None:
         nonlocal timer
-        timer = loop.call_soon(end)  # What has come in while this process stood still is read before.
+        timer = loop.call_soon(end)  # First read what arrived while this process was suspended.
 
     timer = loop.call_later(seconds, due)
     try:
         return await what
     except asyncio.CancelledError:
-        if not over or (hasattr(task, "uncancel") and task.uncancel()):  # Others may have cancelled the task too.
+        if not over or (hasattr(task, "uncancel") and task.uncancel()):  # Someone else may have cancelled the task too.
             raise
         return None
     finally:

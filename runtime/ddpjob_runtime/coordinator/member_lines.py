@@ -1,4 +1,4 @@
-"""What each verb of a member's lines means to the coordinator, with its fields checked."""
+"""Handles each verb of the members' lines, after checking its fields."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import FromMember, whole_number
 
 LONGEST_AGE = 600.0
-"""Seconds from a failure until its report is sent; more is a clock that was set meanwhile."""
+"""The most seconds between a failure and its report; a longer time means that a clock was set."""
 LONGEST_CHECK = 4 * 3600
-"""Seconds that a round may check its links for."""
+"""The most seconds for which a round may check its links."""
 
 
 def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
@@ -77,7 +77,10 @@ HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
 
 
 def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
-    """The failure that a launcher has just reported. Its age gives its time on this clock: clocks of nodes differ."""
+    """Return a launcher's failure.
+
+    Its time is computed from its age, because nodes' clocks differ.
+    """
     sent, when = message.get("sent", 0.0), message.get("time", 0.0)
     age: float = sent - when if protocol.is_number(sent) and protocol.is_number(when) else 0.0
     return WorkerFailure(
@@ -95,7 +98,10 @@ def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
 
 
 def whole(message: dict[str, Any], name: str, most: int = protocol.MAX_NUMBER) -> int:
-    """A field that must be a whole number from 0 to `most`. Raises ValueError, which names it."""
+    """Return a field that must be a whole number from 0 to `most`.
+
+    Raises ValueError, which names the field.
+    """
     return whole_number(message.get(name), name, 0, most)
 
 

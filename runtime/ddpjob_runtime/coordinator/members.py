@@ -13,7 +13,7 @@ from ddpjob_runtime.coordinator.states import MEMBER_TRANSITIONS, State
 from ddpjob_runtime.protocol import LostMember, MemberState, ToMember, time_of
 
 Send = Callable[[str, "dict[str, Any]"], None]
-"""(verb, fields): one line to the member."""
+"""Sends one line (verb, fields) to the member."""
 
 
 class Member:
@@ -29,13 +29,14 @@ class Member:
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
         self.check = 0
-        """Seconds for which its next round may check the links before its workers start; 0: it asks for no check."""
+        """How many seconds its next round may check the links before the workers start; 0: no
+        check is asked for."""
         self.drain_by: float | None = None
-        """When it was asked to end its workers: not later than this."""
+        """The deadline for ending its workers, if it was asked to."""
         self.drain_planned = False
-        """Whether these may save."""
+        """Whether these workers may save."""
         self.given_up = False
-        """It was lost together with others, on a connection that is still open."""
+        """Whether it was lost together with others although its connection is still open."""
 
     @property
     def state(self) -> MemberState:
@@ -43,16 +44,16 @@ class Member:
 
     @property
     def source(self) -> Source:
-        """Where its events happen."""
+        """The node at which its events happen."""
         return Source(self.pod, self.index)
 
     @property
     def has_workers(self) -> bool:
-        """Whether workers of its round may be alive, and it has not said that it leaves."""
+        """Whether workers of its round may be alive and it has not announced that it leaves."""
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
-        """From now on `tally` counts its state, among others'."""
+        """Count its state in `tally` from now on, together with other members'."""
         self._tally = tally
         self._tally[self.state] += 1
 
@@ -62,51 +63,54 @@ class Member:
         self._tally[self.state] += 1
 
     def hear(self, now: float) -> None:
-        """It has sent something."""
+        """Record that it has sent something at `now`."""
         self.heard = now
 
     def give_up(self) -> None:
-        """It is lost although its connection is open, which ends with the next line from it."""
+        """Mark it as lost although its connection is open.
+
+        The next line from it ends that connection.
+        """
         self.given_up = True
 
     def reconnect(self, send: Send, now: float) -> None:
-        """The same process over a new connection."""
+        """Continue with the same process over a new connection."""
         self.send, self.heard = send, now
 
     def become_ready(self, host: str, port: int, now: float, check: int = 0) -> None:
-        """It has no workers and can begin a round; `host` and `port`: of the store that it would host."""
+        """Record that it can begin a round. `host`, `port`: the store that it would host."""
         if self.state != MemberState.READY:
             self.ready_at = now
         self._become(MemberState.READY)
         self.host, self.port, self.check, self.drain_by = host, port, check, None
 
     def enter(self, number: int, rank: int) -> None:
-        """It is sent into a round."""
+        """Record that it is sent into a round."""
         self._become(MemberState.RUNNING)
         self.round, self.rank, self.drain_by = number, rank, None
 
     def resume(self, number: int, rank: int, has_workers: bool) -> None:
-        """It comes back to a new coordinator with the round that it is in, or was in."""
+        """Record the round that it is in, or was in, when it comes back to a new coordinator."""
         self.round, self.rank = number, rank
         if has_workers:
             self._become(MemberState.RUNNING)
 
     def finish(self) -> None:
-        """All its workers have ended with 0. One that is leaving still leaves."""
+        """Record that all its workers have ended with 0. A leaving member stays a leaving one."""
         if self.state == MemberState.RUNNING:
             self._become(MemberState.FINISHED)
 
     def leave(self) -> None:
-        """It was asked to end and will be gone."""
+        """Record that it was asked to end and will be gone."""
         self._become(MemberState.LEAVING)
         self.drain_by = None
 
     def lose(self) -> None:
-        """It is no member any more; a round may still name it."""
+        """Record that it is no longer a member. A round may still name it."""
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """It is asked to end its workers; False if it was asked before, and the earlier deadline holds."""
+        """Set the deadline for ending its workers; return False if an earlier one holds."""
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
             return False
@@ -114,22 +118,24 @@ class Member:
         return True
 
     def dismiss(self, why: str) -> None:
-        """Fenced: it has to end, whatever it still does."""
+        """Fence it: it has to end, whatever it is doing."""
         self.send(ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
 
 class Members:
-    """At most one member per index; also who is missing, and which pods are not let in any more.
+    """The members (one per index), the missing ones, and the pods that are never admitted again.
 
-    Each line from a member asks how many are ready. They are counted as their states change: with a thousand members,
-    to look through all of them at each line was half of the work until a round began.
+    Each line from a member needs the number of ready members. They are counted as their states
+    change, because with a thousand members, going through all of them at each line was half of the
+    work until a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
-        """By index: members that were lost unannounced, until a pod takes the index or the operator knows why."""
+        """Members that were lost unannounced, by index, until a pod takes the index or the
+        operator knows why."""
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()
 
@@ -137,30 +143,30 @@ class Members:
         return iter(list(self.by_index.values()))
 
     def holds(self, member: Member) -> bool:
-        """Whether it is still the member of its index."""
+        """Whether this is still the member of its index."""
         return self.by_index.get(member.index) is member
 
     @property
     def ready_count(self) -> int:
-        """How many could begin a round."""
+        """How many members could begin a round."""
         return self._tally[MemberState.READY]
 
     def ready(self) -> list[Member]:
-        """Members that could begin a round, longest waiting first."""
+        """Return the members that could begin a round, longest waiting first."""
         return sorted((m for m in self if m.state == MemberState.READY), key=lambda m: (m.ready_at, m.index))
 
     def admit(self, member: Member) -> None:
-        """A new member takes its index."""
+        """Let a new member take its index."""
         self.by_index[member.index] = member
         member.count_in(self._tally)
         self._loop.changed()
 
     def heard_of(self, index: int) -> None:
-        """A pod of this index is there: nobody is missing at it."""
+        """Record that a pod of this index is there, so that none counts as missing."""
         self.missing.pop(index, None)
 
     def why_refused(self, pod: str, index: int, attempt: int) -> str | None:
-        """Why this pod is not let in; None: it may come in."""
+        """Return why this pod is refused; None if it may join."""
         why = self._dismissed.get(pod)
         old = self.by_index.get(index)
         if why is None and old is not None and old.attempt > attempt:
@@ -168,33 +174,36 @@ class Members:
         return why
 
     def dismiss(self, pod: str, why: str) -> None:
-        """This pod is never let in again."""
+        """Refuse this pod from now on."""
         self._dismissed[pod] = why
 
     def forget_missing(self, pod: str) -> None:
-        """The operator knows that the pod is gone."""
+        """Stop listing a pod as missing, because the operator knows that it is gone."""
         for index in [index for index, lost in self.missing.items() if lost.pod == pod]:
             del self.missing[index]
 
     def miss(self, member: Member, why: str) -> None:
-        """Lost unannounced: the operator will want to know whether its pod is still there."""
+        """List a member as lost unannounced. The operator then looks for its pod."""
         if self.holds(member) and member.state != MemberState.LEAVING:
             why = protocol.clip(why, protocol.MAX_REASON)
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:
-        """It is no member any more; its index may have been taken already."""
+        """Remove a member; its index may have been taken already."""
         if self.holds(member):
             del self.by_index[member.index]
         member.lose()
         self._loop.changed()
 
     def lost(self) -> tuple[LostMember, ...]:
-        """As the report has them."""
+        """Return the missing members as the report lists them."""
         return tuple(self.missing[index] for index in sorted(self.missing))
 
     def report(self) -> tuple[protocol.Member, ...]:
-        """As the report has them, by index. A rank is one of the present round only."""
+        """Return the members as the report lists them, by index.
+
+        Only the current round's ranks are given.
+        """
         idle = (MemberState.STARTING, MemberState.READY)
         return tuple(
             protocol.Member(m.pod, m.state, m.index, m.attempt, None if m.state in idle else m.rank, m.round)

@@ -56,9 +56,9 @@ FAMILIES = {
     ),
     "ddpjob_progress_metric": ("gauge", "Further figures that the script reports, by their names"),
 }  # fmt: skip
-"""Type and meaning by name. Operator and trainer use the same names for the same figures."""
+"""Type and meaning of each family. Operator and trainer use the same names for the same figures."""
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
-"""The label beside namespace and job_name."""
+"""The label in addition to namespace and job_name."""
 SAVED = {
     CHECKPOINT_TIME: "ddpjob_train_checkpoint_timestamp_seconds",
     COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
@@ -73,7 +73,10 @@ PROGRESS = {
 
 
 def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
-    """Prometheus' text format, version 0.0.4. `incidents`: how many of each kind there were."""
+    """Return Prometheus' text format, version 0.0.4.
+
+    `incidents`: how many of each kind there were.
+    """
     lines: list[str] = []
     states = [m.state for m in report.members]
     own = dict(report.progress.get("metrics", {}))
@@ -97,14 +100,14 @@ def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
 
 
 def _family(lines: list[str], name: str, value: Any) -> None:
-    """A family of one sample, left out where there is no value."""
+    """Add a family of one sample, unless it has no value."""
     if value is not None:
         _head(lines, name)
         lines.append(f"{name}{{{_labels({})}}} {value}")
 
 
 def _labelled(lines: list[str], name: str, values: Mapping[Any, Any]) -> None:
-    """A family with a sample for each value of its label."""
+    """Add a family with one sample for each value of its label."""
     if values:
         _head(lines, name)
     for label, value in values.items():
@@ -124,5 +127,5 @@ def _labels(more: Mapping[str, Any]) -> str:
 
 
 def _escape(value: str) -> str:
-    whole = str(value).encode(errors="replace").decode()  # Half of a character is an escape that no reader knows.
+    whole = str(value).encode(errors="replace").decode()  # Half a surrogate pair has no valid escape.
     return whole.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

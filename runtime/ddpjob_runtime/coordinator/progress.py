@@ -1,4 +1,4 @@
-"""The job's progress: the last value of each figure, from the training script or from the step counter."""
+"""The job's progress: the last value of each figure, from the script or from the step counter."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta"
 AUTOMATIC = "automatic"
 """Marks reports of the step counter, which count until the script names a step of its own."""
 ACTIVITY = "activity"
-"""What the script does beside steps, such as evaluating; until its next step, or null."""
+"""What the script does between steps, such as evaluating; holds until its next step, null ends
+it."""
 
 
 def check(body: Any) -> dict[str, Any]:
-    """The report, if it is well formed.
+    """Return the report if it is well formed.
 
     Raises:
-        ValueError: names the field and what it must be.
+        ValueError: the message names the field and states the rule.
     """
     if not isinstance(body, dict):
         raise ValueError("progress must be a JSON object")
@@ -77,12 +78,18 @@ def _check_metrics(metrics: Any) -> None:
 
 
 def _may_be_number(value: Any) -> bool:
-    """Infinite and undefined ones too: a diverging loss is no error of the report."""
+    """Return whether it is a number.
+
+    Infinite and undefined ones count: a diverging loss is not an error of the report.
+    """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_of_copies(report: dict[str, Any]) -> bool:
-    """Whether a checked report is of copies in the bucket alone, which are made while the script does anything else."""
+    """Whether a checked report is only about copies in the bucket.
+
+    They are made in the background.
+    """
     metrics = report.get("metrics") or {}
     return (
         bool(metrics) and report.keys() <= {"metrics", ROUND} and metrics.keys() <= {COPY_STEP, COPY_TIME, COPY_BEHIND}
@@ -90,8 +97,10 @@ def is_of_copies(report: dict[str, Any]) -> bool:
 
 
 class MergedProgress:
-    """Merges reports. Infinite and undefined figures are left out (JSON has none), and so are entries that name no
-    rank that lags: the others count.
+    """Merges reports.
+
+    Infinite and undefined figures are left out (JSON has none), and so are malformed entries about
+    lagging ranks; the others count.
     """
 
     def __init__(self) -> None:
@@ -101,16 +110,19 @@ class MergedProgress:
         self._script_counts = False
 
     def shows_life(self, report: dict[str, Any]) -> bool:
-        """Whether a checked report, not merged yet, shows activity: anything but the step that is known already."""
+        """Whether a checked, unmerged report shows more than a step that is known already."""
         if report.get(AUTOMATIC):
-            return True  # the counter reports only after a step, or to say that it can count no more
+            return True  # the counter reports only after a step, or when it can no longer count
         if is_of_copies(report):
             return False
         named = {name: report[name] for name in ("epoch", "step") if report.get(name) is not None}
         return not named or any(self.values.get(name) != value for name, value in named.items())
 
     def merge(self, report: dict[str, Any], now: float) -> bool:
-        """Merge a checked report; False if it is ignored because the script counts its steps by itself."""
+        """Merge a checked report.
+
+        Return False if it is ignored because the script counts its own steps.
+        """
         if report.get(AUTOMATIC):
             for name in FLAGS:
                 if report.get(name) and not (name == UNCOUNTABLE and self._script_counts):
@@ -145,7 +157,10 @@ class MergedProgress:
         return True
 
     def forget_ranks(self) -> None:
-        """A round is over: in the next one the ranks are others, and the script names again who lags."""
+        """Drop the figures about ranks.
+
+        The next round numbers the ranks again and reports again.
+        """
         self.values.pop(STRAGGLERS, None)
         for name in FLAGS:
             self.values.pop(name, None)
@@ -157,9 +172,9 @@ class MergedProgress:
 
     @property
     def activity(self) -> str:
-        """What the script does beside steps, by its last report; empty: nothing that it has reported."""
+        """What the script does between steps according to its last report; empty if nothing."""
         return str(self.values.get(ACTIVITY, ""))
 
     def report(self) -> dict[str, Any]:
-        """As the coordinator's report has it."""
+        """Return the progress as the coordinator's report has it."""
         return dict(self.values, updatedAt=None if self.updated_at is None else iso(time_of(self.updated_at)))

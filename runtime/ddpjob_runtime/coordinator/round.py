@@ -41,11 +41,11 @@ from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, Sta
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, ToMember
 
 SETTLE_SECONDS = 0.5
-"""Consequences of a break arrive within this time of its cause."""
+"""The consequences of a break arrive within this time after its cause."""
 BUILD_SECONDS = 120.0
-"""From `go` to `joined` of everyone."""
+"""The limit from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
-"""A member that is silent for this long may be dead."""
+"""A member that has been silent for this long may be dead."""
 
 
 class RoundOwner(Protocol):
@@ -63,7 +63,10 @@ class RoundOwner(Protocol):
 
 
 class Round:
-    """`world` members with the group ranks from 0. After a takeover `members` holds only those that came back."""
+    """`world` members with group ranks from 0.
+
+    After a takeover, `members` has only the returned ones.
+    """
 
     def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: RoundOwner, loop: Loop) -> None:
         self.number, self.world = number, world
@@ -77,7 +80,8 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when its members were first asked to end their workers
         self.ended_planned = False
-        """Whether its members were asked to end their workers in a planned way: these may save."""
+        """Whether its members were asked to end their workers in a planned way, so that workers
+        may save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -96,7 +100,7 @@ class Round:
 
     @property
     def judged(self) -> bool:
-        """Whether nothing more is to be decided about it."""
+        """Whether nothing is left to be decided about it."""
         return self.state in (RoundState.JUDGED, RoundState.SUCCEEDED, RoundState.SUPERSEDED)
 
     @property
@@ -106,7 +110,10 @@ class Round:
 
     @property
     def resizable_since(self) -> float | None:
-        """When it began to run; None while its size must not be changed: a member has finished or is leaving."""
+        """When it began to run.
+
+        None while its size must not be changed, because a member has finished or is leaving.
+        """
         return None if self._finished or self._evidence.somebody_leaves else self._running_since
 
     @property
@@ -115,32 +122,40 @@ class Round:
         return not self.broken and not self._finished
 
     def holds(self, member: Member) -> bool:
-        """Whether the member was sent into this round and has not come out of it."""
+        """Whether the member was sent into this round and has not left it."""
         inside = (MemberState.RUNNING, MemberState.FINISHED, MemberState.LEAVING)
         return member.round == self.number and member.state in inside
 
     def draining(self) -> list[Member]:
-        """Connected members whose workers may still be alive."""
+        """Return the connected members whose workers may still be alive."""
         return [m for m in self.members.values() if self._may_have_workers(m)]
 
     @property
     def drains(self) -> bool:
-        """Whether `draining` has any. The one that was found last is looked at first, since every line asks."""
-        if self._drains is None or not self._may_have_workers(self._drains):
-            # Members mostly end in the order of their ranks: from the other end few are looked at.
+        """Whether `draining` has any members.
+
+        The last one found is checked first, since every line asks.
+        """
+        known = self._drains
+        if known is None or not self._has(known) or not self._may_have_workers(known):
+            # Members mostly end in the order of their ranks, so the search from the other end is short.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
+
+    def _has(self, member: Member) -> bool:
+        """Whether no other member has taken its rank in this round."""
+        return member.rank is not None and self.members.get(member.rank) is member
 
     def _may_have_workers(self, member: Member) -> bool:
         return member.round == self.number and member.has_workers
 
     @property
     def absent(self) -> int:
-        """How many ranks `absent_ranks` has; counted without a look at each, since every hello asks."""
+        """How many ranks `absent_ranks` has. Not computed from them, because every hello asks."""
         return self.world - len(self._joined)
 
     def absent_ranks(self) -> list[int]:
-        """Ranks that have not started their workers, or have not come back to a new coordinator."""
+        """Return the ranks that have not started workers, or not come back to a new coordinator."""
         return [rank for rank in range(self.world) if rank not in self._joined]
 
     # ---- begin, join, run, finish
@@ -151,9 +166,9 @@ class Round:
         for rank, member in self.members.items():
             member.enter(self.number, rank)
         first = self.members[0]
-        # The others' addresses go to nobody: with 1,024 nodes they were a megabyte for each member.
+        # The others' addresses are not sent: with 1,024 nodes they were a megabyte for each member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
-        # One that was not in a round with these links yet has all of them checked, by everybody.
+        # If any member asks for a check, because it is new to these links, every member checks.
         check = max(member.check for member in self.members.values())
         common = {"round": self.number, "world": self.world, "members": host, **({"check": True} if check else {})}
         for rank, member in self.members.items():
@@ -168,19 +183,22 @@ class Round:
             self._owner.fence(late, f"it did not start its workers within {seconds:.0f} s")
 
     def join(self, member: Member) -> None:
-        """The member has started its workers."""
+        """Record that the member has started its workers."""
         assert member.rank is not None
         self._joined.add(member.rank)
 
     def readmit(self, member: Member, rank: int, joined: bool) -> None:
-        """The member comes back to a new coordinator. `joined`: its workers were started under the earlier one."""
+        """Take a member back after a takeover.
+
+        `joined`: its workers were started under the earlier coordinator.
+        """
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         self.members[rank] = member
         if joined:
             self._joined.add(rank)
 
     def run(self) -> bool:
-        """Run if every member's workers are there; True if it begins to run now."""
+        """Run if every member's workers are there. Return True if it begins to run now."""
         if self.state is not RoundState.BUILDING or not self.complete:
             return False
         self._state.become(RoundState.RUNNING)
@@ -189,7 +207,10 @@ class Round:
         return True
 
     def finish(self, member: Member) -> None:
-        """All workers of the member have ended with 0; the round succeeds with the last one."""
+        """Record that all workers of the member have ended with 0.
+
+        The round succeeds with the last member.
+        """
         assert member.rank is not None
         self._finished[member.rank] = self._loop.now()
         member.finish()
@@ -197,16 +218,16 @@ class Round:
             self._state.become(RoundState.SUCCEEDED)
 
     def supersede(self) -> None:
-        """It was over before this coordinator began, and is not this one's to judge."""
+        """Leave the round unjudged, because it was over before this coordinator began."""
         if not self.judged:
             self._state.become(RoundState.SUPERSEDED)
 
     # ---- break
 
     def fail(self, member: Member, failure: WorkerFailure) -> None:
-        """A worker of the member ended by itself; the member ends the others and says `ready`.
+        """Handle a worker that has ended by itself; its member ends the others and reports `ready`.
 
-        With 0 it is no failure, but may be the cause of those that are reported with it.
+        Exit code 0 is not a failure, but it may be the cause of failures that are reported with it.
         """
         if failure.exit_code == 0:
             self._evidence.add_finish(Finish(failure.source, failure.time, failure.rank, failure.local_rank))
@@ -215,31 +236,34 @@ class Round:
             return
         self._evidence.add_failure(failure)
         if member.state == MemberState.LEAVING:
-            return  # as it was asked to; its peers may still save
+            return  # it was asked to leave; its peers may still be saving
         if self.ended_planned and self._ended_at is not None and failure.time > self._ended_at + ORDER_SECONDS:
-            return  # that is how this script ends when it is asked to; its peers may still save
+            return  # this script ends so when it is asked to; its peers may still be saving
         self._break_up()
         asked = self._evidence.somebody_leaves or self.ended_planned
         if asked and failure.exit_code == EXIT_STEPPED_ASIDE:
             self._end_workers("a node leaves the group", planned=True)
         elif failure.communication or self._evidence.somebody_leaves:
-            # The cause may not have arrived yet, or others may still be saving: give that its time.
+            # Wait, because the cause may not have arrived yet, or others may still be saving.
             why = f"a worker of {member.pod} lost its peers"
             self._loop.later(SETTLE_SECONDS, lambda: self._end_workers(why, planned=self._evidence.saving))
         else:
             self._end_workers(f"a worker of {member.pod} failed: {failure.message[:200]}")
 
     def leave(self, member: Member, why: str) -> None:
-        """The member was asked to end; it passes that on to its workers. The round breaks when it is gone."""
+        """Record that the member was asked to end, as were its workers.
+
+        The round breaks when it is gone.
+        """
         if member.state == MemberState.RUNNING and not self.judged:
             self._evidence.add_loss(MemberLoss(member.source, member.rank, why, self._loop.now(), leaving=True))
 
     def lose(self, member: Member, was: MemberState, why: str) -> None:
-        """The member is gone; `was`: what it did before."""
+        """Handle the loss of a member. `was`: its state before."""
         if member.rank in self._finished:
             return
         if self.judged:
-            if was == MemberState.RUNNING:  # of a planned restart: those that save may be waiting for it
+            if was == MemberState.RUNNING:  # in a planned restart: members that save may be waiting for it
                 self._end_workers(f"node {member.pod} was lost: {why}")
             return
         if was == MemberState.RUNNING:
@@ -252,9 +276,9 @@ class Round:
         self._end_workers(f"node {member.pod} {what}: {why}", planned=left and self._evidence.saving)
 
     def come_apart(self, member: Member, planned: bool = False) -> None:
-        """A member has left the running round, or is about to, and nobody has said why.
+        """Break the round because a member has left it, or is about to, for an unknown reason.
 
-        `planned`: an earlier coordinator has asked it to, and lets workers save.
+        `planned`: an earlier coordinator asked it to leave, and lets workers save.
         """
         why = f"node {member.pod} left the round by itself"
         self._evidence.came_apart(self._loop.now(), {"pod": member.pod, "index": member.index, "message": why})
@@ -262,7 +286,7 @@ class Round:
         self._end_workers(why, planned)
 
     def give_up_absent(self) -> None:
-        """Members did not come back to a new coordinator."""
+        """Break the round because members did not come back to a new coordinator."""
         ranks = ", ".join(map(str, self.absent_ranks()))
         why = f"node rank(s) {ranks} of round {self.number} did not come back to the restarted coordinator"
         self._evidence.absent(self._loop.now(), {"message": why})
@@ -270,7 +294,10 @@ class Round:
         self._end_workers(why)
 
     def restart_with(self, world: int, joiner: Member | None) -> None:
-        """Planned: the next round has another size; `joiner`: the first of those that make it larger."""
+        """End the round as planned, for a different size.
+
+        `joiner`: the first of the members that make it larger.
+        """
         why = f"the group continues with {world} instead of {self.world} nodes"
         who = {} if joiner is None else {"pod": joiner.pod, "index": joiner.index}
         self._evidence.resized(self._loop.now(), {"message": why, **who})
@@ -278,13 +305,16 @@ class Round:
         self._end_workers(why, planned=True)
 
     def hang(self, why: str) -> None:
-        """No step for too long, which is `why`: ask for the stacks of all ranks, then end the workers."""
+        """Break a hung round: ask for the stacks of all ranks, then end the workers.
+
+        `why` says for how long no step was made.
+        """
         self._dump, self._hangs = HangDump(self._loop, self._end_dump), why
         self._break_up()
         self._dump.request(self.number, self.draining())
 
     def look(self, done: Callable[[HangDump], None]) -> None:
-        """Ask for the stacks of all ranks and leave the round alone; `done` gets them."""
+        """Ask for the stacks of all ranks without ending the round, and pass them to `done`."""
 
         def end() -> None:
             if self._look is dump and not self.broken:
@@ -295,13 +325,13 @@ class Round:
         dump.request(self.number, self.draining())
 
     def hung(self, why: str, dump: HangDump) -> None:
-        """The stacks that a look has found are those of a hang."""
+        """Break the round, because the stacks that a look has found are those of a hang."""
         self._dump, self._hangs = dump, why
         self._break_up()
         self._end_dump()
 
     def stacks(self, member: Member, rank: int, text: str, idle: bool | None) -> None:
-        """The stacks of one rank of a round without steps."""
+        """Add the stacks of one rank of a round without steps."""
         for dump in (self._dump, self._look):
             if dump is not None:
                 dump.add(member, rank, text, idle, self.draining)
@@ -323,7 +353,7 @@ class Round:
         self._evidence.hangs(self.broken_at or self._loop.now(), details)
 
     def _break_up(self) -> None:
-        """It can no longer succeed; the first caller counts."""
+        """Mark the round as broken: it can no longer succeed. Only the first call counts."""
         if self.broken:
             return
         self._state.become(RoundState.BROKEN)
@@ -332,7 +362,7 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to end their workers, unless they were asked before and at least as urgently."""
+        """Ask all members to end their workers, unless they were asked as urgently before."""
         if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at
@@ -344,7 +374,7 @@ class Round:
     # ---- judge
 
     def _judge_if_clear(self) -> None:
-        """Judge before all workers have ended, unless a member that has not reported yet may be the cause."""
+        """Judge before all workers have ended, unless a member yet to report may be the cause."""
         if self.judged or self._dump is not None or self._owner.held:
             return
         verdict, now = self._verdict(), self._loop.now()

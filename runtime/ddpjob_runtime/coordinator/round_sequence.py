@@ -62,7 +62,10 @@ from ddpjob_runtime.protocol import (
 
 
 class Rounds:
-    """Decides when a round begins and when it ends. `progress`: what the script has reported last."""
+    """Decides when a round begins and when it ends.
+
+    `progress`: the last values that the script reported.
+    """
 
     def __init__(self, settings: CoordinatorSettings, members: Members, loop: Loop, progress: MergedProgress) -> None:
         self._members, self._loop, self._mode, self._progress = members, loop, settings.mode, progress
@@ -71,7 +74,7 @@ class Rounds:
         self.order = RankOrder(expected=settings.ordered)
         self.current: Round | None = None
         self.last_number = 0
-        """Of the newest round that is known."""
+        """The number of the newest known round."""
         self._least_number = settings.attempt * NUMBERS_PER_ATTEMPT
         self.incidents = Incidents(settings.attempt)
         self.backoff = RoundBackoff(
@@ -79,12 +82,13 @@ class Rounds:
         )
         self.watch = HangWatch(settings.hang_after)
         self.overdue: Overdue | None = None
-        """The step that the present round should have made long ago."""
+        """The step that the current round should have made long ago, or None."""
         self._looked_at: float | None = None  # the last step when the stacks were asked for
         self.downtime = Downtime()
         self._recorded = 0  # the number of the last incident that a member was asked to write down
         self.held = False
-        """Whether an earlier coordinator's round may be running: as long as that is open, none begins or is judged."""
+        """Whether an earlier coordinator's round may be running. Until that is known, no round
+        begins and none is judged."""
         self._enough_since: float | None = None
         self._alarm = Alarm(loop, self.advance)
         self._drains = Drains(members, loop, self._fence_late)
@@ -95,7 +99,7 @@ class Rounds:
 
     @property
     def over(self) -> bool:
-        """Whether nothing will run any more."""
+        """Whether no round will run from now on."""
         return self.state in (CoordinatorState.SUCCEEDED, CoordinatorState.STOPPED)
 
     def _now(self) -> float:
@@ -104,7 +108,7 @@ class Rounds:
     # ---- what is due
 
     def advance(self) -> None:
-        """Do whatever is due now, and set the alarm for what will be."""
+        """Do whatever is due now, and set the alarm for what is due later."""
         if self.over or self.held:
             return
         if self.current is None or self.current.broken:
@@ -154,9 +158,9 @@ class Rounds:
         self._loop.changed()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Have the member with rank 0, or another, write down what shall outlive the job's pods: one line.
+        """Have one member, rank 0 if possible, write down one line that outlives the job's pods.
 
-        The coordinator sees no volume, and is gone soon after the job's end.
+        The coordinator has no volume itself, and is gone soon after the job's end.
         """
         connected = list(self._members)
         ranked = list(self.current.members.values()) if self.current is not None else []
@@ -206,14 +210,18 @@ class Rounds:
         return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
 
     def _counts_steps(self) -> bool:
-        """Whether a step that is not heard of is one that was not made: some were counted, and nothing has said since
-        that the next ones cannot be.
+        """Whether a step that was not reported was not made.
+
+        That is so if some steps were counted, and nothing has reported since that the next ones
+        cannot be.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
     def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
-        """Steps that nobody counts are no hang while any rank is at work. Where that is not known yet, as after the
-        first look, the ranks have the limit once more.
+        """Decide whether a round whose steps are not counted hangs.
+
+        It does not while any rank is at work. If that is not known yet, as after the first look,
+        the ranks get the limit once more.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -241,8 +249,10 @@ class Rounds:
     # ---- what members report
 
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0) -> None:
-        """The member has no workers and could begin a round. `after`: the last one that it knows of. `check`: the
-        seconds for which that round may check the links.
+        """Record that the member has no workers and could begin a round.
+
+        `after`: the last round that it knows of. `check`: the seconds for which the next one may
+        check the links.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
@@ -258,7 +268,7 @@ class Rounds:
         self.advance()
 
     def joined(self, member: Member, number: int) -> None:
-        """The member has started its workers."""
+        """Record that the member has started its workers."""
         current = self.current
         if current is None or number != current.number or not current.holds(member) or current.broken or self.over:
             return
@@ -275,7 +285,7 @@ class Rounds:
             self.downtime.round_runs(self._now())
 
     def finished(self, member: Member, number: int) -> None:
-        """All workers of the member have ended with 0."""
+        """Record that all workers of the member have ended with exit code 0."""
         current = self.current
         if self.over:
             return
@@ -292,7 +302,7 @@ class Rounds:
         self._loop.changed()
 
     def failed(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
-        """A worker of the member ended by itself."""
+        """Record that a worker of the member has ended by itself."""
         current = self.current
         if current is None or number != current.number or current.judged or self.over:
             return
@@ -300,7 +310,7 @@ class Rounds:
         self._loop.changed()
 
     def leaving(self, member: Member, why: str) -> None:
-        """The member was asked to end."""
+        """Record that the member was asked to end."""
         if member.state == MemberState.LOST:
             return
         if self.current is not None and self.current.holds(member) and not self.over:
@@ -310,14 +320,14 @@ class Rounds:
         self.advance()
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None) -> None:
-        """The stacks of one rank of a hanging round."""
+        """Add the stacks of one rank of a hung round."""
         if self.current is not None and number == self.current.number:
             self.current.stacks(member, rank, text, idle)
 
     # ---- ends
 
     def drain(self, member: Member, why: str, planned: bool = False) -> None:
-        """Ask a member to end its workers and say `ready`. If it does not in time, it is fenced."""
+        """Ask a member to end its workers and report `ready`. It is fenced if it is late."""
         self._drains.ask(member, why, planned)
 
     def _fence_late(self, late: list[Member]) -> None:
@@ -325,7 +335,7 @@ class Rounds:
             self.fence(late, "it did not end its workers in time")
 
     def fence(self, late: list[Member], why: str) -> None:
-        """The group continues without these members, whatever they still do."""
+        """Continue without these members, whatever they are doing."""
         for member in late:
             self._members.dismiss(member.pod, why)
             self._loop.log(f"fences {member.pod}: {why}")
@@ -335,13 +345,19 @@ class Rounds:
         self.advance()
 
     def lose(self, member: Member, why: str) -> None:
-        """The member is gone unannounced. The caller calls `advance` when all who are gone are removed."""
+        """Handle a member that is gone unannounced.
+
+        The caller calls `advance` after removing all lost members.
+        """
         if not self.over:
             self._members.miss(member, why)
         self.remove(member, why)
 
     def remove(self, member: Member, why: str) -> None:
-        """The member is gone. The caller calls `advance` when all who are gone are removed."""
+        """Handle a member that is gone.
+
+        The caller calls `advance` after removing all lost members.
+        """
         current, was = self.current, member.state
         held = current is not None and current.holds(member)
         self._members.remove(member)
@@ -349,13 +365,13 @@ class Rounds:
             current.lose(member, was, why)
 
     def end(self, state: CoordinatorState) -> None:
-        """Nothing will run any more."""
+        """End in `state`; no round runs afterwards."""
         self._state.become(state)
         self._end_watch()
         self._loop.changed()
 
     def on_break(self, broken: Round) -> None:
-        """The present round can no longer succeed."""
+        """Begin the restart, because the current round can no longer succeed."""
         self._state.become(CoordinatorState.RESTARTING)
         self._progress.forget_ranks()
         self.downtime.begin(self._now())
@@ -363,7 +379,10 @@ class Rounds:
         self._loop.changed()
 
     def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None:
-        """The first cause of a break is decided. `own`: a failure of the job itself, after a run of `ran` seconds."""
+        """Record the first cause of a break.
+
+        `own`: it is a failure of the job itself, after a run of `ran` seconds.
+        """
         wait = self.backoff.fail(self._now(), ran) if own else 0.0
         pod, message = verdict.details.get("pod") or "no pod", verdict.details["message"]
         text = f"round {judged.number} was broken by {verdict.kind}: {pod} ({message[:300]})"
@@ -374,11 +393,14 @@ class Rounds:
     # ---- takeover from an earlier coordinator, changes by the operator, progress
 
     def hold(self) -> None:
-        """Begin and judge nothing: an earlier coordinator's round may be running."""
+        """Begin and judge nothing, because an earlier coordinator's round may be running."""
         self.held = True
 
     def release(self) -> None:
-        """Enough is known: the round that was taken over runs, or breaks by those that did not come back."""
+        """End the hold.
+
+        The round that was taken over runs, or breaks because of the absent members.
+        """
         self.held = False
         if self.current is not None and not self.over:
             if not self.current.complete:
@@ -388,7 +410,7 @@ class Rounds:
         self.advance()
 
     def take_over(self, number: int, world: int) -> None:
-        """A member has come back from a round that an earlier coordinator began."""
+        """Take over a round that an earlier coordinator began, when its first member comes back."""
         if self.current is not None:
             self.current.supersede()
             self._state.become(CoordinatorState.FORMING)
@@ -402,17 +424,20 @@ class Rounds:
                 self.drain(other, f"round {number} began without this node")
 
     def resize(self, size: Size) -> bool:
-        """Another number of nodes is wanted, or enough; False: it is the same."""
+        """Change how many nodes are wanted and how many are enough. Return whether that differs."""
         changed, self.size = size != self.size, size
         return changed
 
     def reorder(self, order: RankOrder) -> bool:
-        """Ranks are numbered in another order from the next round on; False: it is the same."""
+        """Change the order of the ranks from the next round on. Return whether it differs."""
         changed, self.order = order != self.order, order
         return changed
 
     def progress(self, alive: bool, activity: str, step: bool) -> None:
-        """A progress report has arrived. `alive`: it shows activity of the job; `step`: not the activity alone."""
+        """Take in a progress report.
+
+        `alive`: it shows activity of the job; `step`: it is not only about an activity.
+        """
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)
         self.watch.note(activity)

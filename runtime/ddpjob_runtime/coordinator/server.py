@@ -26,39 +26,46 @@ from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
 
 HELLO_SECONDS = 10.0
 STARTING_SECONDS = 120.0
-"""Silence that is allowed to a member that starts: loading torch from a cold disk stops every thread of a launcher."""
+"""How long a starting member may be silent: loading torch from a cold disk stops every thread of
+a launcher."""
 PROBE_SECONDS = 1.0
-"""For the kernel of a silent member's host to confirm what was sent to it: then the member stands still, and lives."""
+"""How long the kernel of a silent member's host may take to confirm what was sent to it. If it
+does, the member is suspended but alive."""
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
-"""Silence that is allowed to a member that stands still, and to all when most of them are silent: then it is this
-coordinator, or its network, that nobody hears."""
+"""How long a suspended member may be silent, and how long all may be if most members are. In
+that case this coordinator or its network is the part that fails."""
 RETURN_SECONDS = 10.0
-"""For a member whose connection has ended after a silence, or while this process stood still, to come back."""
+"""How long a member may take to come back if its connection ended after a silence, or while this
+process was suspended."""
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 TCP_UNACKED = slice(24, 28)
-"""Of Linux's struct tcp_info: tcpi_unacked."""
+"""The position of tcpi_unacked in Linux's struct tcp_info."""
 MAX_BACKLOG = 1024 * 1024
 """Bytes that a member may leave unread before its connection is given up."""
 DEFAULT_GRACE = 30.0
-"""Of a pod, where its launcher does not say."""
+"""A pod's grace period in seconds if its launcher does not send it."""
 MAX_STRANGERS = protocol.MAX_PODS + 512
-"""Open connections whose other end has not yet shown that it knows the job's token.
+"""How many connections may be open whose peer has not proved yet that it knows the job's token.
 
-All pods of a job may connect at once, each from an address of its own, and none of them must make room for another:
-their attempts would be closed and repeated for ever on a slow host.
+All pods of a job may connect at once, each from its own address, and none of them may displace
+another: on a slow host their attempts would be closed and repeated forever.
 """
 MAX_NONCES = 4096
-"""Of requests that change something, which the coordinator remembers: nobody can send one of them again."""
+"""How many nonces of requests that change something the coordinator remembers, to refuse
+replays."""
 LOGGED_EVERY = 1.0
 """Seconds between two lines of the log about strangers."""
 BEAT = protocol.encode(FromMember.HEARTBEAT)
-"""As launchers send it."""
+"""A heartbeat as launchers send it."""
 POD_NAME = re.compile(rf"[-.\w]{{1,{protocol.MAX_NAME}}}", re.ASCII)
 STARTED_AT = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Unix seconds that never jump: a corrected clock must not make members look silent or steps overdue."""
+    """Return Unix seconds that never jump.
+
+    Otherwise a corrected clock would make members look silent, or steps overdue.
+    """
     return STARTED_AT + time.monotonic()
 
 
@@ -66,14 +73,14 @@ log = Log("coordinator")
 
 
 class MemberSilent(Exception):
-    """Nothing was heard of a member for too long."""
+    """A member has been silent for too long."""
 
 
 class Strangers:
-    """Connections whose other end has not shown that it knows the job's token.
+    """Connections whose other end has not proved that it knows the job's token.
 
-    Where there are too many, the oldest of the address that has the most is closed: whoever holds connections open
-    keeps no member and no operator out.
+    If there are too many, the oldest one of the address with the most is closed, so that nobody can
+    keep members and the operator out by holding connections open.
     """
 
     def __init__(self) -> None:
@@ -81,7 +88,7 @@ class Strangers:
         self._logged, self._unlogged = float("-inf"), 0
 
     def meet(self, writer: asyncio.StreamWriter) -> None:
-        """A connection was accepted."""
+        """Count an accepted connection as a stranger's."""
         self._open[writer] = str((writer.get_extra_info("peername") or ("",))[0])
         if len(self._open) > MAX_STRANGERS:
             [(busiest, _)] = Counter(self._open.values()).most_common(1)
@@ -91,11 +98,14 @@ class Strangers:
             self.complain(f"more than {MAX_STRANGERS} unknown connections: closed one of {busiest}")
 
     def recognize(self, writer: asyncio.StreamWriter) -> None:
-        """Its other end knows the token, or the connection has ended."""
+        """Stop counting this connection as a stranger's.
+
+        Its peer has proved that it knows the token, or the connection has ended.
+        """
         self._open.pop(writer, None)
 
     def complain(self, text: str) -> None:
-        """A line of the log about what a stranger did, so rarely that nobody can fill it."""
+        """Log what a stranger did, but so rarely that strangers cannot fill the log."""
         moment = time.monotonic()
         if moment < self._logged + LOGGED_EVERY:
             self._unlogged += 1
@@ -105,18 +115,19 @@ class Strangers:
 
 
 class MemberConnection(asyncio.StreamReaderProtocol):
-    """A connection that takes heartbeats by itself, once it is a member's: to wake the member's task for each was most
-    of the work while all train.
+    """A connection that handles a member's heartbeats itself.
+
+    Waking the member's task for each of them was most of the work while all members train.
     """
 
     _on_beat: Callable[[], bool] | None = None
 
     def take_beats(self, on_beat: Callable[[], bool]) -> None:
-        """Call this for each heartbeat; the member's task sees those for which it returns False."""
+        """Call `on_beat` for each heartbeat, and pass on those for which it returns False."""
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have arrived: a heartbeat mostly comes alone."""
+        """Take in bytes. A heartbeat mostly arrives alone."""
         if data != BEAT or self._on_beat is None or not self._on_beat():
             super().data_received(data)
 
@@ -131,19 +142,22 @@ class Server:
         self.strangers = Strangers()
         self._change = asyncio.Event()
         self._stood_still = float("-inf")
-        """When this process last continued after it had stood still (monotonic seconds)."""
+        """When this process last continued after a suspension (monotonic seconds)."""
         self.coordinator = Coordinator(settings, now, loop.call_later, self._on_change, log)
 
     def renew(self) -> None:
-        """Another random number: no proof that was made for an earlier one, or for another coordinator, holds."""
+        """Choose a new random number.
+
+        Proofs made for an earlier one, or for a different coordinator, are invalid then.
+        """
         self.instance = secrets.token_hex(16)
         self._used: set[str] = set()
 
     def use(self, nonce: str) -> bool:
-        """Whether no request with this nonce has changed anything yet; from now on one has.
+        """Use a nonce up; return False if it was used before.
 
-        Only who knows the token uses nonces up. After MAX_NONCES of them all proofs expire, and clients get
-        the new number with the next answer.
+        Only a client that knows the token can use nonces up. After MAX_NONCES of them all proofs
+        expire, and clients get the new number with the next answer.
         """
         if nonce in self._used:
             return False
@@ -157,13 +171,16 @@ class Server:
         self._change = asyncio.Event()
 
     def wait_for_change(self) -> Coroutine[Any, Any, Any]:
-        """Done at the next change of the report after this call, also where it is awaited later."""
+        """Return an awaitable of the next change of the report, counted from this call."""
         return self._change.wait()
 
     def watch_for_stalls(self) -> None:
-        """Notices from now on when this process has stood still: a host that is moved, or gives it no processor.
+        """Notice from now on when this process was suspended.
 
-        By the loop's timers, which it calls in the order of their times: a hang would be judged later in the stall.
+        That happens on a host that is migrated, or that has no processor time for it.
+
+        It uses the loop's timers, which are called in the order of their times, so that a stall is
+        noticed before a hang that became due later during it is judged.
         """
         asyncio.get_running_loop().call_later(TICK_SECONDS, self._look_for_a_stall, time.monotonic())
 
@@ -176,7 +193,7 @@ class Server:
         self.watch_for_stalls()
 
     async def listen(self, host: str | None, port: int) -> asyncio.Server:
-        """Accept connections at this address, from now on. Raises OSError."""
+        """Accept connections at this address from now on. Raises OSError."""
         loop = asyncio.get_running_loop()
 
         def connection() -> MemberConnection:
@@ -185,11 +202,11 @@ class Server:
         return await loop.create_server(connection, host, port, backlog=512)
 
     def store_is_ready(self) -> None:
-        """The store accepts connections."""
+        """Record that the store accepts connections."""
         self.store_ready = True
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its first byte to its end."""
+        """Serve one connection from its first byte to its end."""
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.strangers.meet(writer)
@@ -200,7 +217,7 @@ class Server:
             elif first:
                 await http_api.serve(self, first, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the peer is gone; _serve_member has passed that on
+            pass  # the peer is gone; _serve_member has reported that
         except Exception:
             self.strangers.complain(f"a connection has failed:\n{traceback.format_exc()}")
         finally:
@@ -226,7 +243,7 @@ class Server:
         finally:
             if member.send is send and not judged and self._may_return(member):
                 await asyncio.sleep(RETURN_SECONDS)
-            if member.send is send:  # else a newer connection of the member is in use
+            if member.send is send:  # otherwise a newer connection of the member is in use
                 together = self._silent_members() if judged else []
                 self._lose(member, f"{why}, as most members are" if together else why)
                 for other in together:
@@ -236,7 +253,7 @@ class Server:
             await _flush(writer)
 
     def _answer_beats(self, member: Member, writer: asyncio.StreamWriter) -> None:
-        """As long as nothing else is to be done with this member."""
+        """Answer the member's heartbeats without waking its task, while it has nothing to do."""
 
         transport, answer = writer.transport, protocol.encode(ToMember.HEARTBEAT)
 
@@ -252,8 +269,10 @@ class Server:
         connection.take_beats(on_beat)
 
     def _lose(self, member: Member, why: str) -> None:
-        """Members that nobody hears are lost at one moment: one after the other they would not look cut off together,
-        and the operator would replace each of them instead of this coordinator.
+        """Report a member as lost, once.
+
+        Silent members must be lost at the same moment. One after the other, they would not look
+        like a partition, and the operator would replace each of them instead of this coordinator.
         """
         if member.state == MemberState.LOST:
             return
@@ -261,7 +280,10 @@ class Server:
         self.coordinator.lost(member, why)
 
     def _prove(self, line: bytes, send: Any) -> tuple[str, str] | None:
-        """Answer a member's challenge with one of our own; the two nonces, the member's first. None: refused."""
+        """Answer a member's challenge with one of our own.
+
+        Return both nonces, the member's first; None: refused.
+        """
         try:
             challenge = protocol.decode(line)
             nonce = challenge.get("nonce")
@@ -283,7 +305,7 @@ class Server:
 
     def _admit(self, line: bytes, nonces: tuple[str, str], send: Any) -> Member | None:
         if not line:
-            return None  # it has seen that this is not its coordinator
+            return None  # the member has found that this is not its coordinator
         try:
             hello = protocol.decode(line)
             if hello["t"] != FromMember.HELLO:
@@ -306,7 +328,7 @@ class Server:
             log(f"hello from {pod} (index {index}, attempt {attempt}): {resume or 'new'}"[:1000])
             generation = self.coordinator.settings.generation
             if hello.get("generation", generation) != generation:
-                send(ToMember.WELCOME, {"generation": generation})  # it sees that it belongs to another one and leaves
+                send(ToMember.WELCOME, {"generation": generation})  # the member belongs to a different one and leaves
                 return None
             member = self.coordinator.hello(pod, index, attempt, pid, send, float(grace), resume)
             if member is not None:
@@ -326,7 +348,7 @@ class Server:
     async def _listen(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
     ) -> str:
-        """Take in a member's lines until its connection ends; returns why it did."""
+        """Handle a member's lines until its connection ends, and return the reason of that."""
         while True:
             try:
                 line = await self._hear(member, reader, writer, send)
@@ -343,16 +365,16 @@ class Server:
             except Exception as defect:
                 return f"it sent a line that cannot be taken in: {_unexpected(defect)}"
             if member.given_up:
-                return "it is heard again, and has to come back"  # by a new hello: this member is lost
-            if writer.is_closing() and reader.exception() is None:  # by `send`; a reset is an error of the next read
+                return "it is heard again, and has to come back"  # with a new hello, because this member is lost
+            if writer.is_closing() and reader.exception() is None:  # `send` closed it; a reset raises at the next read
                 return "it did not read what was sent to it"
 
     async def _hear(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
     ) -> bytes:
-        """The member's next line. Raises ValueError where it is too long, and Silent."""
+        """Return the member's next line. Raises ValueError if it is too long, and Silent."""
         allowed = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
-        seconds, probed = allowed, 0.0  # when what it was probed for was the last that was heard
+        seconds, probed = allowed, 0.0  # probed: the value of `heard` at the last probe
         while True:
             line = await within(seconds, reader.readline(), lambda: member.heard + allowed - now())
             if line is not None:
@@ -365,21 +387,24 @@ class Server:
             probed, seconds = member.heard, PROBE_SECONDS
 
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
-        """Whether a silent member may only be slow, or cut off together with most others."""
+        """Whether a silent member may be only slow, or partitioned together with most others."""
         silence = now() - member.heard
         if silence < SLOW_SECONDS and _is_confirmed(writer):
             return True
         return silence < BLIND_SECONDS and bool(self._silent_members())
 
     def _silent_members(self) -> list[Member]:
-        """The members that are silent, where those are most of all: then it is this coordinator that is cut off."""
-        # One that starts imports torch, and may be silent for long.
+        """Return the silent members if they are the majority.
+
+        In that case this coordinator is the one that is partitioned.
+        """
+        # A starting member imports torch, and may be silent for long.
         others = [other for other in self.coordinator.members if other.state != MemberState.STARTING]
         silent = [other for other in others if now() - other.heard > protocol.SILENCE_SECONDS / 2]
         return silent if len(silent) > max(1, len(others) / 2) else []
 
     def _may_return(self, member: Member) -> bool:
-        """Whether the end of a member's connection may be the end of a stall, its own or this process's."""
+        """Whether a connection may have ended because its member or this process was suspended."""
         stalled = time.monotonic() - self._stood_still < RETURN_SECONDS
         return member.has_workers and (stalled or now() - member.heard > protocol.SILENCE_SECONDS / 2)
 
@@ -393,7 +418,7 @@ class Server:
         shown = {key: value for key, value in message.items() if key not in ("traceback", "text")}
         log(f"{member.pod}: {shown}"[:1000])
         if member.state == MemberState.LOST and verb != FromMember.FAILURE:
-            return  # another pod has its index by now
+            return  # a different pod has its index by now
         HANDLERS[verb](self.coordinator, member, message)
 
 
@@ -401,13 +426,13 @@ class Server:
 
 
 def _unexpected(error: Exception) -> str:
-    """One line about an error that a member's line should not have caused, with the place where it was raised."""
+    """Describe an error that a member's line should not have caused, and where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)!r:.200} ({place.filename}:{place.lineno})"
 
 
 def _is_confirmed(writer: asyncio.StreamWriter) -> bool:
-    """Whether the other end's kernel has confirmed all that was sent: its host is there."""
+    """Whether the peer's kernel has confirmed everything that was sent, so its host is alive."""
     if not hasattr(socket, "TCP_INFO"):
         return False
     info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
@@ -419,7 +444,7 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
         if writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
-            writer.transport.abort()  # it reads nothing: as good as gone
+            writer.transport.abort()  # it reads nothing, so it counts as gone
             return
         writer.write(protocol.encode(verb, **fields))
 
@@ -427,7 +452,7 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """A stranger's line; empty when none comes in time, or one that is too long."""
+    """Return a stranger's line; empty if none comes in time, or if it is too long."""
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""
     return b""

@@ -1,4 +1,4 @@
-"""What a coordinator is started with."""
+"""The settings of a coordinator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ddpjob_runtime.protocol import Mode
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Arguments of the coordinator, without addresses. Times in seconds; `hang_after` None: nothing is a hang.
+    """Arguments of the coordinator, without addresses. Times are in seconds.
 
-    `ordered`: the operator will say in which order ranks are numbered, and the first round waits a moment for that.
-    `no_restarts`: recovery.maxRestarts is 0.
+    `hang_after`: None means that nothing counts as a hang. `ordered`: the operator will send the
+    order of the ranks, and the first round waits briefly for it. `no_restarts`:
+    recovery.maxRestarts is 0.
     """
 
     nodes: int

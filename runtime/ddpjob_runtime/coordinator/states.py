@@ -1,4 +1,4 @@
-"""State machines of the coordinator: each is one table of the transitions that may happen."""
+"""The coordinator's state machines, each as a table of the allowed transitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ddpjob_runtime.protocol import CoordinatorState, MemberState
 
 
 class RoundState(Enum):
-    """What one round does. `JUDGED`: its first cause is decided; its workers may still be ending."""
+    """The states of a round.
+
+    `JUDGED`: its first cause is decided; its workers may still be ending.
+    """
 
     BUILDING = "Building"
     RUNNING = "Running"
@@ -28,7 +31,7 @@ MEMBER_TRANSITIONS: Mapping[MemberState, set[MemberState]] = {
     MemberState.LEAVING: {MemberState.LOST},
     MemberState.LOST: set(),
 }
-"""A member that comes back to a new coordinator goes from Starting to Running at once."""
+"""A member that comes back to a new coordinator changes from Starting to Running directly."""
 
 ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.BUILDING: {RoundState.RUNNING, RoundState.BROKEN, RoundState.SUCCEEDED, RoundState.SUPERSEDED},
@@ -38,7 +41,7 @@ ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.SUCCEEDED: set(),
     RoundState.SUPERSEDED: set(),
 }
-"""Superseded: a member has come back from a later round, which an earlier coordinator began."""
+"""Superseded: a member has come back from a later round that an earlier coordinator began."""
 
 COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.FORMING: {
@@ -62,28 +65,28 @@ COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.SUCCEEDED: set(),
     CoordinatorState.STOPPED: set(),
 }
-"""Back to Forming: the round was superseded. Succeeded without Running: all members of a round that was taken over had
-finished already."""
+"""Back to Forming: the round was superseded. Succeeded without Running: all members of a round
+that was taken over had already finished."""
 
 S = TypeVar("S", bound=Enum)
 
 
 class IllegalTransition(Exception):
-    """A defect of the coordinator: a change of state that its table does not allow."""
+    """A state change that the table does not allow, which is a defect of the coordinator."""
 
 
 class State(Generic[S]):
-    """One state, changed only along its table."""
+    """One state that changes only as its table allows."""
 
     def __init__(self, initial: S, transitions: Mapping[S, set[S]]) -> None:
         self.now = initial
         self._transitions = transitions
 
     def become(self, state: S) -> None:
-        """Change to `state`; to stay in the same one is no change.
+        """Change to `state`. Setting the current state again does nothing.
 
         Raises:
-            IllegalTransition: the table does not allow it.
+            IllegalTransition: the table does not allow the change.
         """
         if state is self.now:
             return

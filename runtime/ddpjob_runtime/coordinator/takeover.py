@@ -39,22 +39,23 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.protocol import MAX_PODS, MemberState, whole_number
 
 ADOPT_SECONDS = 45.0
-"""For the members of a round that runs undisturbed. Those whose former coordinator still runs look for the next one
-every 10 s, and a name server may return the old address for 30 s."""
+"""How long members of an undisturbed round may take to come back. Those whose former coordinator
+still runs look for the next one every 10 s, and a name server may return the old address for 30
+s."""
 BROKEN_SECONDS = 5.0
-"""The same, once it is known that the round is over."""
+"""The same, once the round is known to be over."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What a member says about itself when it comes back."""
+    """The state that a member reports when it comes back."""
 
     round: int
     rank: int
     world: int
     state: MemberState
     planned: bool = False
-    """It was asked to end that round's workers, which may save."""
+    """Whether it was asked to end that round's workers, and these may save."""
 
     @property
     def has_workers(self) -> bool:
@@ -62,10 +63,10 @@ class Resume:
 
     @classmethod
     def read(cls, body: Any) -> Resume | None:
-        """From `hello`; None if the member was in no round.
+        """Read the field of `hello`. Return None if the member was not in a round.
 
         Raises:
-            ValueError: names the field.
+            ValueError: the message names the field.
         """
         if body is None:
             return None
@@ -84,17 +85,17 @@ class Resume:
 
 
 class Takeover:
-    """Takes members back into the rounds they come from."""
+    """Takes members back into the rounds that they come from."""
 
     def __init__(self, rounds: Rounds, members: Members, loop: Loop, attempt: int) -> None:
         self._rounds, self._members, self._loop, self._attempt = rounds, members, loop, attempt
         self._opened = False
         self._gone: set[str] = set()
         self._until: float | None = None
-        """Members are waited for until then; None: nobody is."""
+        """Until when to wait for members; None: no wait."""
 
     def arrive(self) -> None:
-        """Somebody says hello to a coordinator that may not be the first."""
+        """Begin to hold at the first hello, unless this is the first coordinator."""
         if self._attempt and not self._opened:
             self._hold(ADOPT_SECONDS)
 
@@ -110,10 +111,10 @@ class Takeover:
             self._end()
 
     def resume(self, member: Member, resumed: Resume) -> None:
-        """Put the member where it says that it is, and let it know if that round is no more."""
+        """Put a member back into its round, and let it know if that round no longer exists."""
         rounds = self._rounds
         if rounds.current is None or resumed.round > rounds.current.number:
-            # This coordinator has begun no round of such a number.
+            # This coordinator has not begun a round with this number.
             if self._until is None:
                 self._hold(ADOPT_SECONDS)
             rounds.take_over(resumed.round, resumed.world)
@@ -133,12 +134,12 @@ class Takeover:
         self.check()
 
     def gone(self, pod: str) -> None:
-        """The operator knows that a pod is no more, of which this coordinator may never have heard."""
+        """Count a pod that is gone, which this coordinator may never have heard of."""
         if self._until is not None:
             self._gone.add(pod)
 
     def check(self) -> None:
-        """After every event: whether enough is known."""
+        """End or shorten the hold if enough is known. To be called after every event."""
         if self._until is None:
             return
         current = self._rounds.current
@@ -148,8 +149,10 @@ class Takeover:
         if current is None:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
-            # Of those that have not come back nobody knows the names: as many as are gone will be the same.
-            # Members that were asked to save take their time for it, also while they do not find this coordinator.
+            # The names of the absent members are not known. If as many pods are gone, take them for
+            # these.
+            # Members that were asked to save may take long, also while they do not find this
+            # coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

@@ -1,4 +1,4 @@
 """The main process of a node's container: torchrun, driven by the coordinator.
 
-Starts the workers of each round, reports their failures, ends them when the round is over.
+It starts the workers of each round, reports their failures, and ends them when the round is over.
 """

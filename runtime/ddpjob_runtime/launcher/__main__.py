@@ -2,12 +2,20 @@
 
     python3 PATH/ddpjob_runtime launcher TORCHRUN_ARGUMENTS
 
-Exit codes: 0 every node has finished; 76 rendezvous lost; 77 stopped by the coordinator; 78 the entry point cannot
-start; 79 fenced, the group continued without this node; 80 the node has not passed spec.preflight; 128+N ended by
-signal N (143: SIGTERM); anything else is a failure of this node.
+Exit codes:
 
-DDPJOB_RECOVERY=Fast: rounds without c10d, and workers forked from a process that has imported torch (DDPJOB_PRELOAD
-names more modules).
+    0      every node has finished
+    76     the rendezvous was lost
+    77     stopped by the coordinator
+    78     the entry point cannot start
+    79     fenced: the group continued without this node
+    80     the node has not passed spec.preflight
+    128+N  ended by signal N (143: SIGTERM)
+
+Any other code is a failure of this node.
+
+With DDPJOB_RECOVERY=Fast, rounds need no c10d, and workers are forked from a process that has
+imported torch (DDPJOB_PRELOAD names more modules).
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import FromMember, Mode
 
 LOST_GRACE = 3.0
-"""For workers when the coordinator is gone: time to save if they know how."""
+"""How long workers may take to save when the coordinator is gone."""
 REPORT_SECONDS = 15.0
 """How long a node that cannot start tries to report that."""
 WORKER = str(ddpjob_runtime.WORKER)
@@ -75,7 +83,7 @@ def main() -> NoReturn:
     shutdown.clean_up = clean_up
     watch_signals(lambda number: on_signal(number, client, shutdown))
     shutdown.close_client = client.close
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a replaced node never finds rank 0's store
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise a replaced node never finds rank 0's store
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
     if preflight is not None:
         preflight.begin()
@@ -99,7 +107,10 @@ def main() -> NoReturn:
 
 
 def grace_seconds() -> float:
-    """Time for workers between SIGTERM and SIGKILL: the pod's grace less what the launcher needs itself."""
+    """Return the workers' time from SIGTERM to SIGKILL.
+
+    It is the pod's grace period less the time that the launcher needs.
+    """
     text = JobEnvironment.read().grace_seconds or "30"
     try:
         return max(0.5, float(text) - 2.0)
@@ -109,7 +120,7 @@ def grace_seconds() -> float:
 
 
 def recovery_mode() -> Mode:
-    """How this job recovers."""
+    """Return how this job recovers."""
     text = JobEnvironment.read().recovery or Mode.STANDARD
     try:
         return Mode(text)
@@ -118,7 +129,7 @@ def recovery_mode() -> Mode:
 
 
 def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
-    """The client to the coordinator, not started yet."""
+    """Return the client to the coordinator, not started yet."""
     job = JobEnvironment.read()
     missing = [name for name in REQUIRED if not getattr(job, name)]
     if missing:
@@ -158,7 +169,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
 
 
 def on_signal(number: signal.Signals, client: MemberClient, shutdown: Shutdown) -> None:
-    """Announce at once that this node leaves, then give the workers the pod's grace."""
+    """Announce at once that this node leaves, then give the workers the pod's grace period."""
     why = f"asked to end by {number.name}"
     shutdown.exit(
         128 + number,
@@ -179,7 +190,7 @@ def torchrun(
     preflight: NodePreflight | None = None,
     data: Any = None,
 ) -> None:
-    """torch.distributed.run's `main` with the launcher's agent and entry point; returns when all nodes are done."""
+    """Run torchrun with the launcher's agent and entry point. Returns when all nodes are done."""
     run = require_torchrun()
     divert_loggers(log)
     parsed = parse(run, arguments)
@@ -213,7 +224,7 @@ def torchrun(
 
 
 def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown) -> None:
-    """Wait for the check of this node, and end the launcher if that has found something."""
+    """Wait for the check of this node, and end the launcher if it found a problem."""
     try:
         problem = preflight.node_problem(lambda: shutdown.begun or client.done)
     except Abandoned:
@@ -224,7 +235,10 @@ def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown
 
 
 def data_to_fetch() -> Any:
-    """Settings of storage.data.url; None: there is none. Before anything inherits its keys. Raises InitFailure."""
+    """Return the settings of storage.data.url, or None if it is not set.
+
+    Must run before anything inherits the bucket's keys. Raises InitFailure.
+    """
     if not JobEnvironment.read().data_url:
         return None
     from ddpjob_runtime.launcher import fetch_data as fetching
@@ -236,7 +250,10 @@ def data_to_fetch() -> Any:
 
 
 def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
-    """Have storage.data.url in its folder, however long that takes: the coordinator hears this node meanwhile."""
+    """Fetch storage.data.url into its folder, however long that takes.
+
+    The coordinator hears from this node all the while.
+    """
     from ddpjob_runtime.launcher import fetch_data as fetching
 
     def report(text: str) -> None:
@@ -253,7 +270,10 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def warm_up() -> tuple[Any, str]:
-    """(the process that forks workers, why there is none). An image without torch fails where torchrun is imported."""
+    """Return (the process that forks workers, why there is none).
+
+    An image without torch fails later, when torchrun is imported.
+    """
     if "OMP_NUM_THREADS" not in os.environ and processes_per_node() > 1:
         os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's own rule; read when torch is imported, which is now
     if not hasattr(os, "fork"):
@@ -268,7 +288,7 @@ def warm_up() -> tuple[Any, str]:
 
 
 def processes_per_node() -> int:
-    """Return what torchrun's options say, or 1 where they name a kind of device."""
+    """Return the number in torchrun's options, or 1 if they name a kind of device."""
     found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", torchrun_options())
     return int(found[-1]) if found else 1
 
@@ -280,7 +300,7 @@ def torchrun_options() -> str:
 
 
 def why_cold(parsed: Any) -> str:
-    """Why the arguments do not allow workers to be forked; empty if they do."""
+    """Return why the arguments do not allow workers to be forked; empty if they do."""
     if parsed.no_python:
         return "with --no-python every worker starts a program of its own; name a Python script or module instead"
     if parsed.run_path:
@@ -289,7 +309,10 @@ def why_cold(parsed: Any) -> str:
 
 
 def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
-    """Have torchrun take its workers from the fork server; returns why a torch without the seam cannot."""
+    """Have torchrun take its workers from the fork server.
+
+    Return why this version of torch cannot.
+    """
     import torch
     import torch.distributed.elastic.multiprocessing.api as processes
     from torch.distributed.elastic.multiprocessing import subprocess_handler
@@ -305,14 +328,17 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
 
 
 def require_torchrun() -> Any:
-    """torch.distributed.run; an image that cannot import it cannot run the job, and a retry would not help."""
+    """Return torch.distributed.run.
+
+    Raises InitFailure if the image lacks it, since no retry would help.
+    """
     try:
-        with lean_torch.for_rendezvous():  # In mode Fast, the fork server has imported all of torch before.
+        with lean_torch.for_rendezvous():  # In mode Fast, all of torch was imported before.
             run = import_torchrun()
             lacks = torch_parts.missing()
-    except Exception as error:  # OSError, too: a library of CUDA's that is missing
+    except Exception as error:  # an OSError too: a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # This node's trouble for now, not the image's: a library that is missing has no errno.
+            raise  # This node's temporary problem, not the image's: a missing library has no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
     if lacks:
@@ -324,7 +350,7 @@ def require_torchrun() -> Any:
 
 
 def parse(run: Any, arguments: list[str]) -> Any:
-    """Parse as torchrun does; what it refuses is a mistake in the job's manifest."""
+    """Parse as torchrun does. What it refuses is an error in the job's manifest."""
     parser = run.get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -340,7 +366,7 @@ def parse(run: Any, arguments: list[str]) -> Any:
 
 
 def check_entry_point(parsed: Any) -> None:
-    """Raises InitFailure if what shall run cannot be found."""
+    """Raise InitFailure if the program that should run cannot be found."""
     if parsed.no_python:
         check_command(parsed.training_script)
     elif parsed.module:
@@ -352,7 +378,7 @@ def check_entry_point(parsed: Any) -> None:
 def patch_torch(
     run: Any, client: MemberClient, shutdown: Shutdown, mode: Mode, preflight: NodePreflight | None
 ) -> None:
-    """Replace torchrun's agent, entry point and signal handling by the launcher's."""
+    """Replace torchrun's agent, entry point and signal handling with the launcher's."""
     import torch.distributed.elastic.multiprocessing.api as processes
     import torch.distributed.launcher.api as launcher_api
 
@@ -389,12 +415,12 @@ def patch_torch(
 
 
 def classify(error: BaseException) -> tuple[str, int]:
-    """(kind, exit code) of an exception that ended torchrun.
+    """Return (kind, exit code) for an exception that ended torchrun.
 
-    A lost rendezvous is a consequence, anything else a failure of this node.
+    A lost rendezvous is a consequence; any other exception is a failure of this node.
     """
     if "torch.distributed.elastic.rendezvous.api" not in sys.modules:
-        return "Error", 1  # It has not come so far, and torch may be what is broken.
+        return "Error", 1  # That module is not imported yet, and torch may be the cause.
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 

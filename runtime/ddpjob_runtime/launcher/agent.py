@@ -1,8 +1,8 @@
-"""torchrun's elastic agent, driven by the coordinator: reports failures, obeys `restart`, ends with the last node.
+"""torchrun's elastic agent, driven by the coordinator: reports failures and obeys `restart`.
 
-The seams into torch.distributed.elastic (2.6 and later): LocalElasticAgent's `_rendezvous`, `_start_workers`,
-`_stop_workers`, `_monitor_workers`, `_exit_barrier`; the worker context's `close`, `pids` and `error_files`;
-ProcessFailure's reading of an error file.
+It overrides or calls these parts of torch.distributed.elastic (2.6 and later): LocalElasticAgent's
+`_rendezvous`, `_start_workers`, `_stop_workers`, `_monitor_workers`, `_exit_barrier`; the worker
+context's `close`, `pids` and `error_files`; ProcessFailure's reading of an error file.
 """
 
 from __future__ import annotations
@@ -38,26 +38,35 @@ ABORTED = (
     ": a library gave up, and the pod's log ends with its reason. With GPUs it is mostly NCCL's watchdog: a device has"
     " failed, or a collective took longer than its time-out"
 )
-"""After SIGABRT without an exception: its words are only in the worker's output."""
+"""Added to the message of a worker that ended by SIGABRT without an exception. The reason is
+only in its output."""
 STAYED = " (its process was still there 10 s after that, and was killed)"
-"""Said of a worker whose program had failed, and that ended by the alarm that it had set (worker.py)."""
+"""Added to the message of a worker whose program had failed, and which was ended by the alarm
+that it had set (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
-"""How torch's DataLoader says in the worker that one of its own processes was killed."""
+"""How torch's DataLoader reports in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
-"""For workers to be gone after SIGKILL: the kernel takes its time for much memory, or for a device."""
+"""How long workers may take to be gone after SIGKILL. The kernel needs its time for much memory,
+or for a device."""
 TRACKER_SECONDS = 1.0
-"""How long resource trackers may take to end. One does not while a process outside of its session uses it."""
+"""How long resource trackers may take to end. One stays while a process outside its session uses
+it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""The same when this node ends: its container takes along what is left."""
+"""How long workers may take to be gone when this node ends. The end of its container removes
+leftover processes."""
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
-"""Seconds between SIGTERM and SIGKILL when the round is broken: its step can no longer be completed."""
+"""Seconds between SIGTERM and SIGKILL when the round is broken, because its step can no longer
+be completed."""
 
 
 def agent_class(
     client: MemberClient, shutdown: Shutdown, mode: Mode, parameters: Any, preflight: NodePreflight | None = None
 ) -> type[Any]:
-    """A LocalElasticAgent for one launcher. `parameters()`: those of torchrun's own rendezvous (Standard)."""
+    """Return a LocalElasticAgent for one launcher.
+
+    `parameters()` returns the parameters of torchrun's own rendezvous (mode Standard).
+    """
 
     class Agent(LocalElasticAgent):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,8 +74,8 @@ def agent_class(
             self._round: int | None = None
             self._remaining_restarts: int
             self._grace = RESTART_GRACE[mode]
-            self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that were not ended by us
-            self._ending: dict[int, int] = {}  # the same of those whose program was over, and their process was not
+            self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that we did not end
+            self._ending: dict[int, int] = {}  # the same for those whose program had ended before their process
             self._oom_kills = 0
             self._activity = stacks.Activity()
             shutdown.stop_workers = self._stop_for_good
@@ -94,7 +103,7 @@ def agent_class(
         def _start_workers(self, worker_group: Any) -> Any:
             shutdown.block_if_begun()
             assert self._round is not None
-            # The same on all nodes, whatever their history: scripts and stores use TORCHELASTIC_RESTART_COUNT.
+            # Equal on all nodes, whatever their history: scripts and stores use TORCHELASTIC_RESTART_COUNT.
             self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
             os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
             self._oom_kills = oom.oom_kills()
@@ -109,7 +118,7 @@ def agent_class(
             return pids
 
         def _wrap_close(self, context: Any) -> None:
-            """torchrun closes with a grace of 30 s in several places; the state of this node decides instead."""
+            """Have the context close with this node's grace, not with torchrun's 30 s."""
             close = context.close
             seen: list[bool] = []
 
@@ -118,7 +127,7 @@ def agent_class(
                     seen.append(True)
                     self._note_ended(context)
                 if self._end_workers(context, death_sig or signal.SIGTERM):
-                    close(death_sig, self._grace)  # Only the logs' files are left to close.
+                    close(death_sig, self._grace)  # Only the log files are left to close.
 
             context.close = close_with_grace
 
@@ -131,17 +140,18 @@ def agent_class(
             self._ending = {r: code for r, code in left.items() if code is not None and r not in self._ended}
 
         def _let_step_aside(self, handlers: Any) -> None:
-            """One worker has saved and left as it was asked; the others of this node may still be saving."""
+            """Wait for this node's other workers, which may still be saving."""
             deadline = time.monotonic() + shutdown.grace_seconds
             while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers.values()):
                 time.sleep(0.05)
             self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
 
         def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
-            """SIGTERM, the grace, SIGKILL, and the wait until workers and their children are gone: whether they are.
+            """End the workers. Return whether they and their children are gone.
 
-            No worker may begin while one of an earlier round, or a child of it, still holds its device. After SIGKILL
-            torch itself waits without end (2.6), or gives up after the grace (2.15), and it waits for no children.
+            They get SIGTERM, the grace, and SIGKILL. No worker may begin while one of an earlier
+            round, or its child, still holds the device. After SIGKILL torch itself waits without
+            end (2.6) or gives up after the grace (2.15), and it never waits for children.
             """
             handlers = list(context.subprocess_handlers.values())
             for handler in handlers:
@@ -167,7 +177,7 @@ def agent_class(
             super()._stop_workers(worker_group, *args, **kwargs)
 
         def _hurry(self, number: int) -> None:
-            """The grace of a planned restart is over: a peer that would have saved with these workers is gone."""
+            """End a planned restart's grace. A peer that would have saved too is gone."""
             if number == self._round and self._pcontext is not None:
                 _kill_sessions(self._pcontext, spare_trackers=True)
 
@@ -208,14 +218,14 @@ def agent_class(
             return RunResult(state=WorkerState.HEALTHY)
 
         def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
-            """Report the workers that were not ended by us because of their peers.
+            """Report the workers that this launcher did not end because of their peers.
 
-            One whose exception is in its error file may still wait for a thread of its own, or for a device. One that
-            has ended with 0 explains the errors of those that it has left.
+            A worker whose exception is in its error file may still wait for a thread of its own, or
+            for a device. One that has ended with 0 explains the errors of the peers that it left.
             """
             codes = {**self._ending, **self._ended}
             if not any(codes.values()) and len(codes) == len(ranks):
-                return  # All have finished, which the coordinator knows.
+                return  # All have finished, and the coordinator knows that.
             for local_rank, code in codes.items():
                 path = _error_files(context)[local_rank]
                 self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
@@ -256,26 +266,33 @@ def agent_class(
                 )
 
         def _exit_barrier(self) -> None:
-            """Replaced by the wait in `_monitor_workers`: a barrier in the store would not notice a lost peer."""
+            """Do nothing, since `_monitor_workers` waits.
+
+            A barrier would not notice a lost peer.
+            """
 
     return Agent
 
 
 def restarts_before(number: int) -> int:
-    """TORCHELASTIC_RESTART_COUNT of a round: the same on all nodes, from the round's number alone, since workers meet
-    in the store under it. Never 0 after a restart: scripts resume by that. It grows, by a thousand with each
-    coordinator that takes over: torchrun empties the folder of logs of a count that comes again.
+    """Return TORCHELASTIC_RESTART_COUNT of a round.
+
+    It follows from the round's number alone, so that it is equal on all nodes: workers meet in the
+    store under it. It is never 0 after a restart, because scripts resume by that. It always grows,
+    by a thousand with each coordinator that takes over, because torchrun empties the log folder of
+    a count that occurs again.
     """
     attempt, number_of_attempt = divmod(number, NUMBERS_PER_ATTEMPT)
     return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
 
 
 def _ask_to_end(handler: Any, number: signal.Signals) -> None:
-    """Signal a worker and its children, as torchrun does; Python that handles the signal gets it alone: without its
-    loaders' processes it cannot complete the step after which it saves. They are killed when it has ended. Any other
-    program that handles it, such as a shell with a trap, may wait for the training that it has started.
+    """Signal a worker and its children, as torchrun does, or the worker alone.
 
-    Raises ProcessLookupError: it has ended.
+    Python that handles the signal gets it alone. Without its loaders' processes it could not
+    complete the step after which it saves. They are killed when it has ended. Any other program
+    that handles the signal, such as a shell with a trap, may wait for the training that it started.
+    Raises ProcessLookupError if it has ended.
     """
     try:
         pid = handler.proc.pid
@@ -289,21 +306,22 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 
 
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
-    """Send SIGKILL to the processes that workers have left behind; returns those that have not ended yet.
+    """Send SIGKILL to leftover processes of workers. Return those that have not ended yet.
 
-    Every worker leads a session of its own. `spare_trackers`: leave out Python's resource trackers. They end when their
-    users have ended, and unlink the shared memory and the semaphores that killed processes leave in /dev/shm.
+    Every worker leads a session of its own. `spare_trackers`: leave out Python's resource trackers.
+    They end when their users have ended, and unlink the shared memory and the semaphores that
+    killed processes leave in /dev/shm.
     """
     left = set()
     for pid in _processes_of(set(context.pids().values())):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # Those of another user are left alone.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # Processes of other users are left alone.
             os.kill(pid, 0 if spare_trackers and _is_tracker(pid) else signal.SIGKILL)
             left.add(pid)
     return left
 
 
 def _processes_of(sessions: set[int]) -> list[int]:
-    """The processes of these sessions that still run, or still free what they hold."""
+    """Return the processes of these sessions that still run or still free what they hold."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # It has just ended.
@@ -321,29 +339,29 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _error_files(context: Any) -> dict[int, str]:
-    """By local rank."""
+    """Return the workers' error files by local rank."""
     files: dict[int, str] = getattr(context, "error_files", {})
     return files
 
 
 def _ranks(worker_group: Any) -> dict[int, int]:
-    """Local rank -> global rank."""
+    """Return the global rank of each local rank."""
     return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
 
 def _running(handlers: list[Any]) -> set[int]:
-    """The workers that have not ended yet."""
+    """Return the pids of the workers that have not ended yet."""
     return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
 
 
 def _wait(handlers: list[Any], until: float) -> None:
-    """Wait until all workers have ended, or until this moment (monotonic seconds)."""
+    """Wait until all workers have ended, or until `until` (monotonic seconds)."""
     while time.monotonic() < until and _running(handlers):
         time.sleep(POLL_SECONDS)
 
 
 def rendezvous_parameters(config: Any) -> Any:
-    """As torchrun would build them from its arguments."""
+    """Return the parameters as torchrun would build them from its arguments."""
     return RendezvousParameters(
         config.rdzv_backend,
         config.rdzv_endpoint,
@@ -365,8 +383,9 @@ def send_failure(
     error_file: str,
     kernel_killed: bool,
 ) -> None:
-    """Report a worker that ended by itself, with the content of its error file. `kernel_killed`: it, or another process
-    of this container, was killed for memory.
+    """Report a worker that ended by itself, with the content of its error file.
+
+    `kernel_killed`: this worker, or a different process of the container, was killed for memory.
     """
     error = read_error_file(error_file)
     message = error.message
@@ -390,9 +409,9 @@ def send_failure(
 
 
 def tolerate_error_files() -> None:
-    """Have torch take an error file that it cannot read for none: it would end the launcher with the worker.
+    """Have torch ignore an error file that it cannot read, which would end the launcher otherwise.
 
-    A full disk leaves an empty one, a kill a half.
+    A full disk leaves an empty file, and a kill leaves half of one.
     """
     read: Any = errors.ProcessFailure.__post_init__
 
@@ -402,13 +421,13 @@ def tolerate_error_files() -> None:
         except Exception:
             path, failure.error_file = failure.error_file, ""
             read(failure)
-            failure.error_file = path  # For `read_error_file`, which says what is wrong with it.
+            failure.error_file = path  # For `read_error_file`, which reports what is wrong with it.
 
     errors.ProcessFailure.__post_init__ = read_or_leave
 
 
 def signal_name(code: int) -> str | None:
-    """Name of the signal that ended a process; None if none did."""
+    """Return the name of the signal that ended a process; None if none did."""
     if code >= 0:
         return None
     try:
@@ -419,8 +438,10 @@ def signal_name(code: int) -> str | None:
 
 @dataclass(frozen=True)
 class ErrorFile:
-    """What a worker wrote about its end. `init`: it had not begun to train, and a retry would not help. `exit_code`: of
-    a program that is over with this error; None: it may have caught it.
+    """What a worker wrote about its end.
+
+    `init`: it had not begun to train, and a retry would not help. `exit_code`: that of a program
+    that ended with this error; None if it may have caught the error.
     """
 
     message: str = ""
@@ -431,7 +452,10 @@ class ErrorFile:
 
 
 def read_error_file(path: str) -> ErrorFile:
-    """torchrun's error file; the time is the file's, since the one inside has whole seconds only."""
+    """Read torchrun's error file.
+
+    The time is the file's own, since the one inside has only whole seconds.
+    """
     file = Path(path)
     if not file.is_file():
         return ErrorFile()

@@ -12,22 +12,22 @@ from types import ModuleType
 
 
 class InitFailure(Exception):
-    """The entry point cannot start, and a retry would not help. The message says what the user has to change."""
+    """The entry point cannot start, and a retry would not help. The message says what to change."""
 
 
 def check_script(script: str) -> None:
-    """`python SCRIPT` must have a file, or a folder or archive with a __main__.py."""
+    """Check that `python SCRIPT` has a file, or a folder or archive with a __main__.py."""
     path = Path(script)
     where = f"{script!r} (working directory {Path.cwd()})"
     unreadable = f"script {where} cannot be read by user {os.getuid()}: change its permissions, or those of its folders"
     try:
-        path.stat()  # Path.exists() raises or says no, by the version of Python, where a folder above is closed.
+        path.stat()  # If a folder above is closed, Path.exists() raises or returns False, by the version of Python.
         lacks_main = path.is_dir() and not (path / "__main__.py").is_file()
     except PermissionError:
         raise InitFailure(unreadable) from None
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise  # This node's trouble, or its volume's.
+            raise  # A problem of this node or its volume.
         raise InitFailure(
             f"script {where} does not exist: correct the path, or put the file into the image or a volume"
         ) from None
@@ -38,7 +38,7 @@ def check_script(script: str) -> None:
 
 
 def check_command(command: str) -> None:
-    """With --no-python: a program on PATH or a path to one."""
+    """Check that the command is a program on PATH, or a path to one (--no-python)."""
     if shutil.which(command) is None:
         raise InitFailure(
             "command {!r} is not an executable file and not on PATH ({})".format(command, os.environ.get("PATH", ""))
@@ -46,7 +46,10 @@ def check_command(command: str) -> None:
 
 
 def check_module(name: str) -> None:
-    """`python -m NAME` must have a module, or a package with a __main__ module. Parent packages are not imported."""
+    """Check that `python -m NAME` has a module, or a package with a __main__ module.
+
+    Parent packages are not imported.
+    """
     cwd = str(Path.cwd())
     if cwd not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, cwd)
@@ -64,9 +67,9 @@ def check_module(name: str) -> None:
 
 
 def _missing_part(name: str, placeholders: list[str]) -> str:
-    """What is wrong with a dotted name; empty if nothing is.
+    """Return what is wrong with a dotted name; empty if nothing is.
 
-    Parents get a placeholder module: the import machinery looks them up by name.
+    Parents get a placeholder module, because the import machinery looks them up by name.
     """
     path: list[str] | None = None
     parts = name.split(".")

@@ -1,4 +1,4 @@
-"""The launcher's connection to the coordinator: kept alive and renewed by threads, read by the agent."""
+"""The launcher's connection to the coordinator, which threads keep alive and renew."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""Between two looks whether the coordinator's name leads to a later one. One that the operator has given up, since its
-kubelet is dead or the API server does not reach its host, may still run and be heard."""
+"""How long to wait before checking again whether the coordinator's name leads to a later one. A
+coordinator that the operator has replaced, because its kubelet is dead or its host is
+unreachable, may still run and send."""
 FIRST_SECONDS = 60.0
-"""Without a coordinator for so long, it is tried less often."""
+"""After this long without a coordinator, attempts become rarer."""
 MAX_UNSENT = 1000
-"""Lines that wait for a connection: a node of many ranks reports each of them, and one may be the cause."""
+"""The most lines that wait for a connection. A node of many ranks reports each of them, and one
+may be the cause."""
 SHORT_MESSAGE = 300
-"""Characters of a failure's message that any link takes in one packet."""
+"""How many characters of a failure's message any link takes in one packet."""
 GOODBYE_SECONDS = 1.0
 
 
 class MemberClient:
     """The launcher's connection, which is renewed when it breaks.
 
-    `on_end(exit_code, kind, message)` is called on the client's thread when this process has to end: refused, stopped,
-    no coordinator.
+    `on_end(exit_code, kind, message)` is called on the client's thread when this process has to
+    end, because it was refused or stopped, or has no coordinator.
     """
 
     def __init__(
@@ -53,21 +55,25 @@ class MemberClient:
         self._token = token
         self._mode, self._join_seconds, self._reconnect_seconds = mode, join_seconds, protocol.RECONNECT_SECONDS
         self._idle_since: float | None = time.monotonic()
-        """Since when it needs a coordinator to continue (monotonic seconds); None while its workers run."""
+        """Since when it has needed a coordinator (monotonic seconds); None while its workers
+        run."""
         self._place, self._outdated = (-1, -1), False
-        """Generation and attempt of the latest coordinator that it knows: it goes back to no earlier one."""
+        """Generation and attempt of the latest coordinator that it knows. It never returns to an
+        earlier one."""
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
         self._notes: dict[str, str] = {}
-        """The last note of each kind. They are part of a hello: a later coordinator knows none, a link may lose one."""
+        """The last note of each kind. Every hello contains them, because a later coordinator
+        does not know them and a link may lose one."""
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
-        """This node's failures of the present round that a coordinator, by its place, was sent."""
+        """This node's failures in the current round, with the place of the coordinator that they
+        were sent to."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
-        self._refusal = ""  # why the present connection's coordinator is not this pod's
+        self._refusal = ""  # why the connected coordinator is not this pod's
         self._position: dict[str, Any] = {}  # round, rank, world and state, from the first round on
-        self._ready: dict[str, Any] | None = None  # the last one sent, until a round comes of it
+        self._ready: dict[str, Any] | None = None  # the last `ready` that was sent, until its round begins
         self._go: dict[str, Any] | None = None
         self.changed = threading.Condition()
         self.welcomed = False
@@ -76,24 +82,25 @@ class MemberClient:
         self.why = ""
         self.on_hurry: Callable[[int], None] = lambda number: (
             None
-        )  # a planned restart has lost a member: nobody can save any more
+        )  # a planned restart has lost a member, so nobody can save
         self.on_dump: Callable[[int], None] = lambda number: None
         self.on_record: Callable[[dict[str, Any]], None] = lambda line: None
 
     def start(self) -> None:
-        """Begin to connect; returns at once."""
+        """Begin to connect, and return at once."""
         with contextlib.suppress(OSError):
-            # glibc reads the environment at the first look-up: a thread would crash if a variable is set meanwhile.
+            # glibc reads the environment at the first look-up. In a thread it could crash if a
+            # variable is set then.
             socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
-        if self._mode == Mode.FAST:  # In Standard each generation has a name of its own.
+        if self._mode == Mode.FAST:  # In Standard each generation has its own name.
             threading.Thread(target=self._guard, args=(self._look,), name="ddpjob-lookup", daemon=True).start()
 
     # ---- for the agent
 
     def wait_welcome(self, seconds: float | None = None) -> bool:
-        """Wait until the coordinator has let this node in, or says that there is nothing left to do."""
+        """Wait until the coordinator has admitted this node or says that nothing is left to do."""
         with self.changed:
             return self.changed.wait_for(lambda: self.welcomed or self.done, seconds)
 
@@ -102,16 +109,19 @@ class MemberClient:
         return number is not None and self._restart_round >= number
 
     def is_planned(self, number: int | None) -> bool:
-        """Whether round `number` ends because of a change, not of a loss: workers can still agree and save."""
+        """Whether round `number` ends without a loss, so that workers can still agree and save."""
         return self.must_restart(number) and self._planned
 
     def ran_out_of_memory(self, why: str) -> None:
-        """Report that this node's workers have ended because the kernel has killed their parent."""
+        """Report that this node's workers ended because the kernel killed their parent."""
         if self._position:
             self.send(FromMember.FAILURE, round=self._position["round"], message=why, oom=True)
 
     def wait_verdict(self, number: int) -> bool:
-        """After `finished`: True when every node has finished, False when the round must be run again."""
+        """Report `finished` and wait.
+
+        Return True when every node has finished, False if the round must be run again.
+        """
         with self.changed:
             self._position["state"] = MemberState.FINISHED
             self._idle_since = time.monotonic()
@@ -121,10 +131,11 @@ class MemberClient:
             return self.done
 
     def wait_go(self, host: str, port: int, check: int = 0) -> dict[str, Any] | None:
-        """This node has no workers and can begin a round. Returns the coordinator's `go`; None: nothing is left to do.
+        """Report that this node can begin a round, and return the coordinator's `go`.
 
-        `port`: of the store that this node would host as rank 0; 0 where it would not. `check`: seconds for which the
-        round may check its links first; 0: this node asks for no check.
+        Returns None if nothing is left to do. `port`: that of the store that this node would host
+        as rank 0; 0 if it would not. `check`: for how many seconds the round may check its links
+        first; 0: this node asks for no check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
@@ -139,18 +150,21 @@ class MemberClient:
             return self._go
 
     def joined(self, number: int) -> None:
-        """The workers of round `number` are started."""
+        """Report that the workers of round `number` are started."""
         self.send(FromMember.JOINED, round=number)
 
     def note(self, kind: str, why: str) -> None:
-        """Have the operator know something about this pod until the next note of its kind; empty: no longer."""
+        """Give the operator a note about this pod.
+
+        It replaces the last one of its kind; an empty one removes it.
+        """
         why = protocol.clip(why, protocol.MAX_NOTE)
         with self._lock:
             self._notes[kind] = why
         self.send(FromMember.NOTE, kind=kind, why=why)
 
     def send_now(self, verb: str, **fields: Any) -> None:
-        """Send if there is a connection; what is sent again after a welcome need not be kept."""
+        """Send if there is a connection. For lines that are sent again after a welcome anyway."""
         with self._lock:
             if self._socket is not None and self.welcomed:
                 self._write(protocol.encode(verb, **fields))
@@ -166,20 +180,25 @@ class MemberClient:
             del self._unsent[:-MAX_UNSENT]
 
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
-        """A link that is cut takes lines that never arrive. Without a failure's, the errors of its peers are blamed."""
+        """Keep a failure that was sent, since a broken link accepts lines that never arrive.
+
+        Without this report, the errors of its peers would be blamed.
+        """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
             del self._failures[:-MAX_UNSENT]
 
     def _write_kept(self, verb: str, fields: dict[str, Any]) -> bool:
         if "sent" in fields:
-            fields["sent"] = time.time()  # The coordinator reads from it how long ago the failure was.
+            fields["sent"] = time.time()  # The coordinator computes the failure's age from it.
         return self._write(protocol.encode(verb, **fields))
 
     def _write_all_kept(self) -> None:
-        """What waits for a connection, and the failures that this coordinator may have missed: it knows them again.
-        Another one may find in them a break that the operator has counted. Once, and then without what is long, since
-        a link may lose large packets alone.
+        """Send the waiting lines, and again the failures that this coordinator may have missed.
+
+        It recognizes failures that it knows. A different coordinator does not get them, because it
+        could find in them a break that the operator has already counted. They are sent again in
+        full once, and once more without their long parts, since a link may lose only large packets.
         """
         failures, self._failures = self._failures, []
         for place, fields in failures:
@@ -201,10 +220,14 @@ class MemberClient:
             self._socket.sendall(data)
             return True
         except OSError:
-            return False  # the reader sees the end of this connection and makes a new one
+            return False  # the reader notices the end of this connection and opens a new one
 
     def close(self) -> None:
-        """Close in order: an exit with unread data in the socket resets the connection and may lose the last line."""
+        """Close the connection in order.
+
+        An exit with unread data in the socket would reset the connection and might lose the last
+        line.
+        """
         self._closing = True
         with self._lock:
             stream = self._socket
@@ -219,7 +242,10 @@ class MemberClient:
     # ---- threads
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """A launcher that nobody can reach any more would train, or wait, for ever."""
+        """Run a thread's work, and end the launcher if that fails.
+
+        Otherwise an unreachable launcher would train or wait forever.
+        """
         try:
             work()
         except Exception as error:
@@ -229,7 +255,7 @@ class MemberClient:
     def _keep(self) -> None:
         missed_since, known = time.monotonic(), False
         pause, why = 0.05, "no attempt yet"
-        chance = random.Random()  # Members that lose one coordinator at one moment do not return at one moment.
+        chance = random.Random()  # Spreads the return of members that lost a coordinator together.
         while not self._gives_up(missed_since, known):
             try:
                 stream = self._connect()
@@ -239,7 +265,7 @@ class MemberClient:
                 over, why, welcomed = self._read(stream)
                 if over or self._closing:
                     return
-                if welcomed:  # a stranger's coordinator, or one that lets nobody in, must not be tried for ever
+                if welcomed:  # a stranger's coordinator, or one that admits nobody, must not be tried forever
                     missed_since, known, pause = time.monotonic(), True, 0.05
             time.sleep(pause * chance.uniform(0.5, 1.5))
             pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
@@ -248,14 +274,14 @@ class MemberClient:
         )
 
     def _gives_up(self, missed_since: float, known: bool) -> bool:
-        """Whether no coordinator is waited for any longer. `known`: there was one."""
+        """Whether to stop waiting for a coordinator. `known`: there was one before."""
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
         idle_since = self._idle_since
         return idle_since is not None and time.monotonic() >= max(missed_since, idle_since) + self._join_seconds
 
     def _connect(self) -> socket.socket:
-        """A connection to a coordinator of this job, the first one at its addresses. Raises OSError."""
+        """Connect to the first coordinator of this job at its addresses. Raises OSError."""
         problem = OSError(f"no address of {self._address[0]}")
         for host in self._resolve():
             try:
@@ -303,10 +329,11 @@ class MemberClient:
         self._place = place
 
     def _challenge(self, stream: socket.socket) -> tuple[tuple[str, str], tuple[int, int]]:
-        """Have the coordinator prove that it knows the job's token; returns both nonces, its generation and attempt.
+        """Have the coordinator prove that it knows the job's token.
 
-        For now the name, or the address, may be another job's, or that of this job with an older key. The proof holds
-        for its generation and attempt too, because a relay could claim any place otherwise. Raises OSError.
+        Returns both nonces, and (generation, attempt). The name or the address may currently belong
+        to a different job, or to this job with an older token. The proof covers generation and
+        attempt too, because otherwise a relay could claim any place. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         stream.sendall(protocol.encode(FromMember.CHALLENGE, nonce=nonce))
@@ -331,8 +358,8 @@ class MemberClient:
         return nonces, (generation, attempt)
 
     def _look(self) -> None:
-        """Look again and again whether the name leads to a later coordinator than the one that is connected."""
-        chance = random.Random()  # The process's own sequence may be somebody's, who counts on it.
+        """Check regularly whether the name leads to a later coordinator than the connected one."""
+        chance = random.Random()  # A script may rely on the sequence of the global generator.
         while not self._closing:
             time.sleep(LOOKUP_SECONDS * chance.uniform(0.75, 1.25))
             with self._lock:
@@ -353,13 +380,16 @@ class MemberClient:
                 continue  # nobody of this job
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                return  # its other addresses are no second time
+                return  # its other addresses do not count as a second time
             if place > self._place:
                 self._move(stream, place)
                 return
 
     def _leave_generation(self, found: int) -> None:
-        """End when another generation is found for the second time: by then a kubelet that lives has asked for it."""
+        """End when a later generation is found for the second time.
+
+        By then a kubelet that is alive would have asked this pod to end.
+        """
         if self._outdated:
             expected = self._identity["generation"]
             text = f"this pod belongs to generation {expected}, and the group continues as generation {found}"
@@ -367,7 +397,7 @@ class MemberClient:
         self._outdated = True
 
     def _move(self, stream: socket.socket, place: tuple[int, int]) -> None:
-        """Leave the present coordinator, which exits so that the other members do the same."""
+        """Leave the current coordinator, which then exits so that the other members leave too."""
         log("the coordinator of generation {}, attempt {}, has taken over: connects to it".format(*place))
         self._place = place
         self.send_now(FromMember.REPLACED, generation=place[0], attempt=place[1])
@@ -375,7 +405,11 @@ class MemberClient:
             stream.shutdown(socket.SHUT_RDWR)
 
     def _read(self, stream: socket.socket) -> tuple[bool, str, bool]:
-        """Take in lines until the connection ends: whether nothing is left to hear, why, whether it was welcomed."""
+        """Handle lines until the connection ends.
+
+        Returns (whether nothing is left to receive, why it ended, whether this node was
+        welcomed).
+        """
         why, self._refusal = "it closed the connection", ""
         try:
             with stream.makefile("rb") as lines:
@@ -452,7 +486,7 @@ class MemberClient:
         found = message.get("generation")
         if expected is not None and found != expected:
             text = f"this pod belongs to generation {expected}, the coordinator to {found}"
-            if isinstance(found, int) and found < expected:  # it is about to end: another takes over its name
+            if isinstance(found, int) and found < expected:  # it is about to end, and its name to be taken over
                 self._refusal = text
                 return False
             self._on_end(protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", text)
@@ -460,7 +494,8 @@ class MemberClient:
         with self._lock:
             self.welcomed = True
             self._write_all_kept()
-            # Read here: `wait_go` sets it first, and sends only what it finds welcomed.
+            # Read it only now: `wait_go` sets it first, and sends only if it finds this node
+            # welcomed.
             ready = self._ready
             if ready is not None:
                 self._write(protocol.encode(FromMember.READY, **ready))

@@ -1,8 +1,9 @@
-"""The launcher's part of `spec.preflight`: starts checks, waits for them, and finds the node that is at fault.
+"""The launcher's part of `spec.preflight`: runs the checks and finds the faulty node.
 
-A new pod checks its own node before it is ready. With scope Group the first round of a new pod begins with a check of
-the links: all nodes sum up together, and only if that fails, pairs of neighbours in a ring. Results meet in the store
-of the round; rank 0 judges, and all obey its verdict.
+A new pod checks its own node before it is ready. With scope Group, the first round of a new pod
+begins with a check of the links. All nodes make an all-reduce together, and only if that fails,
+pairs of neighbours in a ring do. The results meet in the round's store; rank 0 judges, and all
+nodes obey its verdict.
 """
 
 from __future__ import annotations
@@ -28,24 +29,26 @@ from ddpjob_runtime.store import serve
 
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
-"""At most, each with its time: the group, each node alone, and three of pairs."""
+"""The most stages, each of which has its own time: the group, each node alone, and three of
+pairs."""
 MARGIN_SECONDS = 15.0
-"""Beyond the time of a check: for the address to meet at, once more for the results, and twice for the verdict."""
+"""How much longer than the check a stage may take: once for the address to meet at, once for the
+results, and twice for the verdict."""
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 
 Cancelled = Callable[[], bool]
 Group = tuple[int, ...]
-"""Ranks of nodes."""
+"""The ranks of nodes that check together."""
 
 
 class Abandoned(Exception):
-    """The round is over before its check was."""
+    """The round ended before its check."""
 
 
 @dataclass(frozen=True)
 class PreflightSettings:
-    """DDPJOB_PREFLIGHT. `least`: of 10^6 bytes a second, 0: any will do."""
+    """DDPJOB_PREFLIGHT. `least`: the least rate in 10^6 bytes a second; 0 accepts any."""
 
     group: bool
     seconds: float
@@ -57,7 +60,7 @@ class PreflightSettings:
 
     @classmethod
     def read(cls) -> PreflightSettings | None:
-        """None: the job has no preflight. Raises InitFailure."""
+        """Read the settings; None if the job has no preflight. Raises InitFailure."""
         text = JobEnvironment.read().preflight
         if not text:
             return None
@@ -80,7 +83,10 @@ class HardwareCheck:
         self._output, self._ended = b"", False
 
     def wait(self, until: float, cancelled: Cancelled) -> dict[str, Any]:
-        """Its result by then (monotonic seconds), else the part that it did not come out of. Raises Abandoned."""
+        """Return its result, or after `until` (monotonic seconds) the part that hangs.
+
+        Raises Abandoned.
+        """
         assert self._process.stdout is not None
         try:
             while not self._ended and time.monotonic() < until:
@@ -97,7 +103,7 @@ class HardwareCheck:
     def _result(self) -> dict[str, Any]:
         step = "its start"
         for line in self._output.splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # The image may print, too.
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # The image may print too.
                 said = json.loads(line)
                 if "problem" in said:
                     return dict(said)
@@ -107,10 +113,10 @@ class HardwareCheck:
         return {"problem": f"the check ended with exit code {self._process.returncode} in: {step}"}
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """Kill it, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # A driver may hold it: then it is left behind.
+        with contextlib.suppress(subprocess.TimeoutExpired):  # If a driver holds it, leave it behind.
             self._process.wait(1)
 
 
@@ -124,20 +130,23 @@ class NodePreflight:
 
     @property
     def wanted_seconds(self) -> int:
-        """How much longer than others this node's next round takes to begin, at most; 0: it needs no check."""
+        """How many more seconds this node's next round may take to begin; 0: it needs no check."""
         if not self.settings.group or self.passed_group:
             return 0
         return int(STAGES * (self.settings.seconds + 4 * MARGIN_SECONDS))
 
     def begin(self) -> None:
-        """Start the check of this node; returns at once."""
+        """Start the check of this node, and return at once."""
         known = self.settings
         what = {"what": "node", "folder": known.folder, "pod": JobEnvironment.read().pod}
         self._checks = [HardwareCheck({**what, "gpus": known.gpus, "resource": known.resource})]
         self._until = time.monotonic() + known.seconds
 
     def node_problem(self, cancelled: Cancelled) -> str:
-        """What is wrong with this node; empty: nothing. Blocks until the check is over. Raises Abandoned."""
+        """Wait for the check; return what is wrong with this node, empty if nothing.
+
+        Raises Abandoned.
+        """
         began = self._until - self.settings.seconds
         problem = str(self._checks[0].wait(self._until, cancelled)["problem"])
         took = time.monotonic() - began
@@ -145,12 +154,14 @@ class NodePreflight:
         return problem
 
     def kill(self) -> None:
-        """End what runs."""
+        """Kill the running checks."""
         for check in self._checks:
             check.kill()
 
     def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> LinkVerdict:
-        """The verdict on the links of a round, the same on every node. `host`: this node's address.
+        """Return the verdict on the links of a round, the same on every node.
+
+        `host`: this node's address.
 
         Raises Abandoned, and torch's errors of the store.
         """
@@ -174,7 +185,7 @@ class NodePreflight:
         raise AssertionError("the last stage has a verdict")
 
     def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> NodeResult:
-        """This node's part of one all-reduce among the nodes of `group`."""
+        """Run this node's part of one all-reduce among the nodes of `group`."""
         known, place, key = self.settings, group.index(rank), f"{stage}/{group[0]}/store"
         pod = JobEnvironment.read().pod
         on = os.environ.get("NODE_NAME", "")
@@ -204,7 +215,10 @@ class NodePreflight:
         return NodeResult(pod, on, problem, min(rates, default=0.0), str(found[0].get("transport", "")))
 
     def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
-        """Keep the store of a group until the others of it are done: to lose it looks like a broken link."""
+        """Keep a group's store until its other nodes are done.
+
+        Losing it would look like a broken link.
+        """
         until = time.monotonic() + MARGIN_SECONDS
         while time.monotonic() < until and not store.check([f"{stage}/{other}" for other in group[1:]]):
             if cancelled():
@@ -218,7 +232,10 @@ def _collect(store: Any, stage: str, rank: int, until: float, cancelled: Cancell
 
 
 def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
-    """The value of a key; empty: it is not written by then (monotonic seconds). Raises Abandoned."""
+    """Return the value of a key; empty if it is missing at `until` (monotonic).
+
+    Raises Abandoned.
+    """
     pause = 0.01
     while not store.check([key]):
         if cancelled():
@@ -235,7 +252,7 @@ def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
 
 @dataclass(frozen=True)
 class NodeResult:
-    """What a node found in one stage. `rate`: in 10^6 bytes a second, 0: not measured."""
+    """A node's result in one stage. `rate`: in 10^6 bytes a second; 0: not measured."""
 
     pod: str = ""
     node: str = ""
@@ -248,7 +265,7 @@ class NodeResult:
         return f"pod {self.pod}" + (f" on Kubernetes node {self.node}" if self.node else "")
 
     def fault(self, least: float) -> str:
-        """Why it is not good enough; empty: it is."""
+        """Return why it is not good enough; empty if it is."""
         if self.problem:
             return self.problem
         return f"{self.rate:.0f} MB/s, less than {least:.0f}" if self.rate and self.rate < least else ""
@@ -256,9 +273,11 @@ class NodeResult:
 
 @dataclass(frozen=True)
 class LinkVerdict:
-    """`culprits`: by rank, why it may not train. `failed`: empty: all may train, and `passed` says over what.
+    """The outcome of a check of the links.
 
-    `ends`: the rank that ends with an ordinary failure where no culprit is known.
+    `culprits`: by rank, why a node may not train. `failed`: why the check failed; empty if all may
+    train, and then `passed` describes the group. `ends`: the rank that ends with an ordinary
+    failure if no culprit is known.
     """
 
     passed: str = ""
@@ -267,17 +286,20 @@ class LinkVerdict:
     ends: int | None = None
 
     def write(self) -> dict[str, Any]:
-        """As JSON, whose keys are text."""
+        """Return it as JSON, whose keys are strings."""
         return {**asdict(self), "culprits": {str(rank): why for rank, why in self.culprits.items()}}
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> LinkVerdict:
-        """The inverse of `write`."""
+        """Read what `write` returned."""
         return cls(**{**body, "culprits": {int(rank): why for rank, why in body["culprits"].items()}})
 
 
 def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
-    """The stages in their order, by name, each with its groups of nodes: no node is in two of them."""
+    """Yield the stages in order, as (name, groups of nodes).
+
+    No node is in two groups of a stage.
+    """
     yield "group", [tuple(range(world))]
     if procs > 1 and world > 1:
         yield "alone", [(rank,) for rank in range(world)]
@@ -291,10 +313,11 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
 
 
 def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
-    """The verdict after these stages; None: the next one is needed.
+    """Return the verdict after these stages, or None if the next one is needed.
 
-    A culprit fails alone, or with both of its neighbours in the ring while others do not. Of nodes in a row the fewest
-    that explain it are named: the next check looks at the others again.
+    A culprit fails alone, or with both of its neighbours in the ring while others do not. Of nodes
+    in a row only as many are named as explain the failures; the next check looks at the others
+    again.
     """
     group = results["group"]
     faults = {rank: fault for rank, result in group.items() if (fault := result.fault(least))}
@@ -335,7 +358,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Every second node along a row of broken links, beginning with the first that has one on both sides."""
+    """Return every second node of a row of broken links, from the first with one on both sides."""
     culprits: dict[int, str] = {}
     start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))
     for step in range(world):
@@ -349,7 +372,7 @@ def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group,
 
 
 def _broken(broken: Mapping[Group, str], world: int, rank: int) -> str:
-    """Why the link from a node to the next in the ring is broken; empty: it is not."""
+    """Return why the link from a node to the next in the ring is broken; empty if it is not."""
     a, b = rank % world, (rank + 1) % world
     return broken.get((a, b), "")
 

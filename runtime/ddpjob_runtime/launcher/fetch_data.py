@@ -1,11 +1,12 @@
-"""Fetches spec.storage.data.url before the workers start: once per folder, checked, continued where it was cut off.
+"""Fetches spec.storage.data.url before workers start: once per folder, verified, and resumable.
 
-    NAME                      an object, whole: renamed to this name when size and checksum, where there is one, match
-    .ddpjob-fetched.jsonl     a line for each object that is there: name, ETag, size, time of the file
+    NAME                      a whole object, renamed to this name once size and checksum (if any) match
+    .ddpjob-fetched.jsonl     a line for each fetched object: name, ETag, size, time of the file
     .ddpjob-part-HASH         an object that is being fetched
-    .ddpjob-lock              held by the one that fetches; the kernel releases it when that ends, however it ends
+    .ddpjob-lock              held by the pod that fetches; the kernel releases it whenever that ends
 
-All pods that mount the folder meet at the lock: the first one fetches, the others find everything there.
+All pods that mount the folder meet at the lock. The first one fetches, and the others find
+everything there.
 """
 
 from __future__ import annotations
@@ -44,16 +45,17 @@ from ddpjob_runtime.launcher.s3_reader import (
 from ddpjob_runtime.launcher.shutdown import log
 
 THREADS = 8
-"""Objects at a time, each with a connection and at most two pieces in memory."""
+"""How many objects are fetched at a time, each over its own connection with at most two pieces
+in memory."""
 OWN = ".ddpjob-"
 LONGEST_PAUSE = 60.0
 LOG_SECONDS = 30.0
 FIRST_NEWS_SECONDS = 3.0
-"""What is over sooner is not worth a word to the coordinator."""
+"""How long a fetch must take before it is reported to the coordinator."""
 WRONG_TRIES = 3
-"""Downloads of one object whose checksum differs."""
+"""How often an object is fetched if its checksum differs."""
 LISTINGS = 5
-"""In one start, of a bucket that changes while it is read."""
+"""How often one start lists a bucket that changes while it is read."""
 _RECORD, _PART, _LOCK = OWN + "fetched.jsonl", OWN + "part-", OWN + "lock"
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -64,16 +66,16 @@ _Found = TypeVar("_Found")
 
 
 class Unfit(Exception):
-    """This node's disk cannot hold the data; another one's may."""
+    """This node's disk cannot hold the data, but that of a different node may."""
 
 
 class FetchAbandoned(Exception):
-    """Nobody waits for the data any more."""
+    """The data is no longer needed."""
 
 
 @dataclass(frozen=True)
 class FetchSettings:
-    """What to fetch, and where to."""
+    """What to fetch, and into which folder."""
 
     place: BucketPlace
     credentials: Credentials
@@ -81,9 +83,9 @@ class FetchSettings:
 
     @classmethod
     def take(cls) -> FetchSettings | None:
-        """From the variables DDPJOB_DATA_*; keys are removed there: no worker gets them. None: nothing is fetched.
+        """Read the variables DDPJOB_DATA_*, and remove the keys so that no worker gets them.
 
-        Raises Refused.
+        Returns None if there is nothing to fetch. Raises Refused.
         """
         job, known = JobEnvironment.read(), os.environ.get
         keys = {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_DATA_{name}", ""))}
@@ -95,7 +97,10 @@ class FetchSettings:
 
 
 class Fetch:
-    """One start's fetch. `report(text)`: for the job's status, now and then; empty: it is over."""
+    """One start's fetch.
+
+    `report(text)` is called now and then for the job's status; empty when it is over.
+    """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
         self._settings, self._cancelled, self._report = settings, cancelled, report
@@ -108,7 +113,10 @@ class Fetch:
         self._reported = ""
 
     def run(self) -> None:
-        """Returns when the folder holds what the bucket does. Raises Refused, Unfit, Abandoned, OSError."""
+        """Fetch until the folder has every object of the bucket.
+
+        Raises Refused, Unfit, Abandoned, OSError.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._alone():
@@ -129,7 +137,10 @@ class Fetch:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """No clock decides who holds it, and a killed holder's is free at once."""
+        """Hold the folder's lock.
+
+        It depends on no clock, and the kernel frees that of a killed holder.
+        """
         with (self._folder / _LOCK).open("a") as file:
             self._began, waited = time.monotonic(), False
             while True:
@@ -181,7 +192,7 @@ class Fetch:
     # --- what is there
 
     def _read_record(self) -> dict[str, list[Any]]:
-        """name -> [name, ETag, size, nanoseconds]; lines that are cut or foreign are left out."""
+        """Return {name: [name, ETag, size, nanoseconds]} without lines that are malformed."""
         found: dict[str, list[Any]] = {}
         with contextlib.suppress(FileNotFoundError), (self._folder / _RECORD).open("rb") as file:
             while line := file.readline(16384):
@@ -213,17 +224,20 @@ class Fetch:
         return [found.st_size, found.st_mtime_ns] == [remote.size, entry[3]]
 
     def _forget(self, known: Iterable[str], wanted: set[str]) -> None:
-        """Remove what was fetched and the bucket has no longer; nothing that was not fetched is touched."""
+        """Remove fetched files that the bucket no longer has. Other files are left alone."""
         for name in known:
             if name in wanted:
                 continue
-            with contextlib.suppress(OSError, ValueError):  # A name that is no text names no file.
+            with contextlib.suppress(OSError, ValueError):  # Such a name cannot be a file's.
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
-                    folder.rmdir()  # Fails, and ends here, where something is left in it.
+                    folder.rmdir()  # Fails, and ends here, if something is left in it.
 
     def _part(self, remote: Remote) -> Path:
-        """Of this object, this version and this boot: what a power cut has left of a file is not trusted."""
+        """Return the path of the partial download of this version of an object.
+
+        It names this boot as well, so that a file cut by a power failure is never resumed.
+        """
         text = f"{remote.name}\0{remote.etag}\0{_boot()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
 
@@ -292,12 +306,15 @@ class Fetch:
         raise BucketRefusal(f"{self._url}/{remote.name}: {problem}, {WRONG_TRIES} times: the object is damaged there")
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
-        """Complete the part. Returns what is wrong with it, empty: nothing. Raises Away, Changed, Refused, OSError."""
+        """Complete the part. Returns what is wrong with it, empty if nothing.
+
+        Raises Away, Changed, Refused, OSError.
+        """
         sums, counted = Sums(remote), 0
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
             try:
                 if os.fstat(file.fileno()).st_size > remote.size:
-                    file.truncate(0)  # Nobody of ours wrote that.
+                    file.truncate(0)  # The runtime did not write that.
                 while piece := file.read(PIECE):
                     sums.update(piece)
                     counted = self._count(counted, piece)
@@ -305,7 +322,7 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        self._problem = ""  # Not only once the object is there, which may take hours.
+                        self._problem = ""  # Already now, because the object may take hours.
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
                             reader.close()
@@ -339,7 +356,7 @@ class Fetch:
             self._problem = ""
 
     def _count(self, before: int, piece: bytes) -> int:
-        """The bytes of an object with these."""
+        """Count a piece, and return how many bytes of the object there are with it."""
         with self._lock:
             self._done += len(piece)
         return before + len(piece)
@@ -347,7 +364,10 @@ class Fetch:
     # --- patience
 
     def _patiently(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
-        """The result of `act`, tried for as long as the bucket is away. Raises Refused, Changed, Abandoned, OSError."""
+        """Return the result of `act`, retried while the bucket is unreachable.
+
+        Raises Refused, Changed, Abandoned, OSError.
+        """
         failures = 0
         while True:
             try:
@@ -357,14 +377,14 @@ class Fetch:
                 pause = min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1))
                 with self._lock:
                     known, self._problem = self._problem, str(error)
-                if not known or failures > 3:  # One of eight downloads says it.
+                if not known or failures > 3:  # Only one of eight downloads logs it.
                     log(f"data: {error}; tries again in {pause:.0f} s")
                 if not self._total:
                     self._say(f"waits for the bucket with the data: {error}")
             self._pause(pause, ended)
 
     def _pause(self, seconds: float, ended: Callable[[], bool]) -> None:
-        """Raises Abandoned."""
+        """Sleep, unless `ended()` becomes true. Raises Abandoned if it does."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if ended():
@@ -378,7 +398,10 @@ class Fetch:
         return f" ({self._problem})" if self._problem else ""
 
     def _say(self, text: str) -> None:
-        """Into the log twice a minute; to the coordinator when it is news: a twentieth more, or another problem."""
+        """Log `text` twice a minute.
+
+        Report it to the coordinator if 5 % more is done, or the problem differs.
+        """
         now = time.monotonic()
         if now - self._logged >= LOG_SECONDS:
             self._logged = now
@@ -390,7 +413,7 @@ class Fetch:
 
 
 class Sums:
-    """Checksums of one object: what the server says of it, against the bytes."""
+    """Compares the checksums that the server sends for one object with its bytes."""
 
     def __init__(self, remote: Remote) -> None:
         self._etag = remote.etag
@@ -399,20 +422,21 @@ class Sums:
         self._headers: Mapping[str, str] = {}
 
     def update(self, piece: bytes) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         if self._md5 is not None:
             self._md5.update(piece)
         self._sha256.update(piece)
         self._crc32 = zlib.crc32(piece, self._crc32)
 
     def expect(self, headers: Mapping[str, str]) -> None:
-        """What the server says, of the whole object."""
+        """Set the headers, whose checksums are those of the whole object."""
         self._headers = headers
 
     def problem(self) -> str:
-        """What differs; empty: nothing does.
+        """Return what differs; empty if nothing does.
 
-        The ETag is the MD5 of an object that was uploaded in one part, unless a key of the customer's encrypts it.
+        The ETag is the MD5 of an object that was uploaded in one part, unless a customer's key
+        encrypts it.
         """
         said = self._headers.get
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"
@@ -427,7 +451,7 @@ class Sums:
 
 
 def check_names(objects: list[Remote], url: str) -> None:
-    """Raises Refused where objects cannot be files below a folder, each with its own name."""
+    """Raise Refused unless each object can be a file of its own below a folder."""
     if not objects:
         raise BucketRefusal(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
     names = set[str]()
@@ -449,7 +473,7 @@ def check_names(objects: list[Remote], url: str) -> None:
 
 
 def why_not_a_file(name: str) -> str:
-    """Why an object's name cannot be a path below a folder; empty: it can."""
+    """Return why an object's name cannot be a path below a folder; empty if it can."""
     if re.search(r"[\x00-\x1f\x7f]", name):
         return "its name has a control character"
     if "\\" in name or re.match(r"[A-Za-z]:", name):
@@ -465,7 +489,7 @@ def why_not_a_file(name: str) -> str:
 
 
 def size_text(size: float) -> str:
-    """3.2 GiB."""
+    """Format a size, such as 3.2 GiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

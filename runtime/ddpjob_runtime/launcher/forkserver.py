@@ -64,22 +64,25 @@ from ddpjob_runtime.launcher.late_environment import hide_torch
 from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, log
 
 PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
-"""What every DDP script imports."""
+"""Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
-"""Without an order for so long, the fork server imports torch's compiler, which some scripts need: see late_dynamo.
-An order that comes meanwhile waits for it, and the losses of a job's first seconds are no rarity."""
+"""After this long without an order, the fork server imports torch's compiler, which some scripts
+need (see late_dynamo). An order that arrives meanwhile has to wait, and losses are not rare in a
+job's first seconds."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
-"""For the modules of DDPJOB_PRELOAD; cold workers import them in their own time."""
+"""How long the modules of DDPJOB_PRELOAD may take; cold workers import them in their own time."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
-"""What importing torch has put on sys.path: up to 2.8 a folder for generated modules."""
+"""What importing torch has put on sys.path; up to torch 2.8 that is a folder for generated
+modules."""
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""Open in a process that has initialized CUDA or ROCm. NVML, which only asks what there is, opens neither."""
+"""Files that are open in a process that has initialized CUDA or ROCm. NVML, which only lists the
+devices, opens neither."""
 
 
 def preload() -> None:
-    """Import what every worker needs. Raises ImportError, or whatever an image with a broken torch raises."""
+    """Import what every worker needs. Raises ImportError, or any error of a broken torch."""
     with _traces_removed():
         import_torchrun()
         for name in PRELOADED:
@@ -89,7 +92,7 @@ def preload() -> None:
 
 @contextlib.contextmanager
 def _traces_removed() -> Iterator[None]:
-    """Around imports of torch: takes back what they set in the environment, and notes what they add to sys.path."""
+    """Undo what imports of torch set in the environment, and record what they add to sys.path."""
     before, paths = dict(os.environ), list(sys.path)
     try:
         with late_dynamo.uncollected():
@@ -101,7 +104,10 @@ def _traces_removed() -> Iterator[None]:
 
 
 class ForkServerEnded(RuntimeError):
-    """The fork server has ended, and its workers with it. `out_of_memory`: the kernel has killed it for memory."""
+    """The fork server has ended, and its workers too.
+
+    `out_of_memory`: the kernel killed it for memory.
+    """
 
     def __init__(self, pid: int, out_of_memory: bool) -> None:
         why = f"was killed by the kernel: the container's memory limit ({oom.limit() or 'unknown'}) is used up"
@@ -110,7 +116,7 @@ class ForkServerEnded(RuntimeError):
 
 
 class ForkServer:
-    """The launcher's side. `more`: further modules to import, separated by commas."""
+    """The launcher's side. `more`: additional modules to import, separated by commas."""
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
@@ -125,14 +131,17 @@ class ForkServer:
         self._socket, self._buffer, self._lock = ours, b"", threading.RLock()
         self._number, self._oom_kills = 0, oom.oom_kills()
         self._started: dict[int, int | str] = {}
-        """By the order's number: the worker's pid, or why it could not be forked."""
+        """The worker's pid, or why it could not be forked, by the order's number."""
         self._ended: dict[int, int] = {}
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
             self._refusal = f"Python runs threads when it starts in this image ({threads}), and no fork survives that"
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
-        """Wait until it has imported everything: why it cannot fork workers, empty if it can."""
+        """Wait until it has imported everything.
+
+        Return why it cannot fork workers; empty if it can.
+        """
         deadline = time.monotonic() + seconds
         while not self._ready and not self._refusal:
             if not select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -147,7 +156,7 @@ class ForkServer:
         return self._refusal
 
     def close(self) -> None:
-        """End it."""
+        """End the fork server."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
@@ -156,9 +165,11 @@ class ForkServer:
     def spawn(
         self, words: Sequence[str], environment: Mapping[str, str], stdout: str | None, stderr: str | None
     ) -> Worker:
-        """Start a worker. `words`: arguments of worker.py; `stdout`, `stderr`: files, None for the launcher's own.
+        """Start a worker.
 
-        Raises OSError: it cannot be forked now.
+        `words`: arguments of worker.py; `stdout`, `stderr`: files, or None for the launcher's own.
+
+        Raises OSError if it cannot be forked now.
         """
         with self._lock:
             self._number += 1
@@ -179,13 +190,13 @@ class ForkServer:
             return Worker(self, pid, words)
 
     def refusal(self) -> str:
-        """Why it cannot fork workers any more, by what it has said so far; empty if it can."""
+        """Return why it can no longer fork workers, as reported so far; empty if it can."""
         with self._lock:
             self._hear(block=False)
             return self._refusal
 
     def exit_code(self, pid: int) -> int | None:
-        """As Popen.returncode: None while the worker runs."""
+        """Return the worker's exit code as Popen.returncode; None while it runs."""
         with self._lock:
             if pid not in self._ended:
                 self._hear(block=False)
@@ -202,7 +213,7 @@ class ForkServer:
             event = json.loads(line)
             if "number" in event:
                 self._started[event["number"]] = event.get("problem") or event["pid"]
-                self._ended.pop(event["pid"], None)  # The end of an earlier worker that had the same pid.
+                self._ended.pop(event["pid"], None)  # It would belong to an earlier worker with the same pid.
             elif "importing" in event:
                 self._importing = event["importing"]
             elif "ready" in event:
@@ -212,20 +223,20 @@ class ForkServer:
 
 
 class Worker:
-    """What torchrun uses of subprocess.Popen."""
+    """The part of subprocess.Popen that torchrun uses."""
 
     def __init__(self, fork_server: ForkServer, pid: int, args: Sequence[str]) -> None:
         self._server, self.pid, self.args = fork_server, pid, args
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code; None while it runs."""
         if self.returncode is None:
             self.returncode = self._server.exit_code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit code and return it. Raises subprocess.TimeoutExpired."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -235,15 +246,15 @@ class Worker:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """To the worker, if it still runs."""
+        """Send a signal to the worker, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Callable[[str], None]) -> Any:
-    """torchrun's SubprocessHandler, with forked workers where a worker is `entry` (worker.py) in this very Python.
+    """Return a SubprocessHandler that forks workers if they run `entry` (worker.py) in this Python.
 
-    `on_cold(why)` is called for each other one.
+    `on_cold(why)` is called for each worker that is started differently.
     """
 
     class WarmHandler(base):  # type: ignore[misc]
@@ -265,7 +276,7 @@ def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Calla
 
 
 def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
-    """Import, fork workers on demand, report their ends, end with the launcher."""
+    """Import modules, fork workers on demand, report their ends, and end with the launcher."""
     die_with_parent()
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the launcher decides
@@ -289,7 +300,7 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
         if orders.fileno() in ready:
             try:
                 data = orders.recv(65536)
-            except ConnectionError:  # The launcher has died, and had not read all that was sent to it.
+            except ConnectionError:  # The launcher has died with unread events.
                 data = b""
             if not data:
                 os._exit(0)  # the kernel ends the workers
@@ -306,7 +317,10 @@ def _send(orders: socket.socket, **event: Any) -> None:
 
 
 def _import(modules: list[str], orders: socket.socket) -> str:
-    """Import one after the other: why workers must not be forked from this process, empty if they can be."""
+    """Import the modules in order.
+
+    Return why workers must not be forked from this process; empty if they can be.
+    """
     if why := _unfit():
         return f"{why} when Python starts or torch is imported in this image, and no fork survives that"
     asked = os.environ.get(NVML_CHECK)
@@ -328,23 +342,29 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 
 
 def _import_compiler(orders: socket.socket) -> None:
-    """Import what was put off, while nobody waits for a worker; refuse to serve if no fork survives it."""
+    """Import the compiler while nobody waits for a worker.
+
+    Refuse to serve if no fork survives that.
+    """
     try:
         with _traces_removed():
             late_dynamo.load()
-    except BaseException as error:  # Scripts that need it fail with it, as they would otherwise.
+    except BaseException as error:  # Scripts that need it fail too, as they would anyway.
         log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
     gc.freeze()
     try:
         if why := _unfit():
             _send(orders, ready=f"{why} when torch._dynamo is imported in this image, and no fork survives that")
-    except OSError as error:  # The script's own processes are too many just now; workers that run must not end by it.
+    except OSError as error:  # The script has too many processes now, which must not end running workers.
         _send(orders, ready=f"it is not known whether a fork survives torch._dynamo: {error}")
 
 
 def _unfit() -> str:
-    """What this process has that a fork does not survive; empty if nothing. Raises OSError: nothing can be forked."""
-    child = os.fork()  # Libraries that can be forked with threads end theirs before: OpenBLAS does.
+    """Return what in this process does not survive a fork; empty if nothing.
+
+    Raises OSError if it cannot fork at all.
+    """
+    child = os.fork()  # Libraries that support forks end their threads first: OpenBLAS does.
     if child == 0:
         code = 2
         try:
@@ -367,7 +387,7 @@ def _open_devices() -> bool:
 
 
 def _threads() -> str:
-    """Which threads this process has beside the main one."""
+    """Return the names of the threads other than the main one; empty if there are none."""
     others = sum(1 for _ in Path("/proc/self/task").iterdir()) - 1
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return ", ".join(names) or (f"{others} of a library" if others else "")
@@ -390,7 +410,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
     try:
         reader, writer = opened = os.pipe()
         pid = os.fork()
-    except OSError as error:  # Too many processes: the launcher gives that as the reason of this node's end.
+    except OSError as error:  # Too many processes: the launcher reports that as the reason for this node's end.
         for end in opened:
             os.close(end)
         _send(orders, number=order["number"], pid=0, problem=str(error))
@@ -405,13 +425,16 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
             os.close(end)
         _become(order, parent)
     os.close(writer)
-    os.read(reader, 1)  # It has its session and heeds signals, or it has ended: the launcher may signal it from now on.
+    os.read(reader, 1)  # Now it has its session and heeds signals, or has ended, so the launcher may signal it.
     os.close(reader)
     _send(orders, number=order["number"], pid=pid)
 
 
 def _become(order: dict[str, Any], parent: int) -> NoReturn:
-    """Become the worker: as worker.py in a fresh interpreter would find it, with torch imported."""
+    """Become the worker.
+
+    All is as worker.py finds it in a fresh interpreter, but torch is imported.
+    """
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -424,10 +447,11 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         _renew_libraries()
         shared = set(sys.modules)
         runtime = [sys.modules.pop(name) for name in shared if name.partition(".")[0] == __name__.partition(".")[0]]
-        # Hidden by the worker itself, which first hooks into the optimizers that are there: it counts their steps.
+        # The worker itself hides torch, after it has hooked into the present optimizers to count
+        # steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)
-        del runtime  # it was not the program's to import, and had to stay
+        del runtime  # the program could not import it, and it had to stay
     finally:
         if code == -signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -436,7 +460,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
 
 
 def _redirect(order: dict[str, Any]) -> None:
-    """Point the output at its files, and give the program streams as `python -u` makes them."""
+    """Redirect the output to its files, and give the program streams as `python -u` makes them."""
     for target, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -465,8 +489,11 @@ def _redirect(order: dict[str, Any]) -> None:
 
 
 def _renew_libraries() -> None:
-    """Renew what forks would share, or what was read from the environment too early. Python's random renews itself."""
-    tempfile.tempdir = None  # The script may name another folder in TMPDIR.
+    """Renew what forks would share, or what was read from the environment too early.
+
+    Python's own random generator renews itself.
+    """
+    tempfile.tempdir = None  # The script may name a different folder in TMPDIR.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     sys.modules["torch"].random.default_generator.seed()
@@ -476,7 +503,10 @@ def _renew_libraries() -> None:
 
 
 def _exit_code_of(program: Callable[[], None]) -> int:
-    """The program's end as the interpreter handles it; -SIGINT: it is to end by that signal."""
+    """Run the program, and handle its end as the interpreter does.
+
+    Returns the exit code; -SIGINT if it should end by that signal.
+    """
     try:
         program()
     except SystemExit as end:
@@ -493,14 +523,16 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 
 
 def _finalize(shared: set[str]) -> None:
-    """What the interpreter does at its end, for the program and the modules that it has imported.
+    """Finalize the program and the modules that it imported, as the interpreter does at its end.
 
-    torch and the like (`shared`) are left as they are: to unload them takes a second.
+    torch and the other `shared` modules are left as they are, because unloading them takes a
+    second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):  # Python 3.9 raises the last one, which it has printed
         atexit._run_exitfuncs()
-    # Daemon threads stand still while the interpreter ends. Here they may still run, and find their globals gone.
+    # Daemon threads are suspended while the interpreter ends. Here they may run and miss their
+    # globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
     program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]
@@ -511,7 +543,7 @@ def _finalize(shared: set[str]) -> None:
         module = reference()
         if module is not None:
             for name in [n for n in vars(module) if n != "__builtins__"]:
-                vars(module)[name] = None  # files that nobody has closed are closed, and their buffers written
+                vars(module)[name] = None  # closes open files, and writes their buffers
     gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""torchrun's module, with what torch forgets to require on Python 3.9."""
+"""Imports torchrun's module, with a package that torch forgets to require on Python 3.9."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ BACKPORT = "importlib_metadata"
 
 
 def import_torchrun() -> Any:
-    """torch.distributed.run. Raises whatever an image with a broken torch raises, ImportError and OSError among it."""
+    """Return torch.distributed.run.
+
+    Raises any error of a broken torch, such as ImportError and OSError.
+    """
     with uncollected(), _backport():
         return importlib.import_module("torch.distributed.run")
 
 
 @contextlib.contextmanager
 def _backport() -> Iterator[None]:
-    """On Python 3.9, torch imports `entry_points` from a package that it does not require (pytorch/pytorch#163946).
+    """Stand in for a package that torch imports on Python 3.9 but does not require.
 
-    Images without that package get a stand-in for as long as the import takes: a script must not find it later.
+    torch imports `entry_points` from it (pytorch/pytorch#163946). Images without the package get a
+    stand-in only during the import, because a script must not find it later.
     """
     if sys.version_info >= (3, 10) or importlib.util.find_spec(BACKPORT) is not None:
         yield
@@ -41,7 +45,7 @@ def _backport() -> Iterator[None]:
 
 
 class _EntryPoints(tuple):  # type: ignore[type-arg]
-    """Entry points of a group, found by their names as well."""
+    """Entry points of a group that can also be found by their names."""
 
     def __getitem__(self, name: Any) -> Any:
         return next(point for point in self if point.name == name)

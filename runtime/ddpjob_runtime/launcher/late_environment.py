@@ -1,7 +1,8 @@
-"""What a script sets in os.environ before `import torch` still counts in a worker that was forked with torch imported.
+"""Applies variables that a script sets before `import torch`, although torch is imported already.
 
-The worker's torch is hidden until the program imports it. Then what torch had read from the environment is read again,
-where it can be, and a line on stderr names what cannot.
+In a worker that was forked with torch imported, torch is hidden until the program imports it. Then
+what torch had read from the environment is read again if possible, and a line on stderr names the
+rest.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ READ_ONCE = (
     "PYTORCH_JIT", "KINETO_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TORCH_CUDA_SANITIZER", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_",
 )  # fmt: skip
-"""How the names of variables begin that torch and the libraries below it read while they are loaded, and only then."""
+"""Prefixes of variables that torch and the libraries below it read only while they are loaded."""
 
 
 def hide_torch(paths: list[str]) -> None:
-    """Take torch out of sys.modules until the program imports it; its environment is then compared with the present.
+    """Take torch out of sys.modules until the program imports it, and then compare the environment.
 
-    `paths`: what it has put on sys.path, which is taken away and brought back likewise.
+    `paths`: what torch has put on sys.path, which is removed and restored in the same way.
     """
     hidden = {name: module for name, module in sys.modules.items() if name == "torch" or name.startswith("torch.")}
     for name in hidden:
@@ -38,7 +39,7 @@ def hide_torch(paths: list[str]) -> None:
 
 
 def hide_loggers() -> dict[str, logging.Logger]:
-    """Take torch's loggers away: logging.config disables those that exist before it is called."""
+    """Take torch's loggers away. logging.config disables the loggers that exist before its call."""
     known = logging.root.manager.loggerDict
     names = [name for name in known if name == "torch" or name.startswith("torch.")]
     found = {name: known.pop(name) for name in names}
@@ -46,7 +47,10 @@ def hide_loggers() -> dict[str, logging.Logger]:
 
 
 def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
-    """Bring torch's loggers back. What the program has set of one meanwhile stays: both have one state from then on."""
+    """Bring torch's loggers back.
+
+    One that the program has configured meanwhile keeps its settings, and both share one state.
+    """
     manager: Any = logging.root.manager
     for name, logger in hidden.items():
         made = manager.loggerDict.get(name)
@@ -57,20 +61,20 @@ def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
             continue
         manager.loggerDict[name] = logger
         manager._fixupParents(logger)
-        if made is not None:  # A placeholder for the parent of loggers that the program has made.
+        if made is not None:  # A placeholder for the parent of the program's loggers.
             manager._fixupChildren(made, logger)
     manager._clear_cache()
 
 
 class Reveal:
-    """Import hook: brings the hidden modules back at the first import of one of them."""
+    """Import hook that brings the hidden modules back at the first import of one of them."""
 
     def __init__(self, hidden: dict[str, ModuleType], paths: list[str], loggers: dict[str, logging.Logger]) -> None:
         self._hidden, self._paths, self._loggers, self._before = hidden, paths, loggers, dict(os.environ)
         self._spec = hidden["torch"].__spec__
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Of torch, whose submodules are never imported before it."""
+        """Find torch, whose submodules are never imported before it."""
         if name != "torch" or self._spec is None:
             return None
         spec = ModuleSpec(name, self, origin=self._spec.origin, is_package=True)  # type: ignore[arg-type]
@@ -79,11 +83,11 @@ class Reveal:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module that is there already."""
+        """Return the existing module."""
         return self._hidden["torch"]
 
     def exec_module(self, module: ModuleType) -> None:
-        """In place of running it."""
+        """Restore torch's modules instead of running the module."""
         module.__spec__ = self._spec
         sys.meta_path.remove(self)
         sys.modules.update(self._hidden)
@@ -96,12 +100,12 @@ class Reveal:
 
 
 def read_again(changed: Iterable[str]) -> None:
-    """Have torch read these variables again, and say which of them it cannot."""
+    """Have torch read these variables again, and report those that it cannot."""
     left = {name for name in changed if name.startswith(READ_ONCE)}
     for names, read in RENEWALS:
         found = names.intersection(changed)
         if found:
-            with contextlib.suppress(Exception):  # another torch: the variable stays among those that it cannot
+            with contextlib.suppress(Exception):  # a different torch: the variable is reported
                 read(sys.modules["torch"])
                 left -= found
     read_configurations(changed)
@@ -114,15 +118,15 @@ def read_again(changed: Iterable[str]) -> None:
 
 
 def read_threads(torch: Any) -> None:
-    """The number of threads of an operation, by the variables that OpenMP and MKL have for it."""
+    """Set the number of threads of an operation from the variables of OpenMP and MKL."""
     torch.set_num_threads(int(os.environ.get("MKL_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]))
 
 
 def read_allocator(torch: Any) -> None:
-    """The settings of the GPUs' allocator, which nothing has used yet."""
+    """Set the options of the GPU allocator, which nothing has used yet."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None:  # else it reads the variable when it is first used
+    if change is not None:  # otherwise it reads the variable when it is first used
         change(text)
 
 
@@ -135,9 +139,9 @@ RENEWALS: tuple[tuple[frozenset[str], Callable[[Any], None]], ...] = (
 
 
 def read_configurations(changed: Iterable[str]) -> None:
-    """Give the modules of settings in torch (of dynamo, inductor, ...) the defaults that they would have now.
+    """Give torch's settings modules (of dynamo, inductor, ...) the defaults of the new environment.
 
-    Such a module is run again beside itself, if it mentions one of the variables.
+    Such a module is run again in a copy, if it mentions one of the variables.
     """
     words = [name.encode() for name in changed]
     for name, module in list(sys.modules.items()):
@@ -145,14 +149,14 @@ def read_configurations(changed: Iterable[str]) -> None:
         file = getattr(module, "__file__", None)
         if not name.startswith("torch.") or not isinstance(settings, dict) or not file:
             continue
-        with contextlib.suppress(Exception):  # another torch, or one without its source
+        with contextlib.suppress(Exception):  # a different torch, or one without its source
             source = Path(file).read_bytes()
             if any(word in source for word in words):
                 replace_defaults(name, module, settings, file)
 
 
 def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str) -> None:
-    """Run the module again and take over the defaults; what the program has set stays."""
+    """Run the module again and take over the defaults. Values that the program has set stay."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     fresh: Any = importlib.util.module_from_spec(spec)
@@ -165,4 +169,4 @@ def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str
         for field in ("default", "env_value_force", "env_value_default"):
             if key in settings and hasattr(entry, field):
                 setattr(settings[key], field, getattr(entry, field))
-    module._is_dirty = True  # its hash is kept otherwise
+    module._is_dirty = True  # otherwise its old hash is kept

@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes of this container for its memory limit."""
+"""Reads whether the kernel has killed processes of this container for its memory limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 
 def oom_kills() -> int:
-    """How many processes of this container the kernel has killed for memory so far; 0 where that is not known."""
+    """Return how many processes of this container the kernel killed for memory; 0 if unknown."""
     for text in _readable(FILES):
         for line in text.splitlines():
             name, _, number = line.partition(" ")
@@ -21,7 +21,7 @@ def oom_kills() -> int:
 
 
 def limit() -> str:
-    """The container's memory limit, for people; empty where there is none."""
+    """Return the container's memory limit as text; empty if there is none."""
     for text in _readable(LIMITS):
         if text.strip().isdigit() and int(text) < 1 << 60:
             return f"{int(text) / (1 << 20):.0f} MiB"

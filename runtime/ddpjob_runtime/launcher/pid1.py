@@ -1,4 +1,4 @@
-"""PID 1 of a container: passes the signals that end it on to the launcher, reaps orphans, ends with its exit code."""
+"""PID 1 of a container: forwards signals to the launcher, reaps orphans, keeps its exit code."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import signal
 import sys
 from types import FrameType
 
-# No others: the kernel keeps from PID 1 what it has no handler for (SIGUSR1), and that would end the launcher.
+# No others: the kernel withholds from PID 1 signals without a handler (SIGUSR1), which would end
+# the launcher.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def become_init() -> None:
     """Fork. Returns in the child, which continues as the launcher; the parent never returns."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # none may be lost between fork and handler
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # no signal may be lost between fork and handler
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)

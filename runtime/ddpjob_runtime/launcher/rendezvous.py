@@ -53,20 +53,23 @@ from ddpjob_runtime.launcher.shutdown import Shutdown, log
 
 FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
-"""For a key of a rendezvous that is complete: its writer is there, or dead."""
+"""How long to wait for a key of a complete rendezvous. Its writer is there, or dead."""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
-"""The same to a store that listens: a name server may be slow, or silent."""
+"""How long to wait for a connection to a store that listens, because a name server may be slow
+or silent."""
 LONGEST_PAUSE = 0.5
-"""Between two looks for a key that is not there yet: a store's own wait cannot be ended when the round is over."""
+"""The longest pause between two looks for a missing key. A store's own wait could not be ended
+when the round is over."""
 VERDICT_SECONDS = 30.0
-"""For the round to end once a check has found a node at fault, which ends then."""
+"""How long a round may take to end once a check has found a faulty node, which ends then."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
-"""A node of the round died before the round was complete: the coordinator forms another one."""
+"""Errors after which the coordinator forms a new round, because a node died before the round was
+complete."""
 
 
 class CoordinatedRendezvous(RendezvousHandler):
-    """What both modes share. `number`: the round that this node is in, 0 before the first."""
+    """The part that both modes share. `number`: this node's round, or 0 before the first."""
 
     def __init__(
         self, client: MemberClient, shutdown: Shutdown, host: str, preflight: NodePreflight | None = None
@@ -97,7 +100,10 @@ class CoordinatedRendezvous(RendezvousHandler):
                     log(f"round {self.number} came apart: {str(error)[:200]}")
 
     def _check_links(self, preflight: NodePreflight, info: Any) -> None:
-        """Before the workers start. Raises RendezvousClosedError where the round is over, or is about to be."""
+        """Check the links before the workers start.
+
+        Raises RendezvousClosedError if the round is over, or is about to be.
+        """
 
         def over() -> bool:
             return self._shutdown.begun or self._client.must_restart(self.number)
@@ -107,7 +113,7 @@ class CoordinatedRendezvous(RendezvousHandler):
             verdict = preflight.check_links(notes, info.rank, info.world_size, self._host, over)
         except Abandoned:
             raise RendezvousClosedError(self._client.why) from None
-        except RuntimeError as error:  # torch's: rank 0, which has the store, is gone
+        except RuntimeError as error:  # raised by torch when rank 0, which has the store, is gone
             raise RendezvousClosedError(f"the check of the links lost its store: {error}") from error
         log(f"preflight: {verdict.failed or verdict.passed}")
         if not verdict.failed:
@@ -124,7 +130,7 @@ class CoordinatedRendezvous(RendezvousHandler):
         raise RendezvousClosedError(verdict.failed)
 
     def _offer(self) -> int:
-        """Port of the store that this node would host as rank 0; 0: none."""
+        """Return the port of the store that this node would host as rank 0; 0 for none."""
         raise NotImplementedError
 
     def _join(self, go: dict[str, Any]) -> Any:
@@ -137,28 +143,29 @@ class CoordinatedRendezvous(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Whether workers are clients of a store that rank 0's launcher hosts.
 
-        Their own would listen on every address of the machine, and its port would have to be found free twice.
+        A store of their own would listen on every address of the machine, and its port would have
+        to be found free twice.
         """
         return True
 
     def num_nodes_waiting(self) -> int:
-        """0: the coordinator decides when the group changes."""
+        """Return 0, because the coordinator decides when the group changes."""
         return 0
 
     def is_closed(self) -> bool:
-        """Never: the coordinator ends rounds."""
+        """Return False, because the coordinator ends rounds."""
         return False
 
     def set_closed(self) -> None:
-        """Does nothing: the coordinator ends rounds."""
+        """Do nothing, because the coordinator ends rounds."""
 
     def shutdown(self) -> bool:
-        """Does nothing: it would end the rendezvous for the other nodes too."""
+        """Do nothing, because it would end the rendezvous for the other nodes too."""
         return True
 
 
 class StandardRendezvous(CoordinatedRendezvous):
-    """At c10d's store beside the coordinator."""
+    """Meets at c10d's store, which runs next to the coordinator."""
 
     def __init__(
         self,
@@ -172,11 +179,11 @@ class StandardRendezvous(CoordinatedRendezvous):
         self._parameters = parameters
 
     def get_backend(self) -> str:
-        """The one in torchrun's arguments."""
+        """Return the backend in torchrun's arguments."""
         return str(self._parameters.backend)
 
     def get_run_id(self) -> str:
-        """The job's, for all rounds."""
+        """Return the job's id, which is the same for all rounds."""
         return str(self._parameters.run_id)
 
     def _offer(self) -> int:
@@ -198,7 +205,7 @@ class StandardRendezvous(CoordinatedRendezvous):
         return RendezvousInfo(of_round, rank, int(go["world"]), first)
 
     def _wait_for_first(self, ranks: Any) -> None:
-        """Until rank 0 has written its address. It may be dead, and the round over."""
+        """Wait until rank 0 has written its address. It may be dead, and the round over."""
         deadline, pause = time.monotonic() + STORE_SECONDS, 0.01
         while not ranks.check([RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]):
             if self._client.must_restart(self.number):
@@ -210,7 +217,7 @@ class StandardRendezvous(CoordinatedRendezvous):
 
 
 class FastRendezvous(CoordinatedRendezvous):
-    """A store for the round in the agent of its rank 0."""
+    """Meets at a store that the agent of rank 0 hosts for the round."""
 
     def __init__(
         self,
@@ -225,11 +232,11 @@ class FastRendezvous(CoordinatedRendezvous):
         self._store: Any = None
 
     def get_backend(self) -> str:
-        """The name under which it is registered."""
+        """Return the name under which this handler is registered."""
         return FAST_BACKEND
 
     def get_run_id(self) -> str:
-        """The job's, for all rounds."""
+        """Return the job's id, which is the same for all rounds."""
         return self._run_id
 
     def _offer(self) -> int:
@@ -256,7 +263,7 @@ class FastRendezvous(CoordinatedRendezvous):
                     host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait)
                 )
             except (dist.DistNetworkError, dist.DistStoreError) as error:
-                # Torch asks the name server for the name of the address before it connects, and counts that time.
+                # Before it connects, torch looks up the name of the address, and counts that time.
                 wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS
                 if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
                     raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error

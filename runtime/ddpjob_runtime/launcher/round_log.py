@@ -1,4 +1,4 @@
-"""Writes the record of rounds into the checkpoint folder, as the coordinator asks, where it outlives the job's pods."""
+"""Writes the record of rounds into the checkpoint folder, where it outlives the job's pods."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 MAX_BYTES = 4 << 20
-"""Of the file; then it becomes .ddpjob-rounds.jsonl.1, in place of an earlier one."""
+"""The most bytes of the file. Then it becomes .ddpjob-rounds.jsonl.1 and replaces an earlier
+one."""
 _WAITING = 100
 _CLOSE_SECONDS = 2.0
-"""For what is left at the end: a volume that does not answer must not keep the pod."""
+"""How long leftover lines may take at the end. A volume that does not answer must not keep the
+pod."""
 
 
 class RoundLog:
-    """Appends lines in a thread of its own; a volume that hangs, or is full, costs lines and nothing else."""
+    """Appends lines in a thread of its own. A volume that hangs or is full costs only lines."""
 
     def __init__(self) -> None:
         job = JobEnvironment.read()
@@ -34,7 +36,7 @@ class RoundLog:
         self._thread: threading.Thread | None = None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line soon, with the names of job and pod. Returns at once."""
+        """Append a line soon, with the names of job and pod, and return at once."""
         if self._path is None:
             return
         if self._thread is None:
@@ -44,7 +46,7 @@ class RoundLog:
         self._put((json.dumps({**self._identity, **fields}) + "\n").encode())
 
     def close(self) -> None:
-        """Write what is left, for at most two seconds."""
+        """Write the remaining lines, for at most two seconds."""
         if self._thread is not None:
             self._put(None)
             self._thread.join(_CLOSE_SECONDS)
@@ -68,12 +70,12 @@ class RoundLog:
     def _append(self, line: bytes) -> None:
         path = self._path
         if path is None or not path.parent.is_dir():
-            return  # Not created: under a volume that is not mounted would be the node's own disk.
+            return  # Not created: without the volume's mount it would be on the node's own disk.
         with path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(size - 1)
-                line = line if file.read(1) == b"\n" else b"\n" + line  # A writer was killed within a line.
+                line = line if file.read(1) == b"\n" else b"\n" + line  # A writer was killed while it wrote a line.
             file.write(line)
         if size + len(line) > MAX_BYTES:
             path.replace(path.with_name(path.name + ".1"))

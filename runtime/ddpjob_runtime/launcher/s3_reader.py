@@ -1,6 +1,6 @@
-"""Reads objects from a bucket by the S3 protocol, with the standard library alone: any image can.
+"""Reads objects from a bucket by the S3 protocol with the standard library, which any image has.
 
-What a server answers is bounded and checked: it may be anybody's.
+A server's answers are limited in size and checked, because anyone may run it.
 """
 
 from __future__ import annotations
@@ -26,43 +26,48 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 MOST_OBJECTS = 500_000
-"""Some 150 MiB of memory. A larger set of files is packed into shards by those who want it read quickly."""
+"""The most objects, which take some 150 MiB of memory. A larger data set should be packed into
+shards, which are also read faster."""
 MOST_BYTES = 2**60
 PIECE = 2**20
-"""Bytes that one download holds in memory."""
+"""How many bytes one download keeps in memory."""
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""Without a single byte for so long, a connection is given up. However slow, it is kept."""
+"""After this long without a single byte, a connection is given up. A slow one is kept."""
 _MOST_PAGES = 10_000
 _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024
 _RENEW_SECONDS = 300.0
-"""Before credentials expire."""
+"""How long before their expiry credentials are renewed."""
 _NO_BODY = hashlib.sha256(b"").hexdigest()
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""The last one is of a node whose clock is wrong, until it is set: no job should fail by that."""
+"""Error codes that pass. The last one is for a node whose clock is wrong until it is set, which
+should fail no job."""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
-"""With HTTP 400: of many pods that ask for keys at the same time."""
+"""Errors with HTTP 400 that many pods cause when they ask for keys at the same time."""
 _UNRESERVED = "-_.~"
 
 
 class BucketRefusal(Exception):
-    """Nothing helps but a change of the job, its credentials or the bucket. Names the URL and the reason."""
+    """The job, its credentials or the bucket must be changed.
+
+    The message names the URL and the reason.
+    """
 
 
 class Away(Exception):
-    """The bucket cannot be read for now."""
+    """The bucket is unreachable for now."""
 
 
 class Changed(Exception):
-    """An object is not what the listing said."""
+    """An object differs from the listing."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """An object. `name`: below the place's prefix; `etag`: without its quotes."""
+    """An object. `name`: its key without the place's prefix; `etag`: without its quotes."""
 
     name: str
     size: int
@@ -71,7 +76,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class BucketPlace:
-    """Where objects are: a bucket of a server, and what their keys begin with, empty or ending with `/`."""
+    """Where objects are: a server, a bucket, and a key prefix that is empty or ends with `/`."""
 
     url: str
     bucket: str
@@ -81,7 +86,11 @@ class BucketPlace:
 
     @classmethod
     def read(cls, url: str, endpoint: str, region: str) -> BucketPlace:
-        """By s3://BUCKET/PREFIX, the server's URL (empty: AWS) and the region (empty: us-east-1). Raises Refused."""
+        """Return the place of s3://BUCKET/PREFIX.
+
+        `endpoint`: the server's URL (empty: AWS); `region`: empty means us-east-1. Raises
+        Refused.
+        """
         split = urlsplit(url)
         if split.scheme != "s3" or not split.netloc:
             raise BucketRefusal(f"{url!r}: write s3://BUCKET/FOLDER")
@@ -92,7 +101,7 @@ class BucketPlace:
 
 @dataclass(frozen=True)
 class Keys:
-    """Credentials of AWS's kind. `until`: Unix seconds."""
+    """Credentials in AWS's format. `until`: when they expire, in Unix seconds."""
 
     access: str
     secret: str = field(repr=False)
@@ -101,10 +110,10 @@ class Keys:
 
 
 class Credentials:
-    """The keys that requests are signed with, from variables of a container, renewed before they expire.
+    """Reads the keys that sign requests from a container's variables, and renews them in time.
 
-    In this order: keys themselves, a role for the service account's token (IRSA), EKS Pod Identity. None of them:
-    requests are not signed, which a public bucket allows.
+    The order is: the keys themselves, a role for the service account's token (IRSA), EKS Pod
+    Identity. If there is none of them, requests are not signed, which a public bucket allows.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str) -> None:
@@ -113,14 +122,17 @@ class Credentials:
         self._lock = threading.Lock()
 
     def keys(self) -> Keys | None:
-        """Raises Refused, Away."""
+        """Return the current keys; None if there are none. Raises Refused, Away."""
         with self._lock:
             if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
                 self._keys = self._read()
             return self._keys
 
     def renew(self, refused: Keys) -> bool:
-        """Whether there may be others than these, which the server calls expired: its clock counts."""
+        """Discard keys that the server calls expired, since its clock counts.
+
+        Return whether there may be new ones.
+        """
         with self._lock:
             if self._keys is refused and refused.until < float("inf"):
                 self._keys = None
@@ -165,7 +177,7 @@ class Credentials:
 
 
 def _aws(service: str, region: str) -> str:
-    """The URL of a service of AWS."""
+    """Return the URL of an AWS service."""
     return f"https://{service}.{region}.amazonaws.com" + (".cn" if region.startswith("cn-") else "")
 
 
@@ -193,7 +205,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
     try:
-        # Pythons before 3.11 read neither Z nor Go's nine digits of a second.
+        # Python before 3.11 reads neither Z nor Go's nine digits of a second.
         text = re.sub(r"[.]\d+", "", str(found["Expiration"])).replace("Z", "+00:00")
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
@@ -202,14 +214,17 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 
 
 class Reader:
-    """One connection to a place, renewed when it breaks. Methods raise Refused, Away, Changed."""
+    """A connection to a place, which is renewed when it breaks.
+
+    Methods raise Refused, Away, Changed.
+    """
 
     def __init__(self, place: BucketPlace, credentials: Credentials) -> None:
         self._place, self._credentials = place, credentials
         self._connection: http.client.HTTPConnection | None = None
 
     def objects(self) -> Iterator[Remote]:
-        """All below the prefix, without the markers of folders, in the server's order."""
+        """Yield all objects below the prefix, without folder markers, in the server's order."""
         token, count, place = "", 0, self._place
         for _ in range(_MOST_PAGES):
             query = {"list-type": "2", "prefix": place.prefix, "encoding-type": "url", "max-keys": "1000"}
@@ -248,7 +263,7 @@ class Reader:
         return found
 
     def open(self, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:
-        """The headers, by their names in lower case, and the pieces of an object from a byte on, to its end."""
+        """Return an object's headers (names in lower case) and its pieces from `offset` on."""
         headers = {"If-Match": f'"{remote.etag}"', "x-amz-checksum-mode": "ENABLED"}
         if offset:
             headers["Range"] = f"bytes={offset}-"
@@ -268,9 +283,9 @@ class Reader:
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
-            piece = self._read(response.read1, PIECE)  # What has come: on a slow line a whole piece takes minutes.
+            piece = self._read(response.read1, PIECE)  # Not a whole piece, which takes minutes on a slow line.
             if not piece:
-                response.close()  # Pythons before 3.13 leave it open, and then the connection takes no other request.
+                response.close()  # Before Python 3.13 it stays open, and blocks the connection's next request.
                 return
             yield piece
 
@@ -282,7 +297,7 @@ class Reader:
             raise Away(f"{self._place.server} has broken off: {_why(error)}") from None
 
     def close(self) -> None:
-        """Give up the connection; the next request makes another."""
+        """Close the connection. The next request opens a new one."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -312,7 +327,7 @@ class Reader:
         if response.status in (200, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
-        self.close()  # What is left of the answer is not read.
+        self.close()  # The rest of the answer is not read.
         raise self._problem(response, key, body, keys)
 
     def _problem(self, response: http.client.HTTPResponse, key: str, body: str, keys: Keys | None) -> Exception:
@@ -365,9 +380,10 @@ def _connection(server: str) -> http.client.HTTPConnection:
 def sign(
     keys: Keys, region: str, path: str, query: str, headers: Mapping[str, str], now: time.struct_time
 ) -> dict[str, str]:
-    """The headers of a GET with a signature of version 4 (docs.aws.amazon.com, "Signature Version 4 signing process").
+    """Return the headers of a GET, with a signature of version 4.
 
-    `path` and `query` are quoted, the query's names in order.
+    `path` and `query` are quoted, and the query's names are sorted. See "Signature Version 4
+    signing process" on docs.aws.amazon.com.
     """
     moment, day = time.strftime("%Y%m%dT%H%M%SZ", now), time.strftime("%Y%m%d", now)
     signed = {**headers, "x-amz-content-sha256": _NO_BODY, "x-amz-date": moment}

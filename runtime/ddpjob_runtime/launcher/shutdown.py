@@ -1,4 +1,4 @@
-"""The one way out of the launcher: once, from any thread, with the workers ended and the reason written down."""
+"""The only way out of the launcher: ends the workers, records the reason, and happens once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Shutdown:
-    """Ends this process. The first caller wins; others block until the end."""
+    """Ends this process. The first caller wins, and others block until the end."""
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
@@ -62,13 +62,16 @@ class Shutdown:
         os._exit(code)  # torch's threads need no orderly shutdown, and must not change this code
 
     def block_if_begun(self) -> None:
-        """Block the calling thread once shutdown has begun; the agent calls it between its actions."""
+        """Block the calling thread if the shutdown has begun.
+
+        The agent calls it between its actions.
+        """
         if self.begun:
             wait_for_the_end()
 
 
 def _attempt(act: Callable[[], None]) -> None:
-    """What fails on the way out is logged: nobody else would end this process, or say why it ends."""
+    """Run a step of the way out, and log its failure, since nothing else would end this process."""
     try:
         act()
     except Exception:
@@ -103,7 +106,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
 
 
 def ignore_signal(number: int, frame: FrameType | None) -> None:
-    """The Python half of a signal: the watching thread does the work."""
+    """Do nothing as the Python half of a signal, because the watching thread does the work."""
 
 
 def die_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""Python stacks of workers that hang: each writes them to a file of its own at a signal, even while blocked in C++."""
+"""Collects Python stacks of hung workers, each written at a signal, even while blocked in C++."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
-SIGNAL = signal.SIGRTMIN + 7  # one that neither Python, torch nor a batch system uses
+SIGNAL = signal.SIGRTMIN + 7  # neither Python nor torch nor a batch system uses it
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
-"""Below so many wakes of its main thread, and below this share of a core, a worker stands still."""
+"""A worker with fewer wake-ups of its main thread, and a smaller share of a core, counts as
+idle."""
 ENVIRONMENT = "DDPJOB_STACKS_DIR"
 PREFIX = "ddpjob-worker-stacks-"
 
 
 def prepare() -> None:
-    """Create a folder for the files, named in the environment that workers inherit; without one there are no stacks."""
+    """Create a folder for the files, and name it in the workers' environment.
+
+    Without it there are no stacks.
+    """
     try:
         for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):  # of launchers that were killed
             with contextlib.suppress(OSError):
                 descriptor = _locked(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
-        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # which no other launcher removes before it is locked
+        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # no other launcher removes this name before it is locked
         prepare.lock = _locked(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:
@@ -43,14 +47,17 @@ def prepare() -> None:
 
 
 def remove() -> None:
-    """Remove the folder: this launcher ends."""
+    """Remove the folder, because this launcher ends."""
     folder = os.environ.pop(ENVIRONMENT, "")
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that keeps the folder from others, until this process ends. Raises OSError: another has it."""
+    """Lock the folder until this process ends, and return the descriptor.
+
+    Raises OSError if it is locked already.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +68,10 @@ def _locked(folder: Path) -> int:
 
 
 def collect(ranks: Mapping[int, int]) -> dict[int, str]:
-    """{global rank: stacks} of the workers {global rank: pid}; also logged, and kept in the checkpoint folder."""
+    """Collect the stacks {global rank: text} of the workers {global rank: pid}.
+
+    They are also logged, and kept in the checkpoint folder.
+    """
     folder = os.environ.get(ENVIRONMENT)
     if not folder:
         return {}
@@ -85,7 +95,7 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
 
 
 def of_the_script(text: str) -> str:
-    """The stack without the frames of the runtime and of Python's `-m`, below which the script runs."""
+    """Return the stack without the frames of the runtime and of `python -m`."""
     lines = text.splitlines(keepends=True)
     kept = [line for line in lines if not _OWN_FRAME.match(line)]
     return "".join(kept) if any(line.startswith("  File ") for line in kept) else text
@@ -97,17 +107,17 @@ _OWN_FRAME = re.compile(
 
 
 class Activity:
-    """Whether workers have done anything since they were looked at before.
+    """Measures whether workers have done anything since the last look.
 
-    A rank that waits in a collective stands still: its main thread is not woken up once, and what else runs in its
-    session, such as watchdogs, takes next to no processor time.
+    A rank that waits in a collective is idle: its main thread is never woken up, and the rest of
+    its session, such as watchdogs, takes almost no processor time.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, int, float]] = {}
 
     def idle(self, pid: int) -> bool | None:
-        """None: it was not looked at before, or is gone."""
+        """Whether the worker was idle; None if there was no earlier look, or if it is gone."""
         before, now = self._before.get(pid), _counters(pid)
         if before is None or now is None:
             return None
@@ -115,13 +125,16 @@ class Activity:
         return switches < IDLE_SWITCHES and cpu < IDLE_SHARE * seconds
 
     def remember(self, pids: Iterable[int]) -> None:
-        """The next look compares with this moment. To write a stack wakes a worker up: look at it afterwards."""
+        """Have the next look compare with now.
+
+        Call it after stacks are written, which wakes workers up.
+        """
         found = {pid: _counters(pid) for pid in pids}
         self._before = {pid: counters for pid, counters in found.items() if counters is not None}
 
 
 def _counters(pid: int) -> tuple[float, int, float] | None:
-    """(now, how often the main thread was switched to, processor seconds of all processes of the worker's session)."""
+    """Return (now, switches to the main thread, processor seconds of the worker's session)."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         cpu = sum(_processor_ticks(path, pid) for path in Path("/proc").glob("[0-9]*/stat"))
@@ -141,9 +154,10 @@ def _processor_ticks(path: Path, session: int) -> int:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process handles the signal, which else ends it: not before it is prepared, nor as another program.
+    """Whether the process handles the signal, which would end it otherwise.
 
-    Raises FileNotFoundError or ProcessLookupError: there is none.
+    It does not before it is prepared, nor while it runs a different program. Raises
+    FileNotFoundError or ProcessLookupError if there is no such process.
     """
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.M)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)

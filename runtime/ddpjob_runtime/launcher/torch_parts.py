@@ -1,8 +1,9 @@
-"""The parts of torch that torch does not promise to keep, and that both recovery modes need.
+"""Checks the private parts of torch that both recovery modes need.
 
-A torch that lacks one is refused at the start, with the name of the part. Otherwise the launcher would end with an
-AttributeError in the middle of a job, or torchrun's own handler or barrier would be used without notice. The parts
-that have a fallback are checked where they are used: see `warm_workers` and the modules `late_*.py`.
+A torch that lacks one is refused at the start, and the message names the part. Otherwise the
+launcher would end with an AttributeError in the middle of a job, or torchrun's own handler or
+barrier would be used unnoticed. Parts that have a fallback are checked where they are used: see
+`warm_workers` and the modules `late_*.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NAMES = {
     ELASTIC + "multiprocessing.errors": ("ProcessFailure.__post_init__",),
     ELASTIC + "multiprocessing.subprocess_handler": ("SubprocessHandler.close",),
 }
-"""What is replaced, overridden or called, by module."""
+"""The names that are replaced, overridden or called, by module."""
 SET = {
     (ELASTIC + "agent.server.api", "SimpleElasticAgent"): ("_worker_group", "_remaining_restarts"),
     (ELASTIC + "agent.server.local_elastic_agent", "LocalElasticAgent"): ("_pcontext",),
@@ -40,16 +41,16 @@ SET = {
     (ELASTIC + "multiprocessing.api", "SubprocessContext"): ("subprocess_handlers",),
     (ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler"): ("proc",),
 }
-"""The attributes that the constructor of a class sets."""
+"""The attributes that a class's constructor sets."""
 CALLED = {
     (ELASTIC + "rendezvous.c10d_rendezvous_backend", "create_backend"): 1,
     (ELASTIC + "rendezvous.api", "RendezvousStoreInfo.build"): 4,
 }
-"""Functions by the number of arguments that they are given."""
+"""The number of arguments with which each function is called."""
 
 
 def missing() -> list[str]:
-    """Return what this torch lacks."""
+    """Return the parts that this torch lacks."""
     wanted = [(module, name) for module, names in NAMES.items() for name in names]
     lacks = [f"{module}.{name}" for module, name in wanted if _find(module, name) is None]
     for (module, name), attributes in SET.items():

@@ -1,5 +1,6 @@
-"""DIR/best.json: the scores of the checkpoints in the folder, and which is the best; DIR/best.pt
-(best.dcp) links to it.
+"""DIR/best.json holds the scores of the folder's checkpoints and names the best one.
+
+DIR/best.pt (best.dcp) links to it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ _NAME, _LINK = "best.json", "best"
 
 
 def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
-    """step -> value of `metric`.
+    """Return the value of `metric` by step.
 
-    A file that is damaged or holds another metric counts as empty, with a warning. Raises OSError.
+    A file that is damaged or holds a different metric counts as empty, with a warning. Raises
+    OSError.
     """
     path = folder / _NAME
     try:
@@ -41,7 +43,10 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
 
 
 def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path | None) -> None:
-    """Write the scores (null where not finite: JSON has no NaN), and link to the best checkpoint. Raises OSError."""
+    """Write the scores, and link to the best checkpoint. Raises OSError.
+
+    A score that is not finite becomes null, because JSON has no NaN.
+    """
     content = {
         "best": best and best.name,
         "metric": metric.value,
@@ -56,9 +61,10 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     temporary.unlink(missing_ok=True)
     try:
         temporary.symlink_to(best.name)
-    except OSError:  # Some network file systems and object stores have no links; best.json names it there.
+    except OSError:  # Not every file system has links; best.json names it too.
         return
-    if link.is_dir() and not link.is_symlink():  # A copy that has followed the link, as rsync --copy-links makes it.
+    # A copy that followed the link, as rsync --copy-links makes it.
+    if link.is_dir() and not link.is_symlink():
         temporary.unlink()
         print(
             f"warning: {link} is no link and stays: it may not be the best one; remove it", file=sys.stderr, flush=True
@@ -69,7 +75,7 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
 
 
 def unmark(folder: Path) -> None:
-    """No checkpoint is the best one any more. Raises OSError."""
+    """Remove the mark of the best checkpoint. Raises OSError."""
     _unlink(folder)
     (folder / _NAME).unlink(missing_ok=True)
 
@@ -81,7 +87,7 @@ def _unlink(folder: Path, but: Path | None = None) -> None:
 
 
 def pointed_to(folder: Path) -> Path | None:
-    """The best checkpoint of a folder, None when none is marked."""
+    """Return the best checkpoint of a folder, or None if none is marked."""
     try:
         name = json.loads((folder / _NAME).read_text())["best"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,8 @@
-"""Copies of a checkpoint folder in an object store: put there in the background, and what a start fetches from it.
+"""Copies of a checkpoint folder in an object store, which a start may fetch.
 
-Of a checkpoint in parts each rank uploads what it has written. All ranks know the manifest, which names every file with
-size and checksum, since before the upload. Rank 0 writes it into the bucket when the bucket itself shows all of them.
+They are uploaded in the background. Of a checkpoint in parts, each rank uploads the files that it
+has written. All ranks know the manifest, which names every file with size and checksum, before the
+upload. Rank 0 writes it into the bucket once the bucket itself lists all of these files.
 """
 
 from __future__ import annotations
@@ -37,21 +38,24 @@ from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 FIRST_PAUSE = 1.0
-"""Seconds between the first two tries of a start that cannot reach the bucket; doubled each time."""
+"""Seconds between the first two tries of a start that cannot reach the bucket. Doubled each
+time."""
 LOOK_SECONDS = 0.1, 2.0
-"""Between two looks of rank 0 at what other ranks have uploaded: at first, and at most."""
+"""Seconds between two of rank 0's checks for what other ranks have uploaded: at first, and at
+most."""
 T = TypeVar("T")
 
 
 class FetchError(CheckpointError):
-    """A copy was not fetched, and it is not to blame: the bucket is away, or the disk is full.
+    """An intact copy could not be fetched: the bucket is unreachable or the disk is full.
 
-    To continue from an older one would lose it: the bucket keeps what the newest incarnation continues from.
+    Continuing from an older checkpoint would lose this one, because the bucket keeps the line that
+    the newest incarnation continues.
     """
 
 
 def open_bucket(config: CheckpointConfig) -> Bucket:
-    """By checkpoint.url. Raises ConfigError."""
+    """Return the bucket of checkpoint.url. Raises ConfigError."""
     try:
         return Bucket.open(config.url)
     except LibraryMissing:
@@ -63,20 +67,20 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
 
 
 class Share:
-    """What a rank other than the first uploads of checkpoints in parts: the files that it has written."""
+    """Uploads this rank's files of checkpoints in parts. Rank 0 has `Copies` instead."""
 
     def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
-        """`term`, `mark`: those of rank 0's `Copies`."""
+        """`term` and `mark` are those of rank 0's `Copies`."""
         self._bucket, self._mark, bucket.term = bucket, mark, term
         self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
 
     def offer(self, path: Path, step: int, names: Iterable[str]) -> None:
-        """Upload files of a checkpoint that is on disk, in the background, after those that were offered before."""
+        """Upload files of a checkpoint on disk, in the background, after those offered earlier."""
         if names := tuple(names):
             self._uploads.offer(Waiting(path, step, names=names))
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all is uploaded, at most so long. Returns whether it is."""
+        """Wait until everything is uploaded, for at most `seconds`. Return whether it is."""
         return self._uploads.wait(seconds)
 
     def _publish(self, waiting: Waiting) -> None:
@@ -85,23 +89,26 @@ class Share:
 
 @dataclass(frozen=True)
 class Offered:
-    """A complete checkpoint of the bucket: a file that was fetched, or one in parts, which the ranks read together."""
+    """A complete checkpoint of the bucket.
+
+    It is either a file that was fetched, or in parts, which the ranks read together.
+    """
 
     entry: Stored
     manifest: CopyManifest
 
     @property
     def in_parts(self) -> bool:
-        """Whether it is in parts, of which nothing was fetched."""
+        """Whether it is in parts; if so, nothing of it was fetched."""
         return self.manifest.name.endswith(dcp.SUFFIX)
 
     def written(self) -> bytes:
-        """For the other ranks."""
+        """Return this as text for the other ranks."""
         return f"{self.entry.term} ".encode() + self.manifest.written(self.entry.step)
 
     @classmethod
     def read(cls, text: bytes, step: int) -> Offered:
-        """The reverse of `written`."""
+        """Parse a text of `written`."""
         term, _, manifest = text.partition(b" ")
         entry = Stored(int(term), step)
         found = CopyManifest.read(manifest, entry)
@@ -109,10 +116,10 @@ class Offered:
         return cls(entry, found)
 
     def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
-        """What gets files of it into a folder, those that are not there as they should be.
+        """Return a function that gets missing or damaged files of this checkpoint into a folder.
 
-        Processes that fetch into one folder do not fetch a file twice; each begins with another one, by `first`.
-        Raises CheckpointError, and FetchError.
+        Processes that fetch into one folder do not fetch a file twice; each begins with a different
+        file, by `first`. The function raises CheckpointError and FetchError.
         """
         files = {file.path.partition("/")[2]: file for file in self.manifest.files}
         certain = set[str]()
@@ -132,7 +139,7 @@ class Offered:
 
 
 class Copies:
-    """The copies of one folder's checkpoints in checkpoint.url, as rank 0 keeps them."""
+    """The copies of one folder's checkpoints in checkpoint.url, which rank 0 maintains."""
 
     def __init__(self, bucket: Bucket, config: CheckpointConfig) -> None:
         self._bucket, self._config = bucket, config
@@ -141,9 +148,10 @@ class Copies:
         self._mark = ""
         self._unreadable = set[Stored]()
         self._fetched: Stored | None = None
-        """What `fetch_newer` returned last."""
+        """The last result of `fetch_newer`."""
         self.on_copied: Callable[[], None] = lambda: None
-        """Called in the uploads' thread when a checkpoint has come into the bucket and `figures` say so."""
+        """Called in the uploads' thread after a checkpoint has reached the bucket and `figures`
+        report it."""
         self._there = -1
         """Step of the newest complete checkpoint in the bucket when this process began."""
 
@@ -153,10 +161,10 @@ class Copies:
         return self._bucket.term
 
     def begin(self, mark: str, *, in_parts: bool) -> dict[int, float]:
-        """Become the newest incarnation that writes to the bucket. Returns the scores of what is there.
+        """Become the newest incarnation that writes to the bucket, and return the scores in it.
 
-        `mark`: eight hexadecimal digits of this incarnation. Raises CheckpointError where the bucket is away: a start
-        must know what it holds.
+        `mark` consists of eight hexadecimal digits of this incarnation. Raises CheckpointError if
+        the bucket is unreachable, because a start must know what it holds.
         """
         _patiently(self._bucket.take_term)
         self._mark = mark
@@ -166,10 +174,11 @@ class Copies:
         return _patiently(lambda: self._bucket.scores(self._config.best_by.value))
 
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
-        """The newest complete checkpoint, if it is newer than `step`: a file is downloaded, one in parts is not.
+        """Return the newest complete checkpoint if it is newer than `step`.
 
-        One that is broken is named in a warning, and the next older one is tried. Raises CheckpointError when all
-        newer ones are broken, and FetchError.
+        A file is downloaded, a checkpoint in parts is not. A broken one is named in a warning, and
+        the next older one is tried. Raises CheckpointError if all newer ones are broken, and
+        FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
@@ -193,7 +202,10 @@ class Copies:
         return None
 
     def _fetch(self, entry: Stored, folder: Path) -> Offered:
-        """A checkpoint of the bucket, a file in the folder. Raises CheckpointError where it is broken, FetchError."""
+        """Return a checkpoint of the bucket, after fetching it into the folder if it is a file.
+
+        Raises CheckpointError if it is broken, and FetchError.
+        """
         offered = Offered(entry, _patiently(lambda: self._bucket.manifest(entry)))
         name = offered.manifest.name
         if name != f"step-{entry.step:09d}{dcp.SUFFIX if offered.in_parts else torch_file.SUFFIX}":
@@ -204,53 +216,60 @@ class Copies:
         return offered
 
     def cannot_be_read(self, offered: Offered, problem: str) -> None:
-        """Pass a checkpoint over, with a warning: `problem`."""
+        """Skip a checkpoint from now on, with a warning that gives `problem`."""
         self._unreadable.add(offered.entry)
         name = f"{self._bucket.url}/{offered.entry.key}"
         _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
 
     def pass_over(self, step: int) -> None:
-        """Do not fetch a file again that cannot be read, if it was fetched."""
+        """Do not fetch a file of this step again that was fetched and cannot be read."""
         if self._fetched is not None and self._fetched.step == step:
             self._unreadable.add(self._fetched)
 
     def has(self, step: int) -> bool:
-        """Whether the bucket had a checkpoint that is as new, when `fetch_newer` looked."""
+        """Return whether `fetch_newer` saw a checkpoint at least this new in the bucket."""
         return self._there >= step
 
     def offer(self, entry: Entry, scores: dict[int, float], names: Iterable[str] = ()) -> None:
         """Upload a checkpoint that is on disk, in the background.
 
-        `names`: of its files those that this rank has written, where the others upload theirs.
+        `names` are the files that this rank has written, if the other ranks upload theirs.
         """
         self._scores = scores
         if self._uploads is not None:
             self._uploads.offer(Waiting(entry.path, entry.step, entry.epoch, time.time(), tuple(names)))
 
     def wait(self, seconds: float) -> bool:
-        """Wait until what was offered is in the bucket, at most so long. Returns whether it is."""
+        """Wait until everything offered is in the bucket, for at most `seconds`.
+
+        Return whether it is.
+        """
         return self._uploads is None or self._uploads.wait(seconds)
 
     def holds(self, path: Path) -> bool:
-        """Whether a file is still to be uploaded."""
+        """Return whether a file is still to be uploaded."""
         return self._uploads is not None and self._uploads.holds(path)
 
     def completed(self) -> list[int]:
-        """Steps of the checkpoints that were uploaded since the last call, oldest first."""
+        """Return the steps of the checkpoints uploaded since the last call, oldest first."""
         done = self._uploads.completed if self._uploads is not None else None
         return [done.popleft() for _ in range(len(done))] if done is not None else []
 
     def figures(self) -> dict[str, float]:
-        """copyStep and copyTime (Unix seconds) of the newest checkpoint in the bucket, and copyBehind: for how many
-        seconds one has been on this machine alone while none reached the bucket.
+        """Return figures for the copies: copyStep, copyTime and copyBehind.
+
+        copyStep and copyTime (Unix seconds) are those of the newest checkpoint in the bucket.
+        copyBehind is the number of seconds for which a checkpoint has been on this machine alone
+        while none reached the bucket.
         """
         found = self._uploads.figures() if self._uploads is not None else {}
         return {"copyStep": self._there, **found} if self._there >= 0 else found
 
     def finish(self, scores: dict[int, float], waited: float) -> bool:
-        """Whether the bucket has the last checkpoint, after its upload was waited for, for `waited` seconds at most.
+        """Return whether the bucket has the last checkpoint.
 
-        Says what is missing.
+        Its upload was waited for, for at most `waited` seconds. If it is missing, a warning says
+        so.
         """
         if self._uploads is None:
             return True
@@ -267,7 +286,7 @@ class Copies:
         return True
 
     def _publish(self, waiting: Waiting) -> None:
-        """Upload one, and of one in parts what the others have uploaded makes it complete."""
+        """Upload a checkpoint; one in parts is complete once all ranks have uploaded theirs."""
         if not waiting.names:
             self._bucket.publish(waiting.path, waiting.step, waiting.epoch)
             return
@@ -288,7 +307,7 @@ class Copies:
         self._bucket.commit(waiting.step, manifest)
 
     def _tidy(self) -> None:
-        """The same retention as in the folder."""
+        """Apply the folder's retention to the bucket."""
         scores = self._scores
         if scores:
             self._bucket.put_scores(scores, self._config.best_by.value)
@@ -304,9 +323,9 @@ class Copies:
 
 
 def _patiently(act: Callable[[], T], tries: int = 5) -> T:
-    """At a start, of all ranks together: what a moment's absence of the bucket should not end.
+    """Retry `act` so that a short outage of the bucket does not fail the start of all ranks.
 
-    Raises CheckpointError for what is damaged there, FetchError for the rest.
+    Raises CheckpointError if the bucket's content is damaged, and FetchError for other errors.
     """
     for number in range(1, tries + 1):
         try:
@@ -322,8 +341,9 @@ def _patiently(act: Callable[[], T], tries: int = 5) -> T:
 
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
-    """Get one file, unless it is there: another process of this machine may be getting it."""
-    start = f".{path.parent.name}.{path.name}"  # Beside the folder, where a start removes what is left of others.
+    """Get one file, unless it is there. Another process of this machine may be getting it."""
+    # The files are next to the folder, where a start removes leftovers.
+    start = f".{path.parent.name}.{path.name}"
     with _disk(path), _alone(path.parent.parent / f"{start}.lock.tmp"):
         if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
             return
@@ -338,7 +358,7 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Where a fault of this disk ends a start: the copy is whole in the bucket. Raises FetchError."""
+    """Turn a fault of this disk into FetchError, which ends a start: the bucket's copy is whole."""
     try:
         yield
     except OSError as error:
@@ -349,7 +369,10 @@ def _disk(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; where a file system has no locks, several may do the same work."""
+    """Let one process at a time into the `with`.
+
+    On a file system without locks, several processes may do the same work.
+    """
     with path.open("a") as lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model; if not, which tensors differ and which keys to set."""
+"""Checks whether a checkpoint fits a model, and names different tensors and the keys to set."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from ddpjob_trainer.errors import CheckpointError, first_line
 Tensors = Mapping[str, torch.Tensor]
 _SHOWN = 3
 _SHAPING = ("model.", "data.name", "data.shape", "data.classes", "optim.name", "amp.")
-"""Keys that decide which tensors there are."""
+"""Prefixes of keys that decide which tensors there are."""
 _WHERE = ("model", "state_dict", "model_state_dict")
-"""Where files of torch.save hold a state dict: this trainer's and torchvision's, timm's and PyTorch's examples'."""
+"""Keys of a state dict in files of torch.save: this trainer's and torchvision's, timm's, PyTorch's
+examples'."""
 _AVERAGES = ("state_dict_ema", "model_ema")
-"""Where timm and torchvision's references keep a moving average of it."""
+"""Keys of its moving average in timm's files and those of torchvision's references."""
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names that torch.compile and other wrappers of modules put into those of tensors."""
+"""Parts that torch.compile and other wrappers of modules put into the names of tensors."""
 
 
 def differences(saved: Tensors, wanted: Tensors) -> list[str]:
-    """The differences between a checkpoint's tensors and a model's, as text; in the model's order. Empty: they fit."""
+    """Return the differences between a checkpoint's tensors and a model's, as text.
+
+    They are in the model's order. An empty list means that the tensors fit.
+    """
     found = []
     for name, tensor in wanted.items():
         if name not in saved:
@@ -42,7 +46,7 @@ def differences(saved: Tensors, wanted: Tensors) -> list[str]:
 
 
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError when a training with these settings and tensors cannot resume from a snapshot."""
+    """Raise CheckpointError if a training with these settings and tensors cannot resume."""
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
             f"the newest checkpoint in {folder} has no {min(missing)}: a training loop of your own has saved it, which"
@@ -74,7 +78,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key=value` of the checkpoint, for keys that decide which tensors there are and whose value has changed."""
+    """Return the checkpoint's `key=value` for keys that shape tensors and have changed since."""
     shaping = (key for key in was if key.startswith(_SHAPING))
     return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]
 
@@ -88,11 +92,12 @@ def load_weights(
     average: bool = True,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
-    """The weights to start from, by name, complete, on every rank.
+    """Return the weights to start from, by name, complete, on every rank.
 
-    They are the checkpoint's (with `average` their moving average, where there is one), and the model's own for names
-    that match `keep`. Rank 0 reads, and prints which of the two it took; `alive` is called meanwhile. Raises
-    CheckpointError on every rank when they cannot be read or do not fit.
+    They are the checkpoint's (with `average` their moving average, if there is one), and the
+    model's own for names that match `keep`. Rank 0 reads, and prints which of the two it took;
+    `alive` is called meanwhile. Raises CheckpointError on every rank if they cannot be read or do
+    not fit.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""
@@ -149,10 +154,11 @@ def _fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -
 
 
 def read_whole(path: Path) -> Any:
-    """Everything in a checkpoint or a state dict.
+    """Return everything in a checkpoint or a state dict.
 
-    `path`: a checkpoint of this trainer (a file, a dcp folder, or the folder of all, whose best or newest counts), or a
-    file of torch.save that holds a state dict, at the top or under a name of `_WHERE`. Raises CheckpointError.
+    `path` is a checkpoint of this trainer (a file, a dcp folder, or the folder of all, whose best
+    or newest counts), or a file of torch.save that holds a state dict, at the top or under a key in
+    `_WHERE`. Raises CheckpointError.
     """
     try:
         path = _chosen(path)
@@ -169,13 +175,14 @@ def read_whole(path: Path) -> Any:
                 f"checkpoint.load: {path} holds a {found[1]}, whose code would run, and only tensors and plain values"
                 " are read; give a file of the state dict alone, as torch.save(model.state_dict(), FILE) writes it"
             ) from error
-        # torch's advice for a pickle, weights_only=False, is none to somebody who calls no torch.load.
+        # torch's advice for a pickle, weights_only=False, does not help a user who does not call
+        # torch.load.
         why = "" if isinstance(error, pickle.UnpicklingError) else f": {first_line(error)}"
         raise CheckpointError(f"checkpoint.load: {path} is no file of torch.save, or a damaged one{why}") from error
 
 
 def has_average(found: Any) -> bool:
-    """Whether the content of a file holds a moving average of the weights beside them."""
+    """Return whether the content of a file holds a moving average of the weights as well."""
     if not isinstance(found, dict):
         return False
     own = found.get("average")
@@ -183,10 +190,11 @@ def has_average(found: Any) -> bool:
 
 
 def weights_in(found: Any, path: Path, *, average: bool) -> dict[str, torch.Tensor]:
-    """The model's tensors by name in the content of `path`; with `average` their moving average, where there is one.
+    """Return the model's tensors by name in the content of `path`.
 
-    The names are those of the plain model, as checkpoints of this trainer have them; of others without what
-    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) put before or into them. Raises
+    With `average` they are their moving average, if there is one. The names are those of the plain
+    model, as in checkpoints of this trainer; from other files' names, the parts that
+    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) add are removed. Raises
     CheckpointError.
     """
     ours = isinstance(found, dict) and "sampler" in found and "model" in found
@@ -224,7 +232,7 @@ def _plain_name(name: str) -> str:
 
 
 def _chosen(path: Path) -> Path:
-    """The checkpoint that a folder of them stands for; any other path unchanged."""
+    """Return the checkpoint that a folder of them stands for, or any other path unchanged."""
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
     if (marked := best.pointed_to(path)) is not None and not marked.exists():

@@ -53,13 +53,14 @@ def write(
     may_write: Check,
     heads: list[int] | None = None,
 ) -> list[str]:
-    """Put a checkpoint in place atomically; all ranks of `group` (None: one process alone) together.
+    """Put a checkpoint in place atomically. Collective over `group` (None: a single process).
 
-    `heads`: for each rank the first of those that see the same folder; None: all see one. All ranks raise when one
-    fails: OSError, CheckpointError, or what `may_write` raises, which is called on these first ranks only, before the
-    first byte and before the rename.
+    `heads` gives for each rank the first rank that sees the same folder; None means that all see
+    one. If one rank fails, all ranks raise: OSError, CheckpointError, or what `may_write` raises.
+    `may_write` is called on these first ranks only, before the first byte and before the rename.
 
-    Returns the names of the files that are this rank's to copy: those that it has written; of rank 0 also the manifest.
+    Returns the names of the files that this rank has to copy: those that it has written and, on
+    rank 0, the manifest.
     """
     temporary = path.parent / f".{path.name}.{incarnation}.tmp"
     rank = 0 if group is None else dist.get_rank(group)
@@ -68,7 +69,8 @@ def write(
     try:
         begun = together(group, lambda: _begin(temporary, may_write) if rank == head else None)
         stored = _write_tensors(tensors, temporary, group)
-        # The structure is rank 0's: numbers in it may differ from rank to rank, and all write one manifest.
+        # The structure comes from rank 0, because its numbers may differ from rank to rank, and all
+        # ranks write the same manifest.
         mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
         files = [found for found, _, _ in mine]
         listed = {name: found.written() for name, found in _merged([found for _, found, _ in mine]).items()}
@@ -89,7 +91,7 @@ def write(
 
 
 def check(path: Path) -> Metadata:
-    """A folder's metadata, after all of it was read.
+    """Return a folder's metadata after reading and checking all of it.
 
     Raises CheckpointError saying what is wrong with it, OSError.
     """
@@ -99,7 +101,7 @@ def check(path: Path) -> Metadata:
 
 
 def check_sizes(path: Path) -> Metadata:
-    """A folder's metadata, after its files were found to be there, with the sizes that the manifest gives.
+    """Return a folder's metadata after checking that its files exist with their listed sizes.
 
     Raises CheckpointError saying what is wrong with it, OSError.
     """
@@ -115,7 +117,7 @@ def check_sizes(path: Path) -> Metadata:
 
 
 def check_share(path: Path, rank: int, world: int) -> None:
-    """Compare the checksums of this rank's share of the files, of about as many bytes as any other's.
+    """Compare the checksums of this rank's share of the files. Shares have about equal sizes.
 
     Raises CheckpointError saying what is wrong, OSError.
     """
@@ -126,24 +128,24 @@ def check_share(path: Path, rank: int, world: int) -> None:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The metadata alone; the shards are not checked. Raises CheckpointError, OSError."""
+    """Return the metadata without checking the shards. Raises CheckpointError, OSError."""
     return read_manifest(path).metadata
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """What a folder's manifest says. Raises CheckpointError, OSError."""
+    """Return the content of a folder's manifest. Raises CheckpointError, OSError."""
     try:
         with (path / MANIFEST).open("rb") as file:
-            # Of one that is too large to be read, only the beginning.
+            # If it is too large to be read, take only its beginning.
             return manifests.read(file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1))
     except FileNotFoundError:
         raise CheckpointError("incomplete (it has no manifest)") from None
 
 
 def contents(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of each file by its name, as the manifest gives them, the manifest's own with them.
+    """Return size and SHA-256 of each file by name, as the manifest gives them.
 
-    Raises CheckpointError, OSError.
+    The manifest's own are included. Raises CheckpointError, OSError.
     """
     listed = {name: (file.size, file.sha256) for name, file in read_manifest(path).files.items()}
     manifest = path / MANIFEST
@@ -151,9 +153,9 @@ def contents(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def describe(path: Path) -> Snapshot:
-    """What was written, with tensors that have a shape and a dtype and no values: nothing but the manifest is read.
+    """Return the snapshot with tensors that have a shape and a dtype but no values.
 
-    Raises CheckpointError, OSError.
+    Only the manifest is read. Raises CheckpointError, OSError.
     """
     found = read_manifest(path)
 
@@ -165,12 +167,13 @@ def describe(path: Path) -> Snapshot:
 
 
 def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -> Snapshot:
-    """What was written, on the CPU: of tensors that `layout` gives a DTensor for, this rank's shard, as there; of
-    others all of it.
+    """Return the snapshot, on the CPU.
 
-    `fetch` is called with the names of files before they are read, and makes sure that they are there: where the
-    folder does not hold all of them, this rank gets what it reads and nothing else. Raises CheckpointError when this
-    node does not see the folder, or its content is not what its manifest says, and what `fetch` raises.
+    If `layout` gives a DTensor for a tensor, the result holds this rank's shard of it, laid out in
+    that way; of other tensors it holds all. `fetch` is called with the names of files before they
+    are read, and makes sure that they are there, so that a rank whose folder lacks files gets only
+    those that it reads. Raises CheckpointError if this node does not see the folder or its content
+    does not match its manifest, and the errors of `fetch`.
     """
     if fetch is not None:
         fetch([MANIFEST])
@@ -204,7 +207,7 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 class _Target:
     """The part of a tensor that this rank reads, which begins at `offsets`.
 
-    `like`: the DTensor that it is a shard of.
+    `like` is the DTensor that it is a shard of.
     """
 
     tensor: torch.Tensor
@@ -213,7 +216,7 @@ class _Target:
 
     @classmethod
     def of(cls, stored: StoredTensor, like: Any) -> _Target:
-        """With zeros in it."""
+        """Return a target filled with zeros."""
         if like is None:
             return cls(torch.zeros(stored.shape, dtype=stored.dtype), [0] * len(stored.shape))
         [shard] = like.__create_chunk_list__()
@@ -221,25 +224,29 @@ class _Target:
 
     @property
     def content(self) -> Any:
-        """What belongs into the snapshot."""
+        """The value for the snapshot."""
         return self.tensor if self.like is None else with_local(self.like, self.tensor)
 
     def overlapping(self, stored: StoredTensor) -> list[TensorChunk]:
-        """The chunks that have a part of it."""
+        """Return the chunks that overlap this part."""
         return [chunk for chunk in stored.chunks if all(low < high for low, high in self._common(chunk))]
 
     def _common(self, chunk: TensorChunk) -> list[tuple[int, int]]:
-        """(first, end) in each dimension of the whole tensor."""
+        """Return (first, end) of the overlap in each dimension of the whole tensor."""
         sides = zip(self.offsets, self.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
         return [(max(own, at), min(own + length, at + size)) for own, length, at, size in sides]
 
     def fill(self, file: io.FileIO, chunk: TensorChunk) -> None:
-        """Copy what it needs of an overlapping chunk. Raises CheckpointError where the file is too short, OSError."""
+        """Copy this part's values from an overlapping chunk.
+
+        Raises CheckpointError if the file is too short, OSError.
+        """
         common = self._common(chunk)
         into = self.tensor[
             tuple(slice(low - at, high - at) for (low, high), at in zip(common, self.offsets, strict=True))
         ]
-        # Of the chunk whole rows are read, and of these what is needed is copied, unless that is all.
+        # Whole rows of the chunk are read, and the needed part of them is copied, unless all of it
+        # is needed.
         within = [slice(low - at, high - at) for (low, high), at in zip(common, chunk.offsets, strict=True)]
         shape = [*into.shape[:1], *chunk.sizes[1:]]
         rows = into if into.is_contiguous() and [*into.shape] == shape else torch.empty(shape, dtype=into.dtype)
@@ -255,9 +262,10 @@ class _Target:
 
 
 def together(group: Any, act: Any) -> list[Any]:
-    """Every rank's result of `act`, in rank order.
+    """Return every rank's result of `act`, in rank order.
 
-    When it raises on one rank, all raise: that rank the error itself, the others one that names the rank.
+    If it raises on one rank, all raise: that rank the error itself, the others an error that names
+    the rank.
     """
     own: Any = None
     error: Exception | None = None
@@ -281,8 +289,9 @@ def together(group: Any, act: Any) -> list[Any]:
 
 
 def _split(snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
-    """(tensors by flat name, the structure around them as JSON). A number before each name distinguishes
-    the key a.b from a then b.
+    """Return (tensors by flat name, the structure around them as JSON).
+
+    The number before each name distinguishes the key a.b from a then b.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -295,7 +304,7 @@ def _split(snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def _begin(temporary: Path, may_write: Check) -> float:
-    """The time, in Unix seconds."""
+    """Create the temporary folder, and return the time in Unix seconds."""
     may_write()
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -304,7 +313,10 @@ def _begin(temporary: Path, may_write: Check) -> float:
 
 
 def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict[str, StoredTensor]:
-    """Write the files. Returns what this rank has written, by name, of each tensor its own chunks."""
+    """Write the files.
+
+    Return what this rank has written, by name: its own chunks of each tensor.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -325,17 +337,19 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
                 for item in plan.items:
                     written.update(_stored(temporary, item, places[item.index], written.get(item.index.fqn)))
             except Exception as error:
-                # torch closes its archive after a failed write, and fails again in its own words.
+                # After a failed write, torch closes its archive, which fails again with a different
+                # message.
                 raise _disk_error(error) or error from None
             return results
 
-    if group is None:  # Intended: one process.
+    if group is None:  # This is intended with one process.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    # The few tensors that all ranks have are rank 0's to write where others are sharded: dealt out over all files, they
-    # would make each rank fetch every file at a start. Where none is sharded, all ranks write and read alike.
+    # If some tensors are sharded, rank 0 writes the few that all ranks have. Spread over all files,
+    # they would make each rank fetch every file at a start. If none is sharded, all ranks write and
+    # read alike.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
-    # torch 2.6 has no such argument, and finds out by itself that there is no group.
+    # torch 2.6 has no such argument, and notices by itself that there is no group.
     alone = {"no_dist": True} if group is None and "no_dist" in inspect.signature(save).parameters else {}
     try:
         save(tensors, storage_writer=writer, planner=planner, process_group=group, **alone)
@@ -348,7 +362,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 
 
 def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) -> dict[str, StoredTensor]:
-    """The tensor of torch's `item` with the chunk that was just written at `place`, and those `before`."""
+    """Return the tensor of torch's `item`, with the chunks `before` and the new one at `place`."""
     data = item.tensor_data
     dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
     size = math.prod(sizes) * dtype.itemsize
@@ -361,9 +375,10 @@ def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) ->
 
 
 def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
-    """Return where in a file the values of a tensor begin: torch.save has written it there.
+    """Return where in a file the values of a tensor written by torch.save begin.
 
-    `offset`, `length`: of what torch.save has written. `size`: bytes of the values. Raises CheckpointError.
+    `offset` and `length` bound the bytes that torch.save has written, and `size` is the number of
+    bytes of the values. Raises CheckpointError.
     """
     view = _FilePart(file, offset, length)
     with zipfile.ZipFile(view) as archive:
@@ -403,7 +418,7 @@ class _FilePart(io.RawIOBase):
 
 
 def _merged(parts: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """What all ranks have written, by name."""
+    """Return what all ranks have written, by name."""
     merged: dict[str, StoredTensor] = {}
     for name, stored in (item for part in parts for item in part.items()):
         chunks = (*merged[name].chunks, *stored.chunks) if name in merged else stored.chunks
@@ -418,13 +433,17 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 
 def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Of the files that this rank has written."""
+    """Return size and checksum of each file that this rank has written."""
     names = [path.name for path in temporary.glob(f"__{rank}_*")] + ([_INDEX] if rank == 0 else [])
     return {name: {"size": (temporary / name).stat().st_size, "sha256": sha256(temporary / name)} for name in names}
 
 
 def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any], may_write: Check) -> None:
-    """`parts`: size and checksum of each file by the rank that has written it, of the ranks that see this folder."""
+    """Check the folder, write the manifest, and rename the folder to its final name.
+
+    `parts` has size and checksum of each file by the rank that wrote it, for the ranks that see
+    this folder.
+    """
     for rank, files in parts.items():
         for name, entry in files.items():
             part = temporary / name
@@ -435,10 +454,11 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
                     " checkpoint.format=torch"
                 )
     write_atomically(temporary / MANIFEST, manifest)
-    read_manifest(temporary)  # What cannot be read must not replace what can: older ones are deleted next.
+    # An unreadable checkpoint must not replace a readable one, because older ones are deleted next.
+    read_manifest(temporary)
     sync_folder(temporary)
     may_write()
-    if path.exists():  # A broken one of this step, or training would have resumed from it.
+    if path.exists():  # A broken one of this step; otherwise training would have resumed from it.
         path.rename(temporary.with_suffix(".old.tmp"))
     temporary.rename(path)
     sync_folder(path.parent)
@@ -446,11 +466,11 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
 
 
 def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal digits."""
+    """Return the hash of a file, in hexadecimal digits."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size(path: Path) -> int:
-    """Bytes of all files."""
+    """Return the number of bytes in all files."""
     return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())

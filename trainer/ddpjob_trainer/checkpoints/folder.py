@@ -1,4 +1,4 @@
-"""The checkpoint folder: when to save, who writes, what is kept, and which checkpoint a start resumes from."""
+"""The checkpoint folder: when to save, who writes, what is kept, and where a start resumes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class CheckpointFolder:
         config.check()
         self._config, self.path, self._group = config, path, group
         self._parts = config.format is Format.DCP
-        # Parts may go from any disk to a bucket: `claim` finds out which rank maintains which folder.
+        # With a bucket, parts may be on any disk; `claim` finds out which rank maintains which
+        # folder.
         one_folder = config.shared and not (self._parts and config.url)
         self.writes = group.rank == 0 if one_folder else group.local_rank == 0
         self._index, self._writer, self._staging = CheckpointIndex(path), Writer(config.failures), Staging()
@@ -55,17 +56,18 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """For each rank the first of those that see its folder; None: as `shared` says."""
+        """For each rank the first rank that sees its folder. None: as `shared` says."""
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
-        # One copy of each: every writing rank has the same. Of parts each rank copies its own.
+        # Every writing rank has the same checkpoint, so one copy is enough. Of parts, each rank
+        # copies its own.
         self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
         self.alive: Callable[[], None] = lambda: None
-        """Called again and again while the ranks wait for a disk or the bucket."""
+        """Called repeatedly while the ranks wait for a disk or the bucket."""
         self._share: Share | None = None
         self._copied: Path | None = None
-        """The checkpoint in parts that was offered to the bucket last."""
+        """The checkpoint in parts that was last offered to the bucket."""
         self._uncopied: tuple[Entry, list[str]] | None = None
-        """The newest one, where that is not offered, and this rank's files of it."""
+        """The newest checkpoint and this rank's files of it, if it has not been offered."""
         if self.writes or self._parts:
             prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
 
@@ -99,7 +101,8 @@ class CheckpointFolder:
         Raises FencedError when a newer one has claimed the folder, FolderTakenError when another job uses it.
         """
         self._claim = claim
-        if self._parts and self._group.world > 1:  # The writers communicate beside training.
+        # The writers communicate while training continues.
+        if self._parts and self._group.world > 1:
             self._parts_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=10))
             if self._config.url:
                 self._heads = self._find_heads()
@@ -122,8 +125,10 @@ class CheckpointFolder:
                 self._share = Share(self._bucket, term, mark)
 
     def _find_heads(self) -> list[int]:
-        """For each rank the first of those that see its folder, by looking: each node may have a disk of its own, and
-        pods of one machine may share one. All ranks together.
+        """Find for each rank the first rank that sees its folder, by looking.
+
+        All ranks must call this together. Each node may have a disk of its own, and pods of one
+        machine may share one.
         """
 
         def sign(rank: int) -> Path:
@@ -138,13 +143,15 @@ class CheckpointFolder:
 
     @property
     def _scattered(self) -> bool:
-        """Whether the parts of a checkpoint lie in folders of which no rank sees all: only the bucket has it whole."""
+        """Whether no rank sees all parts of a checkpoint, so that only the bucket has it whole."""
         several = bool(self._config.url) and self._group.world > 1
         return several and (any(self._heads) if self._heads else not self._config.shared)
 
     def _take_together(self) -> None:
-        """Make the folder this job's. A former owner may be watched for longer than train.timeout_seconds: the ranks
-        that wait for it agree twice a second that this continues.
+        """Make the folder this job's.
+
+        A former owner may be watched for longer than train.timeout_seconds, so the ranks that wait
+        for it agree twice a second that the wait continues.
         """
         watching, taking = True, self._ownership.take() if self.writes else iter(())
         while watching:
@@ -192,7 +199,7 @@ class CheckpointFolder:
         snapshot = make()
         snapshots.check(snapshot)
         if self._parts:
-            manifest.encode(snapshot, lambda *_: "")  # Raises for what JSON cannot hold.
+            manifest.encode(snapshot, lambda *_: "")  # Raises for values that JSON cannot hold.
         self._saved_step, self._owed = step, False
         state = snapshot["sampler"]
         metadata = Metadata(step, state["epoch"] if state["consumed"] == 0 else None, self._group.world)
@@ -240,14 +247,17 @@ class CheckpointFolder:
             raise failure or self.failure(2 in ends)
 
     def _wait_for_parts(self, seconds: float) -> None:
-        """Offer the last checkpoint to the bucket, and wait until it is there. All ranks together."""
+        """Offer the last checkpoint to the bucket, and wait until it is there.
+
+        All ranks must call this together.
+        """
         if self._uncopied is not None:
             self._offer(*self._uncopied)
         copying = self.copies or self._share
         self._wait_together(lambda pause: copying is None or copying.wait(pause), seconds)
 
     def _wait_for_the_disk(self) -> None:
-        """Until no rank is saving. All ranks together."""
+        """Wait until no rank is saving. All ranks must call this together."""
 
         def written(pause: float) -> bool:
             self._writer.wait(pause)
@@ -256,10 +266,11 @@ class CheckpointFolder:
         self._wait_together(written)
 
     def _wait_together(self, done: Callable[[float], bool], seconds: float = math.inf) -> None:
-        """Wait until `done`, which waits for as long as it is given, is true on every rank, for `seconds` at most.
+        """Wait until `done` returns true on every rank, for at most `seconds`.
 
-        All ranks together, who agree twice a second: a rank alone would wait for longer than a collective may take, and
-        the others would end with an error.
+        All ranks must call this together. `done` gets the number of seconds that it may wait. The
+        ranks agree twice a second, because a rank alone would wait for longer than a collective may
+        take, and the others would end with an error.
         """
         until, states = time.monotonic() + seconds, [1]
         while any(states) and 2 not in states:
@@ -268,7 +279,10 @@ class CheckpointFolder:
             self.alive()
 
     def _in_thread(self, act: Callable[[], _T]) -> Future[_T]:
-        """What became of `act()`, which takes as long as the disk or the bucket. All ranks together."""
+        """Return the outcome of `act()`, which takes as long as the disk or the bucket.
+
+        All ranks must call this together.
+        """
         return done_in_thread(self._group, "checkpoint", act, self.alive)
 
     def release(self) -> None:
@@ -280,8 +294,9 @@ class CheckpointFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Training ends, maybe by an error: give a save in progress some time. Peers that restart
-        wait for this process to end.
+        """Give a save in progress some time when training ends, maybe by an error.
+
+        Peers that restart wait for this process to end.
         """
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
@@ -300,23 +315,26 @@ class CheckpointFolder:
         self._unmarked = self._config.keep_best > 0
 
     def _write(self, path: Path, taken: Snapshot, metadata: Metadata) -> None:
-        """Runs in the background."""
+        """Write a checkpoint; runs in the background."""
         self._staging.settle()
         entry, names = Entry(metadata.step, path, metadata.epoch), list[str]()
         try:
-            if self._parts:  # All ranks learn together of a lost claim, or the others would wait for this one.
+            # All ranks learn together of a lost claim; otherwise they would wait for this one.
+            if self._parts:
                 incarnation, group = self._claim.incarnation, self._parts_group
                 names = dcp.write(path, incarnation, taken, metadata, group, self._check_claim, self._heads)
             else:
                 self._check_claim()  # A folder that has vanished is not created again.
                 torch_file.write(path, taken, metadata, self._check_claim)
         except OSError:
-            self._check_claim()  # A newer incarnation removes temporary files: then that is the reason.
+            # A newer incarnation removes temporary files, and is then the reason for the error.
+            self._check_claim()
             raise
         if self.writes:
             self._index.add(entry)
         if self._parts and self._config.url:
-            # All ranks upload the same ones, or none would ever be complete: the next when rank 0 has seen the last.
+            # All ranks upload the same checkpoints, or none would ever be complete. The next one
+            # follows when rank 0 has seen the last one complete.
             free = dcp.together(self._parts_group, lambda: self.copies is None or self.copies.wait(0))[0]
             self._uncopied = entry, names
             if free:
@@ -327,7 +345,7 @@ class CheckpointFolder:
             self._try_to_tidy()
 
     def _offer(self, entry: Entry, names: list[str]) -> None:
-        """Let the bucket have this rank's files of a checkpoint in parts; all ranks do."""
+        """Offer this rank's files of a checkpoint in parts to the bucket; all ranks do so."""
         self._copied, self._uncopied = entry.path, None
         if self.copies is not None:
             self.copies.offer(entry, self._scores, names)
@@ -339,7 +357,10 @@ class CheckpointFolder:
             self._claim.check(self.path)
 
     def _try_to_tidy(self) -> None:
-        """The checkpoint itself is on disk: what fails here is tried again after the next one."""
+        """Tidy the folder, with a warning if that fails.
+
+        The checkpoint itself is on disk; tidying is tried again after the next one.
+        """
         try:
             self._tidy()
         except OSError as error:
@@ -352,8 +373,12 @@ class CheckpointFolder:
             )
 
     def _tidy(self) -> None:
-        """Mark the best, then delete what need not be kept, so that the mark never dangles. Runs in the background."""
-        self._unmarked = False  # First: what is scored from now on is marked by the next save.
+        """Mark the best, then delete expendable checkpoints, so that the mark never dangles.
+
+        Runs in the background.
+        """
+        # Set it first, so that the next save marks whatever is scored from now on.
+        self._unmarked = False
         scores = self._scores
         entries = self._index.entries()
         doomed = retention.expendable(entries, scores, self._config)
@@ -366,10 +391,11 @@ class CheckpointFolder:
                 {entry.step: scores[entry.step] for entry in order},
                 order[0].path if order else None,
             )
-        elif best.pointed_to(self.path) in [entry.path for entry in doomed]:  # Of an earlier start with keep_best.
+        # The mark is from an earlier start with keep_best.
+        elif best.pointed_to(self.path) in [entry.path for entry in doomed]:
             best.unmark(self.path)
         for entry in doomed:
-            # Other ranks may still upload their parts of the last that was offered.
+            # Other ranks may still upload their parts of the checkpoint that was offered last.
             if entry.path != self._copied and (self.copies is None or not self.copies.holds(entry.path)):
                 self._index.remove(entry)
 
@@ -385,7 +411,8 @@ class CheckpointFolder:
         step, path = self._newest_here()
         if self._config.url:
             copy = self._newest_copy(step, layout)
-            if self._scattered and self.writes:  # Parts of which nobody has the others would count as the newest ones.
+            # Otherwise an incomplete set of parts would count as the newest checkpoint.
+            if self._scattered and self.writes:
                 self._index.forget_parts_after(NOTHING if copy is None else self._saved_step)
             if copy is not None:
                 return copy
@@ -429,15 +456,19 @@ class CheckpointFolder:
             )
 
     def _newest_here(self) -> tuple[int, Path | None]:
-        """All ranks together."""
+        """Return the newest whole checkpoint on this rank, as (step, path).
+
+        All ranks must call this together.
+        """
         looking = partial(self._index.newest_whole, in_parts=not self._scattered)
         return self._in_thread(lambda: looking() if self.writes else (NOTHING, None)).result()
 
     def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
-        """The newest checkpoint in the bucket, if it is newer than this rank's `step` and all others', and in parts.
+        """Return the newest checkpoint in the bucket, if it is in parts and newer than all ranks'.
 
-        A file is put into the folder of rank 0, and None returned. Raises CheckpointError on all ranks when the bucket
-        cannot be read: not from scratch, since what it holds may be all that there is.
+        `step` is this rank's newest one. A file is put into the folder of rank 0, and None is
+        returned. Raises CheckpointError on all ranks if the bucket cannot be read: training must
+        not start from scratch, because the bucket may hold the only checkpoints.
         """
         newest = max(self._group.gather(step))
         while True:
@@ -466,9 +497,10 @@ class CheckpointFolder:
                 self.copies.cannot_be_read(offered, problem)
 
     def _read_copy(self, offered: Offered, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """(a checkpoint in parts from the bucket, of which this rank fetches what it reads; why any rank has none).
+        """Read a checkpoint in parts from the bucket; each rank fetches what it reads.
 
-        All ranks together. Raises CheckpointError on all where the bucket or a disk is to blame.
+        All ranks must call this together. Returns (snapshot, ""), or (None, the first rank's
+        problem). Raises CheckpointError on all ranks if the bucket or a disk is to blame.
         """
         folder, step = self.path / offered.manifest.name, offered.entry.step
         snapshot: Snapshot | None = None
@@ -486,7 +518,7 @@ class CheckpointFolder:
                 problem = "of another step than its name says"
         except FetchError as error:
             unfetched = error
-        except Exception as error:  # What nobody here has written can fail in any way.
+        except Exception as error:  # A file that this trainer did not write can fail in any way.
             problem = self._unreadable(error)
         if 1 in (failed := self._group.gather(unfetched is not None)):
             raise unfetched or CheckpointError(f"rank {failed.index(1)} cannot fetch its part; its message says why")
@@ -498,9 +530,10 @@ class CheckpointFolder:
         return snapshot, ""
 
     def _is_kept(self, step: int, path: Path | None) -> bool:
-        """Whether the state after `step` steps need not be saved again: the bucket has it, or gets this file of it.
+        """Return whether the state after `step` steps need not be saved again.
 
-        `path`: on this rank's disk. It may be on another node's alone, from where nobody uploads it.
+        That is so if the bucket has it, or gets this rank's file of it, `path`. The file may also
+        be on another node's disk alone, from where nobody uploads it.
         """
         kept = True
         if self.copies is not None:
@@ -511,7 +544,10 @@ class CheckpointFolder:
         return bool(self._group.gather(kept)[0])
 
     def _spread(self, own: Snapshot | None, source: int) -> Snapshot:
-        """Rank `source`'s snapshot on every rank. Large tensors one by one, each into the memory that it stays in."""
+        """Return rank `source`'s snapshot on every rank.
+
+        Large tensors are sent one by one, each into the memory that it stays in.
+        """
         if self._group.world == 1:
             assert own is not None
             return own
@@ -531,7 +567,10 @@ class CheckpointFolder:
         return spread
 
     def _first_problem(self, problem: str) -> str:
-        """That of the first rank that has one, on all ranks; empty: none has. All ranks together."""
+        """Return the problem of the first rank that has one, on all ranks; empty if none has.
+
+        All ranks must call this together.
+        """
         found = self._group.gather(bool(problem))
         if not any(found):
             return ""
@@ -540,9 +579,10 @@ class CheckpointFolder:
         return self._group.broadcast_bytes(said, source).decode()
 
     def _read_parts(self, path: Path, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """(what every rank reads from the folder itself, why any rank cannot). All ranks together.
+        """Return (what this rank reads from the folder itself, why any rank cannot).
 
-        Raises CheckpointError on all ranks when one does not see the folder, which is then not to blame.
+        All ranks must call this together. Raises CheckpointError on all ranks if one does not see
+        the folder, because the checkpoint is then not to blame.
         """
         seen = self._group.gather(self._in_thread(partial(os.path.exists, path)).result())
         if not all(seen):
@@ -554,9 +594,10 @@ class CheckpointFolder:
         return (None, problem) if problem else self._agreed(partial(dcp.read, path, layout))
 
     def _agreed(self, act: Callable[[], _T]) -> tuple[_T | None, str]:
-        """(this rank's result of `act`, the first rank's problem with it; empty: no rank has one). All ranks together.
+        """Return (this rank's result of `act`, the first rank's problem with it).
 
-        `act` reads what another program may have written, which can fail in any way.
+        All ranks must call this together. The problem is empty if no rank has one. `act` reads data
+        that another program may have written, so it can fail in any way.
         """
         result, problem = None, ""
         acting = self._in_thread(act)
@@ -568,7 +609,7 @@ class CheckpointFolder:
         return (None if problem else result), problem
 
     def _unreadable(self, error: Exception) -> str:
-        """What is wrong with a checkpoint, by the error of reading it."""
+        """Describe what is wrong with a checkpoint, by the error of reading it."""
         if isinstance(error, CheckpointError):
             return str(error)
         where = f"not readable on rank {self._group.rank}"

@@ -1,4 +1,4 @@
-"""The checkpoints in one folder, of both formats, and what is known of each."""
+"""The checkpoints in one folder, of both formats, with their known state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.errors import CheckpointError
 
 NOTHING, BROKEN = -1, -2
-"""Instead of a step: the folder holds no checkpoint, or none that is whole."""
+"""Values instead of a step: the folder holds no checkpoint, or none that is whole."""
 _NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
 
 
@@ -26,14 +26,14 @@ class CheckpointIndex:
         self._known: dict[Path, Entry] = {}
 
     def path_of(self, step: int, *, in_parts: bool) -> Path:
-        """The path of the checkpoint of a step."""
+        """Return the path of the checkpoint of a step."""
         return self._path / f"step-{step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}"
 
     def newest_whole(self, *, in_parts: bool = True) -> tuple[int, Path | None]:
-        """(step, path); NOTHING or BROKEN instead of the step.
+        """Return (step, path), with NOTHING or BROKEN instead of the step if there is none.
 
-        Broken ones are named in warnings. Of a folder of parts only the names and sizes are checked here; without
-        `in_parts` they are passed over.
+        Broken ones are named in warnings. For a folder of parts, only names and sizes are checked
+        here; without `in_parts` such folders are skipped.
         """
         found = [(step, path) for step, path in self._found() if in_parts or path.suffix != dcp.SUFFIX]
         for step, path in found:
@@ -58,18 +58,18 @@ class CheckpointIndex:
         print(text, file=sys.stderr, flush=True)
 
     def entries(self) -> list[Entry]:
-        """All, newest first. Raises OSError.
+        """Return all checkpoints, newest first. Raises OSError.
 
-        Only the newest are checked as a whole, at a start; older ones are believed by their metadata.
+        Only the newest are checked as a whole, at a start; for older ones, the metadata is trusted.
         """
         return [self._known.get(path) or self._read(step, path) for step, path in self._found()]
 
     def add(self, entry: Entry) -> None:
-        """Record a whole checkpoint that was put in place."""
+        """Record that a whole checkpoint was put in place."""
         self._known[entry.path] = entry
 
     def replaced(self, path: Path) -> None:
-        """Look at a checkpoint again: another one is in its place."""
+        """Forget what is known of a checkpoint, because a different one has replaced it."""
         self._known.pop(path, None)
 
     def remove(self, entry: Entry) -> None:
@@ -81,7 +81,7 @@ class CheckpointIndex:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     def forget_parts_after(self, step: int) -> None:
-        """Delete folders of later steps of whose parts only some are here. Others count as the newest."""
+        """Delete folders of later steps that lack parts, because they would count as the newest."""
         for later, path in self._found():
             if later <= step or path.suffix != dcp.SUFFIX:
                 continue
@@ -94,7 +94,8 @@ class CheckpointIndex:
         try:
             metadata = dcp.read_metadata(path) if path.suffix == dcp.SUFFIX else torch_file.read_metadata(path)
             self._known[path] = Entry(step, path, metadata.epoch)
-        except (CheckpointError, FileNotFoundError):  # The latter of a link that leads nowhere.
+        # FileNotFoundError comes from a link that leads nowhere.
+        except (CheckpointError, FileNotFoundError):
             self._known[path] = Entry(step, path, whole=False)
         return self._known[path]
 
@@ -104,7 +105,7 @@ class CheckpointIndex:
 
 
 def prepare_folder(path: Path, keys: str) -> None:
-    """Create a folder and prove that it can be written.
+    """Create a folder, and prove that it can be written.
 
     Raises CheckpointError naming the path, the reason and the remedy.
     """

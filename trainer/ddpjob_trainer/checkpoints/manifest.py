@@ -35,7 +35,7 @@ from ddpjob_trainer.checkpoints.snapshot import Path
 from ddpjob_trainer.errors import CheckpointError
 
 LARGEST = 2**28
-"""Bytes of a manifest: three million chunks."""
+"""Limit in bytes for a manifest; it suffices for three million chunks."""
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
@@ -59,7 +59,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A part of a tensor, whose values begin at byte `at` of `file`."""
+    """A part of a tensor. Its values begin at byte `at` of `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -67,7 +67,7 @@ class TensorChunk:
     at: int
 
     def written(self) -> list[Any]:
-        """Return it as JSON has it."""
+        """Return it in its JSON form."""
         return [[*self.offsets], [*self.sizes], self.file, self.at]
 
 
@@ -80,7 +80,10 @@ class StoredTensor:
     chunks: tuple[TensorChunk, ...]
 
     def written(self) -> dict[str, Any]:
-        """Return it as JSON has it. Raises CheckpointError for a dtype that `read` does not know."""
+        """Return it in its JSON form.
+
+        Raises CheckpointError for a dtype that `read` does not know.
+        """
         name = str(self.dtype).removeprefix("torch.")
         if name not in DTYPES:
             raise CheckpointError(
@@ -92,7 +95,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a manifest says, checked. `state` is still as JSON has it: see `decode`."""
+    """The checked content of a manifest. `state` is still in its JSON form; see `decode`."""
 
     metadata: Metadata
     files: Mapping[str, CheckpointFile]
@@ -106,9 +109,9 @@ def write(recorded: dict[str, Any]) -> bytes:
 
 
 def read(data: bytes) -> CheckpointManifest:
-    """Return what a manifest says.
+    """Return the content of a manifest.
 
-    Raises CheckpointError, and nothing else, for any other content.
+    Raises CheckpointError, and nothing else, if it is not a valid manifest.
     """
     try:
         return _manifest(_recorded(data))
@@ -117,7 +120,7 @@ def read(data: bytes) -> CheckpointManifest:
 
 
 def _recorded(data: bytes) -> dict[str, Any]:
-    """Return a manifest's JSON, of which only the checksum was verified. Raises CheckpointError."""
+    """Return a manifest's JSON, of which only the checksum is verified. Raises CheckpointError."""
     if len(data) > LARGEST:
         raise _corrupt(f"it has {len(data)} bytes, and at most {LARGEST} are read")
     try:
@@ -199,7 +202,7 @@ def _chunk(name: str, found: Any) -> TensorChunk:
 
 
 def _covers(stored: StoredTensor) -> bool:
-    """Whether the chunks form a grid over the whole shape, as shards of a tensor do."""
+    """Return whether the chunks form a grid over the whole shape, as shards of a tensor do."""
     shape, chunks = stored.shape, stored.chunks
     if 0 in shape:
         return not chunks
@@ -220,9 +223,9 @@ def _covers(stored: StoredTensor) -> bool:
 
 
 def encode(tree: Any, name: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
-    """Return the structure around tensors as JSON has it; `name` gives each tensor's name.
+    """Return the structure around tensors in its JSON form; `name` gives each tensor's name.
 
-    Raises CheckpointError for a value that has no place there.
+    Raises CheckpointError for a value that the form cannot hold.
     """
     if isinstance(tree, torch.Tensor):
         return {"tensor": name(path, tree)}
@@ -247,7 +250,7 @@ def _no_place(value: Any, path: Path, role: str) -> CheckpointError:
 
 
 def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> Any:
-    """Return the structure that `encode` has written; `tensor` gives what belongs where a tensor's name is.
+    """Return a structure that `encode` wrote; `tensor` gives the value for each tensor's name.
 
     Raises CheckpointError.
     """

@@ -9,16 +9,17 @@ from typing import Any
 from ddpjob_trainer.errors import CheckpointError
 
 VERSION = 1
-"""Version of the content. Any other one is refused."""
+"""Version of the content. Other versions are refused."""
 _LATEST = 253402300800
-"""The year 10000, which no clock shows."""
+"""The start of the year 10000, which no clock shows."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """Saved after `step` steps by `world` ranks; `epoch`: the number of epochs just completed, None within one.
+    """Describes a checkpoint.
 
-    `time`: seconds since the Unix epoch.
+    It was saved after `step` steps by `world` ranks. `epoch` is the number of epochs just
+    completed, or None within an epoch. `time` is in seconds since the Unix epoch.
     """
 
     step: int
@@ -27,12 +28,15 @@ class Metadata:
     time: float = 0.0
 
     def written(self, **more: Any) -> dict[str, Any]:
-        """As it is written to disk, with the content's version and the time."""
+        """Return it as written to disk, with the content's version and the time."""
         return {"format": VERSION, **asdict(self), "time": round(time.time(), 3), **more}
 
     @classmethod
     def read(cls, found: Any) -> Metadata:
-        """The reverse of `written`. Raises CheckpointError when `found` is something else or of another version."""
+        """Parse a result of `written`.
+
+        Raises CheckpointError if `found` is anything else or of a different version.
+        """
         if not isinstance(found, dict) or "format" not in found:
             raise CheckpointError("no checkpoint of this trainer (it carries no checksum)")
         if found["format"] != VERSION:

@@ -1,4 +1,4 @@
-"""Which checkpoints to delete: a pure function of what is in the folder."""
+"""Decides which checkpoints to delete: a pure function of what is in the folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ddpjob_trainer.config.sections import CheckpointConfig, Metric
 class Entry:
     """A checkpoint in the folder.
 
-    `epoch`: the number of epochs after which it was saved, None within one. `whole`: as far as is known.
+    `epoch` is the number of epochs after which it was saved, or None within an epoch. `whole` is
+    False if it is known to be broken.
     """
 
     step: int
@@ -24,10 +25,11 @@ class Entry:
 
 
 def expendable(found: Collection[Entry], scores: dict[int, float], config: CheckpointConfig) -> list[Entry]:
-    """The ones to delete: not among the newest `keep` whole ones, the `keep_best` best, or every `keep_every_epochs`th
-    epoch.
+    """Return the checkpoints to delete.
 
-    A broken one counts for none of these, and is deleted when it is older than all of the newest whole ones.
+    Kept are the newest `keep` whole ones, the `keep_best` best, and every `keep_every_epochs`th
+    epoch. A broken one counts for none of these, and is deleted if it is older than all of the
+    newest whole ones.
     """
     whole = sorted((entry for entry in found if entry.whole), reverse=True)
     newest = whole[: config.keep]
@@ -43,7 +45,10 @@ def expendable(found: Collection[Entry], scores: dict[int, float], config: Check
 
 
 def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -> list[Entry]:
-    """The evaluated ones, best first; ties: older first. A score that is not finite is the worst."""
+    """Return the evaluated checkpoints, best first; of equal ones, the older first.
+
+    A score that is not finite is the worst.
+    """
     sign = -1 if metric is Metric.ACCURACY else 1
 
     def order(entry: Entry) -> tuple[float, int]:

@@ -1,7 +1,7 @@
-"""A snapshot: the state of training after a step, copied to the CPU so that training continues while it is written.
+"""A snapshot: the state of training after a step, copied to the CPU.
 
-Training waits only for the copy. Its memory is reused by the next snapshot; on an accelerator it is pinned, and the
-copies are asynchronous in stream order.
+Training waits only for the copy, and continues while it is written. The copy's memory is reused by
+the next snapshot; on an accelerator it is pinned, and the copies are asynchronous in stream order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ Snapshot = dict[str, Any]
 Path = tuple[str | int, ...]
 
 Layout = Callable[[Path, torch.Size], Any]
-"""Where a tensor is in a snapshot, and its whole shape -> a DTensor that is laid out over the ranks as it should be;
-None: every rank has all of it."""
+"""Maps a tensor's place in a snapshot and its whole shape to a DTensor that is laid out over the
+ranks as wanted, or to None if every rank has all of it."""
 
 
 def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
-    """A tree of the same structure with other tensors; containers are new, so later changes of the
-    training do not show.
+    """Return a tree of the same structure with changed tensors.
+
+    Containers are new, so that later changes of the training do not show.
     """
     if isinstance(tree, torch.Tensor):
         return change(path, tree)
@@ -42,10 +43,10 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def check(snapshot: Any) -> None:
-    """Raise CheckpointError for a state that could be written and not resumed from.
+    """Raise CheckpointError for a state that could be written but not resumed from.
 
-    Reading runs no code of a file's (torch.load with weights_only), so that an object, of numpy's too, would be refused
-    there, when the training that it is of has ended.
+    Reading runs no code from a file (torch.load with weights_only), so an object, even numpy's,
+    would be refused then, after the training that saved it has ended.
     """
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
         raise CheckpointError(
@@ -77,23 +78,24 @@ def _can_be_read(value: Any) -> bool:
         torch.save(value, content)
         content.seek(0)
         torch.load(content, weights_only=True)
-    except Exception:  # Pickling fails in any way.
+    except Exception:  # Pickling fails in many ways.
         return False
     return True
 
 
 class Staging:
-    """The memory on the CPU that holds one snapshot at a time."""
+    """Memory on the CPU that holds one snapshot at a time."""
 
     def __init__(self) -> None:
         self._memory: dict[Path, torch.Tensor] = {}
         self._events: list[Any] = []
 
     def take(self, snapshot: Snapshot, *, whole: bool, wanted: bool = True) -> Snapshot:
-        """A copy of `snapshot`, which overwrites the one before it. Call `settle()` before reading it.
+        """Return a copy of `snapshot`, which overwrites the previous one.
 
-        `whole`: tensors that are sharded over ranks are gathered, by all ranks together; else each rank keeps its own
-        shard. A rank that does not want the copy (`wanted`) takes part, and gets an empty one.
+        Call `settle()` before reading it. With `whole`, tensors that are sharded over ranks are
+        gathered, which is collective; otherwise each rank keeps its own shard. A rank that does not
+        want the copy (`wanted`) takes part and gets an empty one.
         """
         used: dict[Path, torch.Tensor] = {}
         devices: set[torch.device] = set()
@@ -118,7 +120,7 @@ class Staging:
         return taken if wanted else {}
 
     def settle(self) -> None:
-        """Wait until the copies of the last `take` are complete; from any thread."""
+        """Wait until the copies of the last `take` are complete. May be called from any thread."""
         for event in self._events:
             event.synchronize()
 
@@ -135,7 +137,10 @@ class Staging:
 
 
 def with_local(sharded: Any, local: torch.Tensor) -> Any:
-    """A DTensor with the layout of `sharded`, whose shard is `local` on the CPU, whatever device its mesh has."""
+    """Return a DTensor with the layout of `sharded`, whose shard is `local`, on the CPU.
+
+    The device of its mesh does not matter.
+    """
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, sharded._spec, requires_grad=False)

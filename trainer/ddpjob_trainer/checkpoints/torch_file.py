@@ -1,7 +1,6 @@
-"""Format torch: a checkpoint is one file: what torch.save writes, with a zip comment that holds
-metadata and a checksum.
+"""Format torch: a checkpoint is one file of torch.save with a zip comment.
 
-`torch.load` of any script can read it.
+The comment holds metadata and a checksum. `torch.load` of any script can read the file.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ _LONGEST_MESSAGE = 1000
 
 
 class _ShortUnpicklingError(pickle.UnpicklingError):
-    """What torch's restricted unpickler raises, without most of a very long word of the file.
+    """The error of torch's restricted unpickler, without most of a very long word of the file.
 
-    torch.load searches the message with an expression whose time grows with the square of the longest word: a file of
-    20 kB kept the processor busy for eight seconds, and one of a megabyte would for hours.
+    torch.load searches the message with a regular expression whose time grows with the square of
+    the longest word: a file of 20 kB kept the processor busy for eight seconds, and one of a
+    megabyte would take hours.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -45,9 +45,9 @@ _weights_only_unpickler.UnpicklingError = _ShortUnpicklingError  # type: ignore[
 
 
 class _Stream:
-    """Sends what torch.save writes to the file and into the checksum.
+    """Sends the output of torch.save to the file and into the checksum.
 
-    The archive's last record is held back, since the comment belongs into it. There is no second
+    The archive's last record is held back, because the comment belongs in it. There is no second
     copy of the content in memory, and neither writing nor hashing holds the GIL.
     """
 
@@ -68,7 +68,7 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """Called by torch.save; the file has no buffer."""
+        """Do nothing, because the file has no buffer. torch.save calls this."""
 
     def end(self, metadata: Metadata) -> None:
         """Write the last record with the comment."""
@@ -91,22 +91,26 @@ class _Stream:
 
 
 def write(path: Path, snapshot: Snapshot, metadata: Metadata, before_rename: Check | None = None) -> None:
-    """Put a checkpoint in place atomically. Raises OSError, CheckpointError, and what `before_rename` raises."""
+    """Put a checkpoint in place atomically.
+
+    Raises OSError, CheckpointError, and what `before_rename` raises.
+    """
     with replacing(path, before_rename) as file:
         stream = _Stream(file)
         try:
             torch.save(snapshot, stream)  # type: ignore[arg-type]
         except (RuntimeError, OSError) as error:
-            # torch closes its archive after a failed write, and fails again in its own words.
+            # After a failed write, torch closes its archive, which fails again with a different
+            # message.
             raise stream.error or error from None
         stream.end(metadata)
         _read_back(Path(file.name))
 
 
 def _read_back(path: Path) -> None:
-    """Read what says what a file holds, and where. What cannot be read must not replace what can.
+    """Read a file's metadata and directory back.
 
-    Raises CheckpointError, OSError.
+    An unreadable file must not replace a readable one. Raises CheckpointError, OSError.
     """
     read_metadata(path)
     try:
@@ -119,12 +123,18 @@ def _read_back(path: Path) -> None:
 
 
 def check(content: bytes) -> Metadata:
-    """The metadata of a whole file's content. Raises CheckpointError saying what is wrong with it."""
+    """Return the metadata of a whole file's content.
+
+    Raises CheckpointError saying what is wrong.
+    """
     return _check(io.BytesIO(content))
 
 
 def check_file(path: Path) -> Metadata:
-    """The same of a file, which is not kept in memory. Raises CheckpointError, OSError."""
+    """Return the metadata after checking a file, which is not kept in memory.
+
+    Raises CheckpointError, OSError.
+    """
     with path.open("rb", buffering=0) as file:
         return _check(file)
 
@@ -146,7 +156,7 @@ def _check(file: IO[bytes] | io.FileIO) -> Metadata:
 
 
 def is_ours(content: bytes) -> bool:
-    """Whether the file has a comment, as files of this trainer do; torch.save alone writes none."""
+    """Return whether the file has a comment, as this trainer's files do; torch.save writes none."""
     try:
         return bool(_split(content[-_LONGEST_COMMENT:], len(content))[1])
     except CheckpointError:
@@ -154,7 +164,7 @@ def is_ours(content: bytes) -> bool:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The metadata alone; the content is not checked. Raises CheckpointError, OSError."""
+    """Return the metadata without checking the content. Raises CheckpointError, OSError."""
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - _LONGEST_COMMENT))
@@ -162,26 +172,29 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def decode(content: bytes) -> Snapshot:
-    """What was written, tensors on the CPU. timm's and torchvision's files hold their arguments as a Namespace."""
+    """Return the content with tensors on the CPU.
+
+    A Namespace is allowed, because timm's and torchvision's files hold their arguments as one.
+    """
     with torch.serialization.safe_globals([argparse.Namespace]):
         snapshot: Snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return snapshot
 
 
 def read(path: Path) -> Snapshot:
-    """The same from a file: in memory there is one copy of each tensor."""
+    """Return the content of a file, with one copy of each tensor in memory."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", weights_only=True)
     return snapshot
 
 
 def describe(path: Path) -> Snapshot:
-    """The same with tensors that stay in the file: they are read when somebody looks at their values."""
+    """Return the content of a file, with tensors that stay in it until their values are used."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return snapshot
 
 
 def _split(tail: bytes, size: int) -> tuple[int, bytes]:
-    """(where the archive's last record begins in the file, the comment)."""
+    """Return (where the archive's last record begins in the file, the comment)."""
     end = tail.rfind(_END_OF_DIRECTORY)
     if end < 0 or len(tail) < end + _END_SIZE:
         raise CheckpointError(f"truncated ({size} bytes, its end is missing)")
@@ -199,6 +212,6 @@ def _read_comment(comment: bytes) -> Any:
 
 
 def _checksum(archive: Any, recorded: dict[str, Any]) -> str:
-    """Over the archive and the metadata of the comment."""
+    """Return the checksum over the archive and the comment's metadata."""
     archive.update(json.dumps(recorded).encode())
     return str(archive.hexdigest())

@@ -1,4 +1,7 @@
-"""Writes checkpoints to disk beside training: one at a time, in its own thread; remembers the outcome."""
+"""Writes checkpoints to disk during training, one at a time, in its own thread.
+
+It remembers the outcome.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from ddpjob_trainer.errors import CheckpointError, FencedError
 
 @dataclass(frozen=True)
 class CompletedSave:
-    """A checkpoint that is on disk: its step, how long training paused for it, how long the disk took."""
+    """A checkpoint that is on disk.
+
+    It holds the step, how long training paused for it, and how long the disk took.
+    """
 
     step: int
     pause_seconds: float
@@ -24,7 +30,10 @@ class CompletedSave:
 
 
 class Writer:
-    """The writer of one rank. `limit`: so many failures in a row are fatal; being fenced is at once."""
+    """The writer of one rank.
+
+    `limit` failures in a row are fatal; being fenced is fatal at once.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -32,7 +41,7 @@ class Writer:
         self._completed: deque[CompletedSave] = deque()
         self._failures = 0
         self.failure: CheckpointError | None = None
-        """Of the last save; None: it is on disk."""
+        """The failure of the last save; None if it is on disk."""
         self.ended = time.monotonic()
         """time.monotonic() when the last save completed or failed."""
 
@@ -43,7 +52,10 @@ class Writer:
 
     @property
     def fatal(self) -> CheckpointError | None:
-        """Why training must end: too many failures in a row, or another incarnation has claimed the folder."""
+        """The reason why training must end, if any.
+
+        It is either too many failures in a row, or that another incarnation has claimed the folder.
+        """
         failure = self.failure
         return (
             failure
@@ -65,7 +77,7 @@ class Writer:
             self._thread.join(seconds)
 
     def completed(self) -> list[CompletedSave]:
-        """Saves that completed since the last call, oldest first."""
+        """Return the saves that completed since the last call, oldest first."""
         return [self._completed.popleft() for _ in range(len(self._completed))]
 
     def _work(self, act: Callable[[], None], path: Path, step: int, pause_seconds: float) -> None:

@@ -36,15 +36,15 @@ class Incarnation:
     size: int
     epochs: int
     parts: dict[int, dict[int, tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(dict))
-    """step -> rank -> (epoch, samples)."""
+    """Maps step to rank to (epoch, samples)."""
     checkpoints: list[int] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
     """Steps whose loss or gradient was not finite."""
     unreadable: dict[int, int] = field(default_factory=dict)
-    """step -> images of all ranks that could not be read."""
+    """Maps a step to the images of all ranks that could not be read."""
     end: int | None = None
     repeats: int = 1
-    """Versions of each sample in an epoch."""
+    """Number of versions of each sample in an epoch."""
     job: str = ""
     """The job's uid; empty outside of jobs."""
 
@@ -56,9 +56,10 @@ class Incarnation:
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """What the ledger shows: the incarnations, and epoch -> samples taken in the final history.
+    """The content of a ledger: incarnations, and samples per epoch in the final history.
 
-    `left_out`: step -> its samples, none of which changed a weight; `unreadable`: images without weight.
+    `left_out` maps a step to the number of its samples, none of which changed a weight;
+    `unreadable` is the number of images without weight.
     """
 
     incarnations: list[Incarnation]
@@ -70,9 +71,9 @@ class LedgerSummary:
 
 
 def read(folders: list[Path]) -> list[Incarnation]:
-    """The incarnations in the ledgers under `folders`, oldest first.
+    """Return the incarnations in the ledgers under `folders`, oldest first.
 
-    Raises LedgerError when there is none or a line is damaged.
+    Raises LedgerError if there is none or a line is damaged.
     """
     files = sorted({path for folder in folders for path in folder.rglob("rank-*.jsonl") if path.parent.name == FOLDER})
     if not files:
@@ -110,7 +111,11 @@ def read(folders: list[Path]) -> list[Incarnation]:
 
 
 def _in_order(incarnations: list[Incarnation]) -> list[Incarnation]:
-    """Oldest first. Those of one job by generation and round: the clocks of its nodes may differ by minutes."""
+    """Return the incarnations, oldest first.
+
+    Those of one job are ordered by generation and round, because the clocks of its nodes may differ
+    by minutes.
+    """
     began: dict[str, float] = {}
     for it in incarnations:
         began[it.job] = min(it.began, began.get(it.job, it.began))
@@ -138,7 +143,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number < len(lines):
                 raise LedgerError(f"{path}, line {number} is damaged: {error}") from error
-            # The last line without its newline: the process was killed while writing it, before the step took effect.
+            # The last line lacks its newline if the process was killed while writing it, before the
+            # step took effect.
     return rows
 
 
@@ -162,7 +168,7 @@ def _add(incarnation: Incarnation, row: dict[str, Any]) -> None:
 
 
 def verify(incarnations: list[Incarnation]) -> LedgerSummary:
-    """Check the ledgers; raises LedgerError with the first violation."""
+    """Check the ledgers. Raises LedgerError with the first violation."""
     _check_restarts(incarnations)
     size = incarnations[0].size
     if odd := [incarnation for incarnation in incarnations if incarnation.size != size]:
@@ -208,7 +214,10 @@ def _check_restarts(incarnations: list[Incarnation]) -> None:
 
 
 def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
-    """step -> the incarnation whose execution counts: a later one undoes what came after its start."""
+    """Map each step to the incarnation whose execution counts.
+
+    A later incarnation undoes the steps after its start.
+    """
     final: dict[int, Incarnation] = {}
     for incarnation in incarnations:
         final = {step: owner for step, owner in final.items() if step <= incarnation.start}
@@ -217,7 +226,7 @@ def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
 
 
 def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) -> dict[int, list[tuple[int, list[int]]]]:
-    """epoch -> [(step, samples of all ranks)].
+    """Map each epoch to [(step, samples of all ranks)].
 
     The very last step may be incomplete if the job was killed in it.
     """
@@ -266,7 +275,7 @@ def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repe
 
 
 def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None:
-    """Every epoch but the current one must be whole; after the end, all of them."""
+    """Raise LedgerError unless every epoch is whole, apart from the current one before the end."""
     current = None if last.end is not None else max(taken, default=None)
     expected = range(1, last.epochs + 1) if last.end is not None else range(1, max(taken, default=0) + 1)
     for epoch in expected:
@@ -275,7 +284,7 @@ def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None
 
 
 def table(summary: LedgerSummary) -> str:
-    """Incarnations and epochs as text."""
+    """Return incarnations and epochs as text."""
     lines = ["incarnation  generation  round  world  from step  to step  repeated"]
     furthest = 0
     for number, incarnation in enumerate(summary.incarnations):

@@ -1,4 +1,7 @@
-"""What each command line of `python -m ddpjob_trainer` runs; a command's module is imported only when it is called."""
+"""Runs the command that the arguments of `python -m ddpjob_trainer` name.
+
+A command's module is imported only if it is called.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ FILE: a YAML file, or the name of one of the package: {shipped}. Keys, with thei
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command, or train, as one rank of the group that the environment describes; returns the exit code."""
+    """Run a command, or train, as one rank of the group that the environment describes.
+
+    Returns the exit code.
+    """
     from ddpjob_trainer.config.command_line import wants_help, without_local_rank
 
     arguments = without_local_rank(arguments)
@@ -79,21 +85,24 @@ def _help() -> int:
 
 
 def _printed(command: Callable[[], int]) -> int:
-    """The exit code of a command, or what a shell shows for SIGPIPE when the reader of its output is gone."""
+    """Run a command and return its exit code.
+
+    If the reader of its output is gone, the code is the one that a shell shows for SIGPIPE.
+    """
     try:
         code = command()
         sys.stdout.flush()
     except BrokenPipeError:
         if _is_read(sys.stdout.fileno()):
-            raise  # It was another connection.
-        # Python would report that again when it flushes at exit.
+            raise  # The error came from another connection.
+        # At exit, Python would flush and report the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return fast_exit.with_code(128 + signal.SIGPIPE)
     return code
 
 
 def _is_read(descriptor: int) -> bool:
-    """Whether somebody can still read what is written there."""
+    """Return whether somebody can still read what is written to the descriptor."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))
@@ -108,7 +117,7 @@ def _unknown_command(name: str) -> str:
 
 
 def help_text() -> str:
-    """Usage, commands and every key of the configuration."""
+    """Return usage, commands and every key of the configuration."""
     from ddpjob_trainer import config
     from ddpjob_trainer.config import loader
 
@@ -120,10 +129,11 @@ def help_text() -> str:
 
 
 def train(arguments: list[str]) -> int:
-    """Train; returns the exit code."""
+    """Train, and return the exit code."""
     from ddpjob_trainer.config.command_line import read_settings
 
-    settings = read_settings(arguments)  # What is wrong in them is reported before torch is imported: seconds.
+    # Report wrong settings before torch is imported, which takes seconds.
+    settings = read_settings(arguments)
     with uncollected(keep=True):
         from ddpjob_trainer import train
         from ddpjob_trainer.lifecycle.fence import EXIT_FENCED

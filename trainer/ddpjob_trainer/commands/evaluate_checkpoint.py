@@ -1,5 +1,6 @@
-"""`python -m ddpjob_trainer evaluate CHECKPOINT [key=value ...]`: a checkpoint's result on the test
-set, on any number of ranks.
+"""`python -m ddpjob_trainer evaluate CHECKPOINT [key=value ...]` tests a checkpoint.
+
+It gives the result on the test set, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ _OF_A_CHECKPOINT = (
     "train.threads",
     "train.timeout_seconds",
 )
-"""Keys whose values come from the checkpoint's own configuration, unless a file or an argument sets them."""
+"""Prefixes of keys that come from the checkpoint's configuration, unless a file or an argument sets
+them."""
 
 
 def main(arguments: list[str]) -> int:
-    """The command, also as each rank of torchrun. Returns the exit code. Raises TrainerError."""
+    """Run the command, also as each rank of torchrun, and return the exit code.
+
+    Raises TrainerError.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer evaluate",
         description="Evaluate a checkpoint on its test set, in float32, with the configuration of its training."
@@ -85,10 +90,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _read(path: Path, group: Group) -> dict[str, Any]:
-    """`{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank; rank 0 reads.
+    """Return `{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank.
 
-    A moving average of the weights (optim.ema_decay) replaces them, as in the training's own evaluations. Raises
-    CheckpointError on all ranks.
+    Rank 0 reads. A moving average of the weights (optim.ema_decay) replaces them, as in the
+    training's own evaluations. Raises CheckpointError on all ranks.
     """
     sent: dict[str, Any] = {}
     reading = done_in_thread(group, "weights", lambda: compatibility.read_whole(path) if group.rank == 0 else {})
@@ -96,7 +101,8 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
         try:
             found = reading.result()
             weights = compatibility.weights_in(found, path, average=True)
-            known = found if "sampler" in found else {}  # What others keep under these names is their own.
+            # In other programs' files, these names mean something else.
+            known = found if "sampler" in found else {}
             sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}
         except CheckpointError as error:
             sent = {"problem": str(error).removeprefix("checkpoint.load: ")}
@@ -125,7 +131,8 @@ def _evaluated(
         )
     model.load_state_dict(dict(weights))
     network: nn.Module = model.to(device).eval()
-    own, stop = DataShare(group.rank, group.world), StopRequest(group)  # Not listening: SIGTERM ends the process.
+    # It does not listen, so SIGTERM ends the process.
+    own, stop = DataShare(group.rank, group.world), StopRequest(group)
     criterion = Loss(settings.optim)
     criterion.check(settings.data, data.targets, data.classes)
     adding = open_accumulator(

@@ -43,12 +43,15 @@ class PackedImage:
 
     @property
     def image_name(self) -> str:
-        """Its name in the tar."""
+        """The image's name in the tar."""
         return f"{self.key}{Path(self.path).suffix.lower()}"
 
 
 def main(arguments: list[str]) -> int:
-    """Pack; returns 0. Raises DataError or ConfigError with a message for the user."""
+    """Pack the shards, and return 0.
+
+    Raises DataError or ConfigError with a message for the user.
+    """
     parser = argparse.ArgumentParser(prog="python -m ddpjob_trainer shards", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds train/ and val/ with one folder of images per class")
     parser.add_argument("out", type=Path, help="gets train/ and val/ with tar files, their index, and classes.txt")
@@ -89,8 +92,9 @@ def _pack_set(images: Folder, out: Path, size: int) -> None:
 
 
 def plan(images: Folder, size: int) -> list[list[PackedImage]]:
-    """The images in a fixed random order (for readers that go through shards in order), cut into
-    shards of at most `size` bytes.
+    """Return the images in a fixed random order, cut into shards of at most `size` bytes.
+
+    The order is random for readers that go through shards in order.
     """
     order = np.random.Generator(np.random.Philox(derive(0, len(images.labels)))).permutation(len(images.labels))
     shards: list[list[PackedImage]] = []
@@ -108,7 +112,10 @@ def plan(images: Folder, size: int) -> list[list[PackedImage]]:
 
 
 def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
-    """Raise DataError when the folder holds shards of another plan: other images, or another size."""
+    """Record the plan. Raises DataError if the folder holds shards of a different plan.
+
+    Plans differ if images or the size differ.
+    """
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
     digest = hashlib.sha256(text.encode()).hexdigest()
     if path.exists() and _digest_in(path) != digest:
@@ -119,7 +126,7 @@ def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
 
 
 def _digest_in(path: Path) -> str:
-    """Of the plan of an earlier run. Raises DataError, OSError."""
+    """Return the digest of an earlier run's plan. Raises DataError, OSError."""
     try:
         return str(json.loads(path.read_bytes())["sha256"])
     except (ValueError, KeyError, TypeError) as error:

@@ -1,5 +1,6 @@
-"""`python -m ddpjob_trainer plot RUN [RUN ...]`: loss, accuracy, speed and ranks of one run with
-its restarts, or of several.
+"""`python -m ddpjob_trainer plot RUN [RUN ...]` draws runs with their restarts.
+
+It draws loss, accuracy, speed and ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ _OF_RUNS = [_TRAIN, _TEST, _SPEED, _RANKS, _RESTART, "#ca8a04", "#db2777", "#475
 _RESTARTS_NAMED = 12
 
 Where = Callable[[dict[str, Any]], float]
-"""A row's position on the horizontal axis."""
+"""Returns a row's position on the horizontal axis."""
 
 
 def draw(histories: list[History], target: Path, by: str = "time") -> None:
-    """Four panels over one axis of time or steps, in the format of the file name (PNG, SVG, PDF).
+    """Draw four panels over one axis of time or steps.
 
-    Raises TrainerError where the file cannot be written.
+    The file name decides the format (PNG, SVG, PDF). Raises TrainerError if the file cannot be
+    written.
     """
     use_style()
     import matplotlib.pyplot as plt
@@ -71,7 +73,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _last_accuracy(history: History) -> float | None:
-    """Of the newest evaluation; None where there is none, and for a regression."""
+    """Return the accuracy of the newest evaluation; None without one, and for a regression."""
     return history.evaluations[-1].get("accuracy") if history.evaluations else None
 
 
@@ -126,7 +128,8 @@ def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...],
             panel.plot(
                 [where(row) for row in incarnation], _smooth(losses), color=colours[0], linewidth=1.4, label=label
             )
-    rows = [row for row in history.evaluations if "loss" in row]  # A script of one's own reports none.
+    # A user's own script reports none.
+    rows = [row for row in history.evaluations if "loss" in row]
     if rows and alone:
         positions, losses = [where(row) for row in rows], [row["loss"] for row in rows]
         panel.plot(positions, losses, "o-", color=colours[1], markersize=4, linewidth=1.2, label="test loss")
@@ -158,7 +161,7 @@ def _speed(panel: Axes, history: History, where: Where, colour: str) -> None:
 
 
 def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *, filled: bool) -> None:
-    """A level per incarnation, over its time, or over the steps it made."""
+    """Draw a level per incarnation, over its time or over its steps."""
     for incarnation, steps in zip(history.incarnations, history.steps, strict=True):
         if steps:
             begin, world = where(incarnation if by == "time" else steps[0]), int(incarnation["world"])
@@ -168,7 +171,7 @@ def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *,
 
 
 def _smooth(values: list[float], reach: int = 4) -> list[float]:
-    """The median of each value and its neighbours."""
+    """Return the median of each value and its neighbours."""
     return [statistics.median(values[max(0, index - reach) : index + reach + 1]) for index in range(len(values))]
 
 
@@ -192,7 +195,7 @@ def _mark_restarts(panels: list[Axes], history: History, unit: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns the exit code."""
+    """Run the command, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer plot",
         description="Draw loss, accuracy, speed and ranks of a run, or of several over each other.",

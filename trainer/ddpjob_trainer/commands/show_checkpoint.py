@@ -23,9 +23,9 @@ _HEAD = ("checkpoint", "step", "epoch", "ranks", "saved", "size", "state")
 
 
 def main(arguments: list[str]) -> int:
-    """Print a table; for a single checkpoint also its settings and tensors.
+    """Print a table and, for a single checkpoint, its settings and tensors.
 
-    Returns 1 when one is broken. Raises TrainerError.
+    Returns 1 if a checkpoint is broken. Raises TrainerError.
     """
     if wants_help(arguments):
         print(__doc__)
@@ -51,13 +51,13 @@ def main(arguments: list[str]) -> int:
             content = list(_content(snapshot))
         except FileNotFoundError as error:
             if not os.path.lexists(one):
-                continue  # A training that continues has just deleted it.
+                continue  # A running training has just deleted it.
             row = _broken(one, f"not readable: {error.filename or one}: {error.strerror}")
         except CheckpointError as error:
             row = _broken(one, str(error))
         except OSError as error:
             row = _broken(one, f"not readable: {error.strerror or error}")
-        except Exception as error:  # What another program has written can fail in any way.
+        except Exception as error:  # A file that another program wrote can fail in any way.
             row = _broken(one, f"not readable: {type(error).__name__}: {first_line(error)}")
         rows.append(row)
     print("\n".join(map(_printable, _aligned([_HEAD, *rows]))))
@@ -68,7 +68,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
-    """(what a checkpoint holds, its row), after all of it was read. Its tensors may have no values."""
+    """Return (the content of a checkpoint, its row) after checking all of it.
+
+    The tensors may have no values.
+    """
     if path.is_dir():
         metadata, size = dcp.check(path), dcp.size(path)
         snapshot = dcp.describe(path)
@@ -95,7 +98,7 @@ def _broken(path: Path, problem: str) -> tuple[str, ...]:
 
 
 def _epoch(snapshot: Snapshot, metadata: Metadata) -> str:
-    """`3` at the end of the third epoch, `2 + 41 %` within the next."""
+    """Format the epoch: `3` at the end of the third epoch, `2 + 41 %` within the next."""
     if metadata.epoch is not None:
         return str(metadata.epoch)
     sampler = snapshot["sampler"]
@@ -103,7 +106,7 @@ def _epoch(snapshot: Snapshot, metadata: Metadata) -> str:
 
 
 def _content(snapshot: Snapshot) -> Iterator[str]:
-    if config := snapshot.get("config"):  # A loop of one's own need not have saved any.
+    if config := snapshot.get("config"):  # A user's own training loop may not have saved any.
         yield from ("", "made with")
         yield from (f"  {key}={value}" for key, value in config.items() if value is not None)
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -115,7 +118,7 @@ def _content(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Replace what a terminal would obey: a checkpoint of somebody else may hold any text."""
+    """Replace characters that a terminal would obey, because a checkpoint may hold any text."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""`--spawn N`: this process starts the N ranks of its node with torch.multiprocessing, like mp.spawn; no torchrun."""
+"""`--spawn N`: this process starts the N ranks of its node, like mp.spawn, without torchrun."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
-"""How long ranks may end by themselves after one has failed: over gloo they fail at once with a message, over NCCL
-they hang."""
+"""Time for ranks to end by themselves after one has failed. Over gloo they fail at once with a
+message; over NCCL they hang."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """N ranks on each of `nodes` nodes, of which this is number `node_rank`."""
+    """The launch of N ranks on each of `nodes` nodes, of which this one has number `node_rank`."""
 
     processes: int
     nodes: int = 1
@@ -43,18 +43,21 @@ class Launch:
 
     @property
     def world(self) -> int:
-        """Ranks on all nodes."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.processes
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """What torchrun would set for this rank."""
+        """Return the variables that torchrun would set for this rank."""
         ranks = {"RANK": self.node_rank * self.processes + local_rank, "WORLD_SIZE": self.world}
         local = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.processes, "GROUP_RANK": self.node_rank}
         return {name: str(number) for name, number in (ranks | local).items()} | {INIT_METHOD: self.init}
 
 
 def read(arguments: list[str]) -> tuple[Launch, list[str]]:
-    """The launch that the command line asks for, and the arguments of the ranks. Raises ConfigError."""
+    """Return the launch that the command line asks for, and the arguments of the ranks.
+
+    Raises ConfigError.
+    """
     numbers = {}
     for name, default, least in (("--spawn", 1, 1), ("--nodes", 1, 1), ("--node-rank", 0, 0)):
         text, arguments = take_option(arguments, name)
@@ -77,29 +80,31 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
 def main(arguments: list[str]) -> int:
     """Run the ranks to their end.
 
-    Returns 0 when all succeeded, 75 when a signal stopped them and they saved, else the exit code
-    of the one that failed first. Raises ConfigError, RendezvousError.
+    Returns 0 if all succeeded, 75 if a signal stopped them and they saved, otherwise the exit code
+    of the rank that failed first. Raises ConfigError, RendezvousError.
     """
     from ddpjob_trainer.commands.dispatch import COMMANDS
     from ddpjob_trainer.config.command_line import read_settings
 
     launch, rest = read(arguments)
     if not rest or rest[0] not in COMMANDS:
-        read_settings(rest)  # A mistake is reported once, not by every rank.
+        read_settings(rest)  # Report a mistake once, instead of by every rank.
     with _own_file(launch), tempfile.TemporaryDirectory(prefix="ddpjob-spawn-") as folder:
         return Ranks(launch, rest, Path(folder)).run()
 
 
 class Ranks:
-    """The ranks of this node as processes, each the leader of its own process group, so that none
-    of its children is left behind.
+    """The ranks of this node as processes.
+
+    Each leads its own process group, so that none of its children is left behind.
     """
 
     def __init__(self, launch: Launch, arguments: list[str], folder: Path) -> None:
         self._launch, self._folder = launch, folder
         self._stopped_by: signal.Signals | None = None
         self._deadline = float("inf")
-        self._blamed: list[tuple[int, int]] = []  # (rank, exit code) of those that failed before any was killed here
+        # (rank, exit code) of ranks that failed before any was killed here.
+        self._blamed: list[tuple[int, int]] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
         from torch.multiprocessing.spawn import start_processes
@@ -112,10 +117,10 @@ class Ranks:
             {process.sentinel: (self._number(local), process) for local, process in enumerate(context.processes)}
         )
         if self._stopped_by:
-            self._signal(signal.SIGTERM)  # It came while ranks were being started.
+            self._signal(signal.SIGTERM)  # The signal came while ranks were being started.
 
     def run(self) -> int:
-        """Wait for all; end all when one fails. Returns the exit code."""
+        """Wait for all ranks, and end all if one fails. Returns the exit code."""
         codes: dict[int, int] = {}
         try:
             while self._alive:
@@ -140,7 +145,11 @@ class Ranks:
         return int(self._launch.environment(local_rank)["RANK"])
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        """The first signal asks the ranks to save and leave within the grace period, the second kills them."""
+        """Handle a signal.
+
+        The first one asks the ranks to save and exit within the grace period, the second one kills
+        them.
+        """
         if self._stopped_by:
             self._deadline = 0.0
             self._signal(signal.SIGKILL)
@@ -163,13 +172,13 @@ class Ranks:
         return 128 + self._stopped_by if self._stopped_by and any(codes.values()) else 0
 
     def _report_cause(self) -> int:
-        """Print the error of the first rank that failed: later ones fail because of it.
+        """Print the error of the first rank that failed, because later ranks fail as a consequence.
 
         Returns its exit code, 1 for a signal.
         """
         reported = [json.loads(path.read_text()) for path in self._folder.glob("rank-*.json")]
         silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
-        if silent:  # It had no time to report, so that the others' errors are its consequences.
+        if silent:  # It had no time to report, so the others' errors are consequences.
             rank, code = silent[0]
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; the kernel does that when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
@@ -183,8 +192,9 @@ class Ranks:
 
 
 def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, folder: str) -> None:
-    """The process of one rank."""
-    os.setpgid(0, 0)  # Ctrl-C reaches the launcher alone, which sends SIGTERM: save and leave.
+    """Run the process of one rank."""
+    # Ctrl-C reaches only the launcher, which sends SIGTERM so that ranks save and exit.
+    os.setpgid(0, 0)
     if not fast_exit.end_with(launcher, signal.SIGTERM):
         sys.exit(128 + signal.SIGTERM)
     os.environ.update(launch.environment(local_rank))
@@ -202,7 +212,10 @@ def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, 
 
 
 def _end_group(process: Any) -> None:
-    """Kill what is left of a rank and its children, and reap it. Until then its process id cannot be reused."""
+    """Kill the leftovers of a rank and its children, and reap it.
+
+    Until then its process id cannot be reused.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.is_alive():
@@ -212,9 +225,10 @@ def _end_group(process: Any) -> None:
 
 @contextlib.contextmanager
 def _own_file(launch: Launch) -> Iterator[None]:
-    """The file of file:///PATH belongs to this launch: with a stale one the ranks would wait for dead peers.
+    """Reserve the file of file:///PATH for this launch.
 
-    Node 0 holds a lock beside it, and removes it at the end. Raises RendezvousError when another launch uses it.
+    With a stale file the ranks would wait for dead peers. Node 0 holds a lock next to it, and
+    removes it at the end. Raises RendezvousError if another launch uses it.
     """
     name = read_method(launch.init).file
     if not name or launch.node_rank > 0:
@@ -236,7 +250,7 @@ def _own_file(launch: Launch) -> Iterator[None]:
             remedy = "give a file on a file system that can lock files, or tcp://HOST:PORT"
             raise RendezvousError(f"--init {launch.init}: {lock}: {error.strerror}; {remedy}") from error
         if path.exists():
-            if launch.nodes > 1:  # Another node's ranks may have opened it already.
+            if launch.nodes > 1:  # Another node's ranks may already have opened it.
                 raise RendezvousError(f"--init {launch.init}: the file is left over from an earlier launch; remove it")
             print(f"warning: {path} was left over from an earlier launch: removed", file=sys.stderr, flush=True)
             path.unlink()

@@ -1,4 +1,7 @@
-"""The configuration: its sections (leaves that import no implementation), how they are read, and the command line."""
+"""The configuration: its sections, how they are read, and the command line.
+
+The sections are leaves: they import no implementation.
+"""
 
 from ddpjob_trainer.config.config import Config, load, shipped
 

@@ -1,4 +1,4 @@
-"""`[--config FILE] [key=value ...]`, as training and several commands take it."""
+"""The arguments `[--config FILE] [key=value ...]`, which training and several commands take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """The value of `name VALUE` or `name=VALUE` (the last one counts), and the other arguments. Raises ConfigError."""
+    """Return the value of `name VALUE` or `name=VALUE` and the other arguments.
+
+    If the option is repeated, the last one counts. Raises ConfigError if its value is missing.
+    """
     value: str | None = None
     others: list[str] = []
     remaining = iter(arguments)
@@ -27,14 +30,15 @@ def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[s
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
-    """Whether they ask how the command is called."""
+    """Return whether the arguments ask for help."""
     return "--help" in arguments or "-h" in arguments
 
 
 def without_local_rank(arguments: Sequence[str]) -> list[str]:
-    """The arguments without `--local-rank N` or `--local_rank=N`, which torch.distributed.launch appends.
+    """Return the arguments without `--local-rank N` or `--local_rank=N`.
 
-    It is LOCAL_RANK, unless the launcher has set that. Raises ConfigError.
+    torch.distributed.launch appends that option. Its value becomes LOCAL_RANK, unless the launcher
+    has set the variable. Raises ConfigError if the value is not a number.
     """
     others = list(arguments)
     for name in ("--local-rank", "--local_rank"):
@@ -47,7 +51,7 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
 
 
 def read_settings(arguments: Sequence[str]) -> Config:
-    """The configuration of `[--config FILE] [key=value ...]`.
+    """Return the configuration that `[--config FILE] [key=value ...]` describes.
 
     Raises ConfigError naming the key and the remedy.
     """

@@ -30,13 +30,13 @@ from ddpjob_trainer.config.sections import (
 from ddpjob_trainer.errors import ConfigError
 
 _LONGEST_TIMEOUT = 30 * 86400
-"""Seconds; timers take none that is much longer, nor an infinite one."""
+"""Seconds. Timers accept neither a much longer nor an infinite timeout."""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
 class Config:
-    """Everything a run depends on."""
+    """All settings that a run depends on."""
 
     strategy: StrategyName = StrategyName.DDP
     """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank alone trains
@@ -62,18 +62,18 @@ class Config:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """checkpoint.dir, else RUN/checkpoints."""
+        """`checkpoint.dir` if it is set, otherwise RUN/checkpoints."""
         return self.checkpoint.dir or self.run_dir / "checkpoints"
 
     @property
     def run_dir(self) -> Path:
-        """train.run_dir, else CHECKPOINT_DIR/run, else ./runs/NAME."""
+        """`train.run_dir` if it is set, otherwise CHECKPOINT_DIR/run or ./runs/NAME."""
         if self.train.run_dir is not None:
             return self.train.run_dir
         return self.checkpoint.dir / "run" if self.checkpoint.dir is not None else Path("runs") / self.train.name
 
     def flat(self) -> dict[str, Any]:
-        """Dotted keys to plain values, as checkpoints keep them."""
+        """Return plain values by dotted key, as checkpoints store them."""
         return {field.key: _plain(self, field.key) for field in loader.walk(Config)}
 
 
@@ -87,9 +87,10 @@ def _plain(config: Config, key: str) -> Any:
 
 
 def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of `--config FILE key=value ...`; FILE may be the name of one in the package, such as digits.
+    """Return the configuration of `--config FILE key=value ...`.
 
-    `base`: dotted keys with lower precedence than file and arguments. Raises ConfigError naming the key and the remedy.
+    FILE may be the name of a configuration in the package, such as digits. `base` holds dotted keys
+    of lower precedence than file and arguments. Raises ConfigError naming the key and the remedy.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [("checkpoint", base or {})]
     if config_file is not None:
@@ -143,13 +144,14 @@ def _check_synchronized(config: Config) -> None:
 
 
 def shipped() -> list[str]:
-    """Names of the configurations that come with the package."""
+    """Return the names of the configurations that come with the package."""
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
 def _find(name: str) -> Path:
     path = Path(name)
-    if path.is_file() or "/" in name or "." in name:  # A folder may have the name of a configuration, such as cifar10.
+    # A folder may have a configuration's name, such as cifar10.
+    if path.is_file() or "/" in name or "." in name:
         return path
     if name not in shipped():
         names = ", ".join(shipped())

@@ -1,6 +1,6 @@
-"""Typed configuration from dataclasses: YAML file, `key=value` arguments, environment, help text.
+"""Typed configuration from dataclasses, read from YAML files, arguments and environment variables.
 
-A section is a frozen dataclass; the docstring under a field is its help. Precedence: argument,
+A section is a frozen dataclass; the docstring under a field is its help text. Precedence: argument,
 file, environment, default.
 """
 
@@ -33,12 +33,18 @@ _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
 def from_env(variable: str) -> dict[str, str]:
-    """Metadata of a field whose default comes from an environment variable, when that is set and not empty."""
+    """Return metadata for a field whose default is an environment variable.
+
+    The variable counts only if it is set and not empty.
+    """
     return {"env": variable}
 
 
 def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
-    """`{"optim": {"lr": 0.1}}` -> `{"optim.lr": 0.1}`; dotted keys may also be given."""
+    """Flatten sections to dotted keys: `{"optim": {"lr": 0.1}}` -> `{"optim.lr": 0.1}`.
+
+    Keys that are dotted already are accepted too.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str):
@@ -52,10 +58,13 @@ def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str,
 
 
 class _EachKeyOnce(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice: YAML forbids it, and PyYAML would take the last."""
+    """A YAML loader that refuses duplicate keys.
+
+    YAML forbids them, but PyYAML would take the last one.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping. Raises ConstructorError."""
+        """Return the mapping. Raises ConstructorError for a duplicate key."""
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -68,37 +77,38 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 class _Whole(int):
-    """A whole number, and how it was written: where text is asked for, 007 is not 7."""
+    """A whole number with its original text, because 007 is not 7 where text is wanted."""
 
     written: str
 
 
 class _Number(float):
-    """The same for other numbers: 1.10 is not 1.1."""
+    """Any other number with its original text, because 1.10 is not 1.1 where text is wanted."""
 
     written: str
 
 
 _MOST_DIGITS = 100
 _MOST_SHOWN = 200
-"""Characters that a message repeats of a value."""
+"""Number of characters of a value that a message repeats."""
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 
 
 def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) -> Callable[..., Any]:
     def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> _Whole | _Number | str:
         text = str(node.value)
-        if ":" in text:  # To YAML 1.1, 1:30 is 90. Nobody who writes it means that.
+        if ":" in text:  # YAML 1.1 reads 1:30 as 90, which nobody who writes it means.
             return text
-        if kind is _Whole and _LEADING_ZERO.fullmatch(text):  # To YAML 1.1, 017 is 15 and 018 text.
+        # YAML 1.1 reads 017 as 15, and 018 as text.
+        if kind is _Whole and _LEADING_ZERO.fullmatch(text):
             sign = "-" if text.startswith("-") else ""
             node.value = sign + (text.lstrip("+-0_") or "0")
-        if len(text) > _MOST_DIGITS:  # Python neither reads nor prints the largest.
+        if len(text) > _MOST_DIGITS:  # Python neither reads nor prints the longest numbers.
             reason = f"a number of {len(text):,} characters, more than {_MOST_DIGITS}"
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
         try:
             number = kind(read(loader, node))
-        except (ValueError, IndexError) as error:  # As of !!int with nothing behind it.
+        except (ValueError, IndexError) as error:  # For example, !!int with nothing after it.
             raise yaml.constructor.ConstructorError(None, None, f"{text!r} is not a number", node.start_mark) from error
         number.written = text
         return number
@@ -109,12 +119,15 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
 _EachKeyOnce.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_LEADING_ZERO.pattern + "$"), list("-+0"))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:int", _as_written(_Whole, yaml.SafeLoader.construct_yaml_int))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:float", _as_written(_Number, yaml.SafeLoader.construct_yaml_float))
-# What looks like a date is text: no key takes a date, and a folder may be named by one.
+# A value that looks like a date is text: no key takes a date, and a folder's name may be one.
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The dotted keys of a YAML file. Raises ConfigError when it is missing, not YAML, or not a mapping."""
+    """Return the dotted keys of a YAML file.
+
+    Raises ConfigError if it is missing, not YAML or not a mapping.
+    """
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
     except FileNotFoundError:
@@ -135,7 +148,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
-    """`["optim.lr=0.1"]` -> `{"optim.lr": 0.1}`; values are YAML scalars or lists. Raises ConfigError."""
+    """Parse arguments: `["optim.lr=0.1"]` -> `{"optim.lr": 0.1}`.
+
+    Values are YAML scalars or lists. Raises ConfigError.
+    """
     values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
@@ -147,7 +163,7 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
                 else f"argument {argument!r} is not key=value; write for example optim.lr=0.1 (--help lists the keys)"
             )
         key = key.removeprefix("--")
-        if text.startswith("*"):  # A pattern such as *.bias. To YAML it is an alias, of which one value has none.
+        if text.startswith("*"):  # A pattern such as *.bias, which YAML would read as an alias.
             values[key] = text
             continue
         try:
@@ -158,10 +174,10 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def build(kind: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
-    """An instance of `kind` (a dataclass of dataclasses) from layers of dotted keys; later layers override earlier
-    ones.
+    """Return an instance of `kind`, a dataclass of dataclasses, from layers of dotted keys.
 
-    Each layer is (its source, keys). Raises ConfigError for an unknown key or a wrong type, naming both and the remedy.
+    Each layer is (its source, keys), and later layers override earlier ones. Raises ConfigError for
+    an unknown key or a wrong type, naming source, key and remedy.
     """
     known = {field.key: field for field in walk(kind)}
     chosen: dict[str, Any] = {}
@@ -193,7 +209,7 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
-    """One leaf of the configuration."""
+    """One key of the configuration."""
 
     key: str
     type: Any
@@ -203,12 +219,15 @@ class FieldInfo:
 
     @property
     def doc(self) -> str:
-        """The string below the field in the source; a rank never asks, and starts without parsing it."""
+        """The string below the field in the source.
+
+        It is parsed on demand, so that ranks start without it.
+        """
         return _docs(self.section).get(self.key.rpartition(".")[2], "")
 
 
 def walk(kind: type[Any], prefix: str = "") -> Iterator[FieldInfo]:
-    """Every leaf field of a dataclass of dataclasses, in order of definition."""
+    """Yield every leaf field of a dataclass of dataclasses, in the order of definition."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -252,7 +271,7 @@ def _assemble(kind: type[T], chosen: Mapping[str, Any], prefix: str) -> T:
 
 
 def describe_type(kind: Any) -> str:
-    """A type's name in help and errors."""
+    """Return a type's name for help texts and errors."""
     if typing.get_origin(kind) is types.UnionType:
         return " or ".join(describe_type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
@@ -290,7 +309,10 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 
 
 def _scalar(value: Any, kind: Any) -> Any:
-    """`value` as `kind`, or None when it cannot be one. Numbers may be text (YAML 1.1 reads 1e-3 as text)."""
+    """Convert `value` to `kind`, or return None if that is impossible.
+
+    Numbers may be given as text, because YAML 1.1 reads 1e-3 as text.
+    """
     if kind is bool:
         text = str(value).lower()
         return True if text in _TRUE else False if text in _FALSE else None
@@ -300,15 +322,17 @@ def _scalar(value: Any, kind: Any) -> Any:
         return None
     try:
         if kind is int and isinstance(value, int):
-            return int(value)  # Through a float, numbers above 2^53 would become others.
+            return int(value)  # Numbers above 2^53 would change if they passed through a float.
         if kind is int:
             number = float(value)
             return int(number) if number == int(number) else None
         if kind is not float and isinstance(value, _Whole | _Number):
             value = value.written
-        if kind is Path:  # A shell does not expand ~ in key=~/folder; YAML and Kubernetes never do.
+        # A shell does not expand ~ in key=~/folder, and neither YAML nor Kubernetes does.
+        if kind is Path:
             return Path(value).expanduser()
-        if kind is float:  # Not a number is above, below and beside any limit: comparisons would let it pass.
+        # Reject NaN, which compares false with every limit and would pass all checks.
+        if kind is float:
             return None if math.isnan(found := float(value)) else found
         return kind(str(value)) if issubclass(kind, enum.Enum) else kind(value)
     except (ValueError, TypeError, OverflowError, RuntimeError):
@@ -316,7 +340,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def help_text(kind: type[Any], width: int = 120) -> str:
-    """Every key with type, default, environment variable and help, section by section."""
+    """Return the help: by section, every key with type, default, environment variable and text."""
     import textwrap
 
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What other trainers and PyTorch's tutorials call things: for an unknown key, the key here or what to do instead."""
+"""The names that other trainers and PyTorch tutorials use for our keys, with a remark for each."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ _REMARKS = _split({names: f"; did you mean {key!r}?{remark}" for names, (key, re
 
 
 def key(name: str) -> str | None:
-    """The key here for another trainer's name, where there is one."""
+    """Return our key for another trainer's name, if there is one."""
     return _KEYS.get(name)
 
 
 def remark(name: str) -> str | None:
-    """What to write in place of another trainer's `--key`, to be put behind its name; None when it is not known."""
+    """Return the remark to append to another trainer's `--key`; None if the name is not known."""
     return _REMARKS.get(name.lstrip("-").replace("-", "_").lower())

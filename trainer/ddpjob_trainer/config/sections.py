@@ -1,6 +1,7 @@
-"""Every section of the configuration: frozen dataclasses whose fields are keys, with their help as docstrings.
+"""Every section of the configuration: frozen dataclasses whose fields are keys.
 
-They import no implementation, so that any module can import them; values are checked by the modules that use them.
+The string below a field is its help text. Sections import no implementation, so that any module can
+import them; the modules that use a value check it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 class StrategyName(enum.StrEnum):
-    """The strategies."""
+    """Names of the strategies."""
 
     SINGLE = "single"
     DP = "dp"
@@ -29,7 +30,7 @@ class StrategyName(enum.StrEnum):
 
 
 class DataName(enum.StrEnum):
-    """The data sets."""
+    """Names of the data sets."""
 
     DIGITS = "digits"
     CIFAR10 = "cifar10"
@@ -41,14 +42,14 @@ class DataName(enum.StrEnum):
 
 
 class Corrupt(enum.StrEnum):
-    """What happens to an image that cannot be decoded."""
+    """How an image that cannot be decoded is handled."""
 
     SKIP = "skip"
     STOP = "stop"
 
 
 class Decoder(enum.StrEnum):
-    """What decodes training images."""
+    """Decoders of training images."""
 
     AUTO = "auto"
     DALI = "dali"
@@ -152,17 +153,17 @@ class DataConfig:
 
     @property
     def size_key(self) -> str:
-        """The key that sets the size of training images; empty: the data set has its own."""
+        """The key that sets the size of training images; empty if the data set fixes it."""
         return "data.image_size" if self.name in (DataName.IMAGEFOLDER, DataName.SHARDS) else ""
 
     @property
     def size_tested(self) -> int:
-        """Side of test images where `test_image_size` makes it another one; 0: as in training."""
+        """Side of test images if `test_image_size` differs from the training size, otherwise 0."""
         other = self.size_key and self.test_image_size != self.image_size
         return self.test_image_size if other else 0
 
     def check(self) -> None:
-        """Raise ConfigError for a name that is neither a data set's nor a function's."""
+        """Raise ConfigError if the name is neither a data set nor a function."""
         if ":" in self.name or self.name in list(DataName):
             return
         near = difflib.get_close_matches(self.name, [name.value for name in DataName], n=1)
@@ -215,7 +216,7 @@ class ModelConfig:
 
 
 class OptimizerName(enum.StrEnum):
-    """The optimizers."""
+    """Names of the optimizers."""
 
     SGD = "sgd"
     ADAMW = "adamw"
@@ -224,7 +225,7 @@ class OptimizerName(enum.StrEnum):
 
 
 class ScheduleName(enum.StrEnum):
-    """The learning rate schedules."""
+    """Names of the learning rate schedules."""
 
     COSINE = "cosine"
     STEP = "step"
@@ -290,7 +291,7 @@ class OptimConfig:
 
 
 class AmpLevel(enum.StrEnum):
-    """Levels of mixed precision, as in NVIDIA's Apex; auto: by the device."""
+    """Levels of mixed precision, as in NVIDIA's Apex; auto lets the device decide."""
 
     AUTO = "auto"
     O0 = "O0"
@@ -300,7 +301,7 @@ class AmpLevel(enum.StrEnum):
 
 
 class AmpDtype(enum.StrEnum):
-    """Number formats of 16 bits."""
+    """Formats of 16-bit numbers."""
 
     AUTO = "auto"
     FLOAT16 = "float16"
@@ -376,7 +377,7 @@ class Format(enum.StrEnum):
 
 
 class Metric(enum.StrEnum):
-    """What makes one checkpoint better than another."""
+    """The metric by which checkpoints are ranked."""
 
     ACCURACY = "accuracy"
     LOSS = "loss"
@@ -475,7 +476,7 @@ class CheckpointConfig:
 
 
 class PrKind(enum.StrEnum):
-    """How precision-recall curves are computed."""
+    """The ways to compute precision-recall curves."""
 
     NONE = "none"
     EXACT = "exact"
@@ -484,7 +485,7 @@ class PrKind(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EvalConfig:
-    """What an evaluation reports beside loss, top-1, top-5 and MAE."""
+    """The numbers that an evaluation reports in addition to loss, top-1, top-5 and MAE."""
 
     pr: PrKind = PrKind.NONE
     """Precision-recall curve and average precision per class, macro and micro, equal to scikit-learn's. exact: all
@@ -502,7 +503,7 @@ class EvalConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ReportConfig:
-    """Where rank 0 reports to beside RUN/metrics.jsonl and the terminal, and the profile.
+    """Where rank 0 reports to, besides RUN/metrics.jsonl and the terminal, and the profile.
 
     A sink that fails never stops the training.
     """
@@ -536,7 +537,10 @@ class ReportConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PreflightConfig:
-    """Whether machines are checked before training, and against which limits (`python -m ddpjob_trainer preflight`)."""
+    """Whether machines are checked before training, and against which limits.
+
+    `python -m ddpjob_trainer preflight` runs the same checks.
+    """
 
     run: bool = False
     """Check before training; a check that fails ends the run."""
@@ -553,7 +557,7 @@ class PreflightConfig:
 
 
 class CommHook(enum.StrEnum):
-    """PyTorch's communication hooks for DDP."""
+    """Names of PyTorch's communication hooks for DDP."""
 
     NONE = "none"
     FP16 = "fp16"
@@ -590,7 +594,7 @@ class FsdpConfig:
 
 
 class PipelineSchedule(enum.StrEnum):
-    """Orders of forward and backward passes."""
+    """Names of the orders of forward and backward passes."""
 
     GPIPE = "gpipe"
     ONE_FORWARD_ONE_BACKWARD = "1f1b"
@@ -620,7 +624,7 @@ class DdpMpConfig:
 
 
 class CompressionName(enum.StrEnum):
-    """Horovod's compressions."""
+    """Names of Horovod's compressions."""
 
     NONE = "none"
     FP16 = "fp16"

@@ -1,6 +1,4 @@
-"""Augmentation whose randomness is a function of (seed, epoch, sample), so that it does not depend
-on the number of ranks.
-"""
+"""Augmentation whose randomness is a function of (seed, epoch, sample), never of the rank."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ _RANDAUGMENT, _ERASING, _CUTOUT = 0x52414E44, 0x45524153, 0x43555420
 
 
 class CropAndFlip:
-    """Images of a set, each shifted by up to `padding` pixels (zeros come in) and, if `flip`,
-    mirrored with probability one half.
+    """Shifts each image of a set by up to `padding` pixels and, if `flip`, mirrors some.
 
-    He et al., Deep residual learning, 2015, section 4.2: padding 4 for CIFAR. Every crop is a view
-    of the padded set, so that a batch is one gather on the device of the set.
+    Shifts fill with zeros; an image is mirrored with probability one half. He et al., Deep residual
+    learning, 2015, section 4.2, use padding 4 for CIFAR. Every crop is a view of the padded set, so
+    that a batch is one gather on the device that holds the set.
     """
 
     def __init__(self, images: torch.Tensor, seed: int, *, padding: int, flip: bool, repeats: int = 1) -> None:
-        """images: (n, channels, height, width) uint8, of each of which there are `repeats` versions."""
+        """`images` are (n, channels, height, width) uint8; each has `repeats` versions."""
         count, channels, height, width = images.shape
         padded = torch.nn.functional.pad(images, (padding,) * 4)
         plane, row = padded.stride(1), padded.stride(2)
@@ -39,8 +37,10 @@ class CropAndFlip:
         self._epoch = -1
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        """The images `numbers` (int64, on the set's device; of a version above the first n and more), (n, channels,
-        height, width) uint8, as augmented in this epoch.
+        """Return images as augmented in this epoch: (n, channels, height, width) uint8.
+
+        `numbers` (n,) are int64 on the set's device. A number beyond the set's size is a further
+        version of image `number % size`.
         """
         if epoch != self._epoch:
             self._draw(epoch)
@@ -48,7 +48,7 @@ class CropAndFlip:
         return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
 
     def _draw(self, epoch: int) -> None:
-        """For the whole set at once, on its device: no transfer in any step, and no wait for the host."""
+        """Draw for the whole set on its device, so that no step transfers data or waits."""
         draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
         self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))
         self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1)
@@ -56,10 +56,10 @@ class CropAndFlip:
 
 
 class RandAugment:
-    """torchvision's RandAugment or TrivialAugment, with choices that are a function of (seed, epoch, sample)."""
+    """torchvision's RandAugment or TrivialAugment, with choices by (seed, epoch, sample)."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
-        """`operations` 0: TrivialAugment."""
+        """With `operations` 0, use TrivialAugment."""
         from torchvision.transforms import v2
 
         bilinear = v2.InterpolationMode.BILINEAR
@@ -71,7 +71,10 @@ class RandAugment:
 
     @classmethod
     def of(cls, config: DataConfig) -> RandAugment | None:
-        """As configured; None when it is off. Raises ConfigError for values out of range."""
+        """Return the configured augmentation, or None if it is off.
+
+        Raises ConfigError for values that are out of range.
+        """
         if config.trivialaugment:
             if config.randaugment_ops:
                 raise ConfigError(
@@ -95,7 +98,7 @@ class RandAugment:
 
 
 class RandomErasing:
-    """torchvision's RandomErasing of normalized images, with choices that are a function of (seed, epoch, sample)."""
+    """torchvision's RandomErasing of normalized images, with choices by (seed, epoch, sample)."""
 
     _SCALE, _RATIO = (0.02, 0.33), (0.3, 3.3)
 
@@ -105,7 +108,10 @@ class RandomErasing:
         self._choose, self._probability, self._seed = Erasing.get_params, probability, seed
 
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
-        """Erase in images (n, channels, height, width) of the samples `numbers`, in place: to 0, the mean colour."""
+        """Set a rectangle of some images to 0, the mean colour, in place.
+
+        `images` are (n, channels, height, width), of the samples `numbers`.
+        """
         chosen = uniform(derive(self._seed, _ERASING), epoch, np.array(numbers, dtype=np.int64), 1)[:, 0]
         with torch.random.fork_rng(devices=[]):
             for index in np.flatnonzero(chosen < self._probability).tolist():
@@ -118,16 +124,20 @@ class RandomErasing:
 
 
 class Cutout:
-    """A square of normalized images becomes 0, the mean colour; its center is anywhere, so that a part may be outside.
+    """Sets a square of normalized images to 0, the mean colour.
 
-    DeVries and Taylor, Improved regularization of convolutional neural networks with Cutout, 2017.
+    The center may be anywhere, so that a part of the square may lie outside. DeVries and Taylor,
+    Improved regularization of convolutional neural networks with Cutout, 2017.
     """
 
     def __init__(self, side: int, seed: int) -> None:
         self._half, self._seed = side // 2, seed
 
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
-        """Erase in images (n, channels, height, width) of the samples `numbers`, in place."""
+        """Set a square of the images to 0, in place.
+
+        `images` are (n, channels, height, width), of the samples `numbers`.
+        """
         draws = torch.from_numpy(uniform(derive(self._seed, _CUTOUT), epoch, np.array(numbers, dtype=np.int64), 2))
         inside = []
         for axis, side in enumerate(images.shape[2:]):
@@ -137,11 +147,15 @@ class Cutout:
 
 
 Eraser = Callable[[torch.Tensor, list[int], int], torch.Tensor]
-"""Normalized images (n, channels, height, width), their sample numbers, the epoch; works in place."""
+"""Takes normalized images (n, channels, height, width), their sample numbers and the epoch; works
+in place."""
 
 
 def erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
-    """What is configured. Raises ConfigError for a wrong value, and for what is no image."""
+    """Return the configured erasers.
+
+    Raises ConfigError for a wrong value, and if the inputs are not images.
+    """
     if not 0 <= config.erase <= 1:
         raise ConfigError(f"data.erase: {config.erase} is no probability; write for example 0.1, or 0 for none")
     if config.cutout < 0 or config.cutout % 2:
@@ -157,10 +171,10 @@ def erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
 
 
 def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:
-    """A random crop of 8 to 100 % of the area, with an aspect ratio from 3:4 to 4:3.
+    """Return a random crop of 8 to 100 % of the area, with an aspect ratio from 3:4 to 4:3.
 
-    `draws`: (10, 4) uniform numbers. Szegedy et al., Going deeper with convolutions, 2014; like
-    torchvision's RandomResizedCrop, ten tries and then the center.
+    `draws` are (10, 4) uniform numbers. As in Szegedy et al., Going deeper with convolutions, 2014,
+    and in torchvision's RandomResizedCrop, there are ten tries, then the center is taken.
     """
     for area_draw, ratio_draw, top_draw, left_draw in draws:
         area = height * width * (0.08 + 0.92 * area_draw)

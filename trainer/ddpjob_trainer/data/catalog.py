@@ -1,4 +1,4 @@
-"""The choice of a data set by name; each is imported only when it is chosen."""
+"""Chooses a data set by name, and imports only the module of that one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 
 def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet:
-    """The data set that `config` names; its batches are on `device` (default: the CPU).
+    """Return the data set that `config` names, with batches on `device` (default: the CPU).
 
-    Raises DataError naming the path and the remedy, ConfigError for values that make no sense.
+    Raises DataError naming the path and the remedy, and ConfigError for values that make no sense.
     """
     if config.batch < 1:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 as the official archives unpack: the binary version and the python version (pickles).
+"""CIFAR-10 and CIFAR-100 in both official versions: binary and python (pickles).
 
-Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Read without torchvision, whose import takes seconds; torchvision
-downloads.
+Formats: https://www.cs.toronto.edu/~kriz/cifar.html. torchvision only downloads the archives; they
+are read without it, because its import takes seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where an archive keeps its files, and the layout of a record."""
+    """File names in an archive, and the layout of a record."""
 
     python_folder: str
     binary_folder: str
@@ -74,9 +74,9 @@ _LAYOUTS = {
 
 
 def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
-    """The whole set on the device as uint8.
+    """Return the whole set, on the device as uint8.
 
-    `data.dir` is the folder above the archive's folder, or that folder itself. Raises DataError.
+    `data.dir` is the archive's folder or its parent. Raises DataError.
     """
     layout = _LAYOUTS[DataName(config.name)]
     found = _find(config.dir, layout)
@@ -106,7 +106,7 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
 
 
 def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
-    """Crop and flip, and RandAugment on each image if it is configured."""
+    """Return crop and flip, followed by RandAugment on each image if it is configured."""
     crop_and_flip = CropAndFlip(images, config.seed, padding=4, flip=True, repeats=config.repeats)
     randaugment = RandAugment.of(config)
     if randaugment is None:
@@ -122,7 +122,7 @@ def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
-    """(folder, whether it is the binary version) of the first folder that has a training file."""
+    """Return (folder, whether it is the binary version) of the first with a training file."""
     if root is None:
         return None
     for folder in (root / layout.python_folder, root / layout.binary_folder, root):
@@ -179,7 +179,10 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
 
 
 def _content(path: Path) -> bytes:
-    """A file of an archive. Raises DataError for one that is larger than any: it would fill the memory."""
+    """Return the bytes of an archive's file.
+
+    Raises DataError if it is larger than any such file, because it would fill the memory.
+    """
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise DataError(f"{path} has {size:,} bytes, and no file of an archive has more than {MOST_BYTES:,}")
@@ -197,7 +200,10 @@ def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout)
 
 
 def _download(config: DataConfig) -> None:
-    """Download by torchvision, which checks the archive's MD5; one process per folder at a time."""
+    """Download with torchvision, which checks the archive's MD5.
+
+    One process per folder at a time.
+    """
     import fcntl
 
     import torchvision

@@ -29,10 +29,10 @@ import numpy.typing as npt
 MOST_BYTES = 320 << 20
 """The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written protocol 2."""
 MOST_OPCODES = 2_000_000
-"""That batch has some 300,000."""
+"""That batch has about 300,000 opcodes."""
 
 _DTYPES = {"u1": "|", "i8": "<"}
-"""What numpy calls the type of an element, and its byte order."""
+"""numpy's name for an element's type, and its byte order."""
 _LATIN1 = "latin1"
 
 
@@ -113,7 +113,7 @@ def _values(found: Any, key: str) -> npt.NDArray[Any]:
 
 
 def _run(content: bytes) -> Any:
-    """Interpret the pickle; return its object. Raises ValueError, IndexError, KeyError."""
+    """Interpret the pickle and return its object. Raises ValueError, IndexError, KeyError."""
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has {len(content):,} bytes, and the largest batch has at most {MOST_BYTES:,}")
     machine = _Machine()
@@ -127,7 +127,7 @@ def _run(content: bytes) -> Any:
 
 
 class _Machine:
-    """The stack, the positions of its marks, and the memo."""
+    """The stack machine: the stack, the positions of its marks, and the memo."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -135,7 +135,10 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Do what an opcode says. Raises ValueError for one that no batch has, and IndexError, KeyError."""
+        """Execute an opcode.
+
+        Raises ValueError for an opcode that no batch has, and IndexError and KeyError.
+        """
         stack = self.stack
         match name:
             case "BININT1" | "BININT2" | "BININT" | "LONG1":
@@ -183,7 +186,7 @@ class _Machine:
         return self._taken(self._marks.pop())
 
     def _taken(self, start: int) -> list[Any]:
-        """Remove and return everything from a position on. Raises IndexError."""
+        """Remove and return everything from position `start` on. Raises IndexError."""
         if not 0 <= start <= len(self.stack):
             raise IndexError
         taken = self.stack[start:]
@@ -192,7 +195,7 @@ class _Machine:
 
 
 def _extend(kind: type[list[Any]] | type[dict[Any, Any]], items: list[Any], stack: list[Any]) -> None:
-    """Add `items` to the list or the dict at the top of the stack. Raises ValueError, IndexError."""
+    """Add `items` to the list or dict on top of the stack. Raises ValueError, IndexError."""
     target = stack[-1]
     if not isinstance(target, kind):
         raise ValueError(f"it adds items to something that is not a {kind.__name__}")
@@ -201,7 +204,8 @@ def _extend(kind: type[list[Any]] | type[dict[Any, Any]], items: list[Any], stac
         return
     keys, values = items[::2], items[1::2]
     if len(keys) != len(values) or not all(isinstance(key, str) for key in keys):
-        raise ValueError("it has a dict with a key that is not text")  # The hash of deep tuples overflows C's stack.
+        # Hashing a deeply nested tuple would overflow C's stack.
+        raise ValueError("it has a dict with a key that is not text")
     target.update(zip(keys, values, strict=True))
 
 
@@ -225,7 +229,7 @@ def _name(module: Any, name: Any) -> _Name:
 
 
 def _called(function: Any, arguments: Any) -> Any:
-    """Return what a call describes. Raises ValueError."""
+    """Return the object that a call describes. Raises ValueError."""
     if isinstance(function, _Name) and isinstance(arguments, tuple):
         match function.text, arguments:
             case "dtype", (str(code), *flags) if code in _DTYPES and flags == [False, True]:

@@ -1,4 +1,4 @@
-"""Images that cannot be decoded: named when they are found, counted over all ranks; too many end the training."""
+"""Images that cannot be decoded: the first are named, all are counted, too many end the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMED = 5
 
 
 class Warnings:
-    """Names the first few of a process; the others are only counted."""
+    """Names the first few unreadable images of a process; later ones are only counted."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -32,7 +32,10 @@ class Warnings:
 
 
 class CorruptCount:
-    """Unreadable images of an epoch, over all ranks: the same number, and the same end, on any number of ranks."""
+    """Counts the unreadable images of an epoch over all ranks.
+
+    Because the count is global, training ends at the same step on any number of ranks.
+    """
 
     def __init__(self, size: int, config: DataConfig) -> None:
         self._size, self._limit = size, config.corrupt_limit
@@ -49,18 +52,18 @@ class CorruptCount:
 
     @property
     def possible(self) -> bool:
-        """Whether this data set can have any."""
+        """Whether this data set can have unreadable images."""
         return self._possible
 
     def take(self) -> int:
-        """How many of this step this rank has met."""
+        """Return how many unreadable images this rank met in this step, and reset that count."""
         met, self._met = self._met, 0
         return met
 
     def add(self, step: int) -> int:
-        """Count `step` images of a step, over all ranks; returns their number.
+        """Count `step` unreadable images of a step, over all ranks, and return their number.
 
-        Raises DataError when the share of the training set exceeds data.corrupt_limit.
+        Raises DataError if their share of the training set exceeds data.corrupt_limit.
         """
         self.epoch += step
         if step and self.epoch > self._limit * self._size:
@@ -73,9 +76,10 @@ class CorruptCount:
 
 
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
-    """Raise DataError when more of `size` test images than data.corrupt_limit allows were unreadable, or all.
+    """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A result on what is left would be that of another test set, and could count as the best.
+    A result on the remaining images would belong to a different test set, and could count as the
+    best.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:
         raise DataError(

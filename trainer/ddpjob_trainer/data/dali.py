@@ -1,8 +1,8 @@
-"""data.decoder=dali: NVIDIA DALI decodes training images, on a GPU where there is one, with the same crops as the
-workers.
+"""data.decoder=dali: NVIDIA DALI decodes training images, on a GPU if there is one.
 
-Test images are always decoded by the workers, and so is a batch that DALI cannot decode: they report which image is
-broken. https://docs.nvidia.com/deeplearning/dali: decoders.image_slice decodes only the crop.
+The crops are the same as those of the workers. The workers always decode test images, and also
+every batch that DALI cannot decode, because they report which image is broken. decoders.image_slice
+decodes only the crop: https://docs.nvidia.com/deeplearning/dali.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _AHEAD = 2
 
 Contents = list[bytes | OSError]
 Crop = tuple[tuple[int, int], tuple[int, int], int]
-"""(top, left), (height, width), 1 for mirrored."""
+"""(top, left), (height, width), and 1 if mirrored."""
 
 
 class DaliDecoder:
-    """Decodes two batches ahead, in threads of this process, while a third is trained on."""
+    """Decodes two batches ahead in threads of this process, while a third one is trained on."""
 
     def __init__(
         self,
@@ -41,9 +41,10 @@ class DaliDecoder:
         workers: int,
         device: torch.device,
     ) -> None:
-        """`choose(request, index)`: the crop of an image by its height and width, and whether it is mirrored.
+        """Raises ConfigError if DALI is not installed.
 
-        `fallback`: decodes a request without DALI. Raises ConfigError when DALI is not installed.
+        `choose(request, index)` returns the crop of an image, as a function of its height and
+        width, and whether it is mirrored. `fallback` decodes a request without DALI.
         """
         self._read, self._choose, self._fallback = read, choose, fallback
         self._size, self._threads, self._device = size, max(1, workers), device
@@ -59,7 +60,7 @@ class DaliDecoder:
         self._pipelines: dict[int, Any] = {}
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[Chunk]]:
-        """For each request its pixels, in order; like `Pool.run`."""
+        """Yield the pixels of each request, in order, like `Pool.run`."""
         waiting: deque[Future[Chunk]] = deque()
         for request in requests:
             waiting.append(self._ahead.submit(self._decode, request))
@@ -79,12 +80,12 @@ class DaliDecoder:
             return Chunk(self._pixels(contents, crops), []) if crops else self._fallback(request)
         except UnreadableImage:
             return self._fallback(request)
-        except RuntimeError:  # DALI's decoder refuses an image: its pipeline is no longer usable.
+        except RuntimeError:  # DALI's decoder refused an image, which makes its pipeline unusable.
             self._pipelines.pop(size, None)
             return self._fallback(request)
 
     def _pixels(self, contents: Contents, crops: list[Crop]) -> torch.Tensor:
-        """(n, 3, size, size) uint8, a copy: DALI reuses its memory."""
+        """Return (n, 3, size, size) uint8. It is a copy, because DALI reuses its memory."""
         pipeline = self._pipelines.get(len(crops)) or self._build(len(crops))
         pipeline.feed_input(
             "contents", [np.frombuffer(content, dtype=np.uint8) for content in contents if isinstance(content, bytes)]
@@ -95,7 +96,8 @@ class DaliDecoder:
         dense = images.as_tensor()
         found = from_dlpack(dense) if self._device.type == "cuda" else torch.from_numpy(np.array(dense))
         copied = found.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-        if self._device.type == "cuda":  # The copy is asynchronous, and DALI's next run would overwrite its source.
+        # The copy is asynchronous, so DALI's next run could overwrite its source.
+        if self._device.type == "cuda":
             torch.cuda.current_stream(copied.device).synchronize()
         return copied
 

@@ -1,4 +1,4 @@
-"""The interface of a data set, and what every data set is made of."""
+"""The interface of a data set, and the parts that all data sets are made of."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNREADABLE = -100
 
 
 class Targets(enum.Enum):
-    """What a data set's targets are."""
+    """Kinds of targets."""
 
     CLASSES = "class numbers"
     VALUES = "float values"
@@ -30,11 +30,12 @@ class Targets(enum.Enum):
 
 @dataclass(frozen=True)
 class Batch:
-    """Images and labels that go through a model together, on the device that the data set was opened for.
+    """Images and labels that go through a model together, on the data set's device.
 
-    `images`: float32 (n, channels, height, width), normalized; `labels`: int64 (n,), or shares of classes (n, classes)
-    when images are mixed. Of data of one's own: inputs (n, ...) and targets (n, ...), see `Targets`. n may be 0.
-    `unreadable` of the images weigh nothing: their label is UNREADABLE, or all their shares are 0.
+    `images` are float32 (n, channels, height, width), normalized. `labels` are int64 (n,), or
+    shares of classes (n, classes) if images are mixed. In the user's own data they are inputs (n,
+    ...) and targets (n, ...), see `Targets`. n may be 0. The `unreadable` images have weight zero:
+    their label is UNREADABLE, or all their shares are 0.
     """
 
     images: torch.Tensor
@@ -42,24 +43,28 @@ class Batch:
     unreadable: int = 0
 
     def split(self, sizes: list[int]) -> list[Batch]:
-        """Consecutive parts; where any image is unreadable, each part may have some."""
+        """Return consecutive parts.
+
+        If any image is unreadable, each part counts as if it had them all.
+        """
         pieces = zip(torch.split(self.images, sizes), torch.split(self.labels, sizes), strict=True)
         return [Batch(images, labels, self.unreadable) for images, labels in pieces]
 
 
 class MicroBatches(Protocol):
-    """The micro-batches of one step on this rank, each with its data, which is loaded when it is asked for."""
+    """The micro-batches of one step on this rank. The data of each are loaded on demand."""
 
     def __len__(self) -> int:
-        """Their number."""
+        """Return how many there are."""
 
     def __iter__(self) -> Iterator[tuple[Micro, Batch]]:
-        """Each once, in order."""
+        """Yield each one once, in order."""
 
 
 class Normalize:
-    """uint8 (n, channels, height, width) -> float32 (x / scale - mean) / std, on the device; mean
-    and std are per channel.
+    """Maps uint8 (n, channels, height, width) to float32 (x / scale - mean) / std, on the device.
+
+    `mean` and `std` are per channel.
     """
 
     def __init__(self, scale: float, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
@@ -68,16 +73,17 @@ class Normalize:
         self._offset = (-torch.tensor(mean, dtype=torch.float64) / spread).float().view(1, -1, 1, 1).to(device)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """The normalized images."""
+        """Return the normalized images."""
         return images.float().mul_(self._factor).add_(self._offset)
 
 
 class DataSet(Protocol):
-    """A training and a test set of labelled images, read by sample number; batches are on one device.
+    """A training and a test set of labelled images, read by sample number.
 
-    `shape`: of an image, (channels, height, width); of data of one's own any. `class_names`: by class number; None
-    where the data have none. `classes`: of float targets the number of values. `whole_numbers`: whether the inputs
-    are whole numbers, such as tokens.
+    Batches are on one device. `shape` is that of an image, (channels, height, width), or any shape
+    in the user's own data. `class_names` are in the order of class numbers, or None if the data
+    have none. `classes` is the number of values if targets are float. `whole_numbers` says whether
+    inputs are whole numbers, such as tokens.
     """
 
     targets: Targets = Targets.CLASSES
@@ -90,27 +96,31 @@ class DataSet(Protocol):
     test_size: int
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """One augmented batch per (epoch, numbers); an empty list gives an empty batch.
+        """Yield one augmented batch per (epoch, numbers); an empty list gives an empty batch.
 
-        A number is `sample + repeat * train_size` (data.repeats): its image is the sample's, and what it draws follows
-        from the number.
+        A number is `sample + repeat * train_size` (data.repeats). The image is that of the sample,
+        and its augmentation follows from the number.
 
-        Continues while test batches are taken, and works ahead of the consumer where reading takes long.
+        The stream continues while test batches are taken, and reads ahead of the consumer if
+        reading is slow.
         """
 
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
-        """The same for one epoch."""
+        """Yield the same batches for a single epoch."""
         return self.train_stream((epoch, part) for part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """One batch per list of test sample numbers, not augmented."""
+        """Yield one batch per list of test sample numbers, without augmentation."""
 
     def fingerprint(self) -> int:
-        """A `fingerprint` of what the data are: the same where a sample number means the same image and label."""
+        """Return a hash of the data.
+
+        It is the same where each sample number means the same image and label.
+        """
 
 
 def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    """A hash of 63 bits of bytes and arrays, which depends on where one ends and the next begins."""
+    """Return a 63-bit hash of bytes and arrays and of the boundaries between them."""
     whole = hashlib.blake2b(digest_size=8)
     for part in parts:
         content = part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes()
@@ -120,7 +130,10 @@ def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]
 
 
 def existing_folder(config: DataConfig, remedy: str) -> Path:
-    """`data.dir`, which must be a folder that is not empty. Raises DataError with the remedy."""
+    """Return `data.dir`, which must be a folder that is not empty.
+
+    Raises DataError with the remedy.
+    """
     if config.dir is None:
         raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")
     if not config.dir.is_dir():
@@ -131,7 +144,7 @@ def existing_folder(config: DataConfig, remedy: str) -> Path:
 
 
 def check_probabilities(targets: torch.Tensor) -> None:
-    """Raise ConfigError for a target of binary cross entropy that is no probability."""
+    """Raise ConfigError if a target of binary cross entropy is not a probability."""
     low, high = (float(targets.min()), float(targets.max())) if len(targets) else (0.0, 1.0)
     if low < 0 or high > 1:
         raise ConfigError(

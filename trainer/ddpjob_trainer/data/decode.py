@@ -1,8 +1,7 @@
-"""Decodes one image to uint8 pixels: libjpeg-turbo for JPEG, at reduced size where the crop allows,
-Pillow for the rest.
+"""Decodes an image to uint8 pixels: libjpeg-turbo for JPEG, Pillow for everything else.
 
-The resampling is torchvision's for tensors (bilinear with antialiasing), called without
-torchvision, whose import takes seconds.
+If the crop allows, JPEG is decoded at reduced size. Resampling is what torchvision does for tensors
+(bilinear with antialiasing), without torchvision, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -19,26 +18,29 @@ import torch
 
 _JPEG = b"\xff\xd8\xff"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""An image's bytes choose its decoder, whatever its name says. Pillow has many more: that of EPS runs Ghostscript."""
+"""The content selects the decoder, not the file name. Pillow knows many more formats, but its EPS
+decoder runs Ghostscript."""
 MOST_PIXELS = 178_956_970
-"""An image's size comes from its file, and decoding takes up to 18 bytes for each pixel. This is Pillow's own limit."""
+"""Pillow's own limit. The file declares the size, and decoding takes up to 18 bytes per pixel."""
 MOST_BYTES = 6 * MOST_PIXELS
-"""Of an encoded image: three colours of 16 bits, not compressed."""
+"""Size of an encoded image at most: three colours of 16 bits, not compressed."""
 _MOST_SCANS = 500
-"""Scans of a progressive JPEG; encoders write some 10. Each is a pass over all pixels, whatever its length."""
+"""Scans of a progressive JPEG at most. Each is a pass over all pixels, however short; encoders
+write about 10."""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # Tags of TIFF.
-_SCALES = (8, 4, 2)  # libjpeg-turbo has vector code for these; scales between cost more than they save.
+# libjpeg-turbo has vector code for these. Scales in between cost more than they save.
+_SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
 """Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning, 2015)."""
 
 
 class UnreadableImage(Exception):
-    """These bytes are no complete image; the message is the decoder's reason."""
+    """The bytes are not a complete image; the message is the decoder's reason."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Part of an image, in pixels."""
+    """A part of an image, in pixels."""
 
     top: int
     left: int
@@ -47,38 +49,42 @@ class Box:
 
 
 def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.Tensor:
-    """The box `choose(height, width)` of an encoded image as (3, size, size) uint8. Raises UnreadableImage."""
+    """Return the box `choose(height, width)` of an encoded image as (3, size, size) uint8.
+
+    Raises UnreadableImage.
+    """
     pixels, box = _decode(content, choose, size)
     rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
     return _resized(pixels[:, rows, columns], size, size)
 
 
 def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
-    """The center of an image whose shorter side was scaled to `size` / `share`; (3, size, size) uint8.
+    """Return the center of an image whose shorter side was scaled to `size` / `share`.
 
-    Like torchvision's Resize and CenterCrop, always from all pixels: a test result must not depend on how images are
-    decoded. Raises UnreadableImage.
+    The result is (3, size, size) uint8. Like torchvision's Resize and CenterCrop, this always uses
+    all pixels, because a test result must not depend on how images are decoded. Raises
+    UnreadableImage.
     """
     pixels, _ = _decode(content, lambda height, width: Box(0, 0, height, width), None)
     height, width = pixels.shape[1:]
     short = round(size / share)
     shorter, longer = min(height, width), max(height, width)
     long = int(short * longer / shorter)
-    check_pixels(short, long)  # A line of 65,535 pixels would be scaled to 4 billion.
+    check_pixels(short, long)  # A line of 65,535 pixels would be scaled to 4 billion pixels.
     resized = _resized(pixels, *((short, long) if height <= width else (long, short)))
     top, left = (round((side - size) / 2) for side in resized.shape[1:])
     return resized[:, top : top + size, left : left + size]
 
 
 def size_of(content: bytes) -> tuple[int, int]:
-    """(height, width) of an encoded image, from its header. Raises UnreadableImage."""
+    """Return (height, width) of an encoded image, from its header. Raises UnreadableImage."""
     _check_scans(content)
     with _opened(content) as image:
         return image.height, image.width
 
 
 def check_pixels(height: int, width: int) -> None:
-    """Raise UnreadableImage for an image of more than MOST_PIXELS."""
+    """Raise UnreadableImage for an image of more than MOST_PIXELS pixels."""
     if height * width > MOST_PIXELS:
         raise UnreadableImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}: scale it down")
 
@@ -96,7 +102,10 @@ def _resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None) -> tuple[torch.Tensor, Box]:
-    """Pixels (3, height, width), maybe at reduced size when only a crop of `size` is wanted, and the box in them."""
+    """Return pixels (3, height, width), and the chosen box in them.
+
+    They may be at reduced size if only a crop of `size` is wanted.
+    """
     if content[:3] == _JPEG:
         import simplejpeg
 
@@ -104,12 +113,12 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
             check_pixels(height, width)
-            if colours not in ("CMYK", "YCCK"):  # libjpeg does not convert these
+            if colours not in ("CMYK", "YCCK"):  # libjpeg does not convert these.
                 box = choose(height, width)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scaled(box, pixels.shape[0] / height, pixels.shape[1] / width)
-        except ValueError:  # Also for mere warnings of libjpeg: Pillow distinguishes these from a broken file.
+        except ValueError:  # libjpeg's warnings raise too. Pillow can tell them from a broken file.
             pass
     pixels = _by_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
@@ -122,7 +131,7 @@ def _scale(box: Box, size: int | None) -> int:
 
 
 def _scaled(box: Box, down: float, across: float) -> Box:
-    """The box in an image of reduced size; its corners are rounded to whole pixels."""
+    """Return the box in an image of reduced size, with corners rounded to whole pixels."""
     if down == across == 1:
         return box
     top, left = round(box.top * down), round(box.left * across)
@@ -133,7 +142,8 @@ def _scaled(box: Box, down: float, across: float) -> Box:
 def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
     with _opened(content) as image:
         sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Scaled to 65535.
-        if sixteen:  # Pillow's conversion would cut these at 255: white all over.
+        # Pillow's conversion would cut these values at 255, which makes the image white.
+        if sixteen:
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
         if image.mode in ("I", "F"):
@@ -143,18 +153,21 @@ def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
 
 @contextmanager
 def _opened(content: bytes) -> Iterator[Any]:
-    """An image whose header has been read and is not too large, by Pillow. Raises UnreadableImage, also in its body.
+    """Open an image with Pillow, once its header has been read and its size checked.
 
-    Damaged files make Pillow raise almost any exception.
+    Raises UnreadableImage, also for errors in the body, because damaged files make Pillow raise
+    almost any exception.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
-        if size := _webp_size(content):  # Pillow makes this decoder, with its memory, as it opens the image.
+        # Pillow creates this decoder and its memory while it opens the image.
+        if size := _webp_size(content):
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             check_pixels(image.height, image.width)
-            tags: Any = getattr(image, "tag_v2", {})  # libtiff decodes whole tiles, however small the image is.
+            # libtiff decodes whole tiles, however small the image is.
+            tags: Any = getattr(image, "tag_v2", {})
             check_pixels(*(tags.get(tag, 0) for tag in (_TILE_LENGTH, _TILE_WIDTH)))
             yield image
     except (UnreadableImage, MemoryError):
@@ -167,10 +180,10 @@ def _opened(content: bytes) -> Iterator[Any]:
 
 
 def _webp_size(content: bytes) -> tuple[int, int] | None:
-    """(height, width) in the header of a WebP image; None for other bytes.
+    """Return (height, width) from the header of a WebP image, or None for other bytes.
 
-    https://developers.google.com/speed/webp/docs/riff_container: the first chunk is an extended, a lossless or a lossy
-    header.
+    The first chunk is an extended, a lossless or a lossy header:
+    https://developers.google.com/speed/webp/docs/riff_container.
     """
     if content[:4] != b"RIFF" or content[8:12] != b"WEBP" or len(content) < 30:
         return None

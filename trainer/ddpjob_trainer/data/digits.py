@@ -1,4 +1,4 @@
-"""The optical digits that ship with scikit-learn (1797 real images, 8x8, 17 grey levels): no download."""
+"""The optical digits that ship with scikit-learn (1797 real images, 8x8, 17 grey levels)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _TEST_SHARE = 0.2
 
 
 def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
-    """80 % for training and 20 % for test, stratified by class; the split never changes."""
+    """Return 80 % of the digits for training and 20 % for test, stratified by class.
+
+    The split never changes.
+    """
     if config.randaugment_ops or config.trivialaugment:
         key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
         name = "TrivialAugment" if config.trivialaugment else "RandAugment"
@@ -42,9 +45,10 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
 
 
 def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (1797, 1, 8, 8) uint8 with values 0..16, and labels (1797,) int64.
+    """Return images (1797, 1, 8, 8) uint8 with values 0..16, and labels (1797,) int64.
 
-    Reads scikit-learn's file without importing scikit-learn, which takes a second at each start of a process.
+    They are read from scikit-learn's file without importing scikit-learn, whose import takes a
+    second in every process.
     """
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:

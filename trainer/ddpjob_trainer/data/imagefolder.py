@@ -1,6 +1,6 @@
 """ImageNet's layout: train/ and val/ with one folder of images per class.
 
-Listed as torchvision's ImageFolder does, without importing it.
+The order is that of torchvision's ImageFolder, which is not imported.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _REMEDY = "put train/CLASS/ and val/CLASS/ folders of images there"
 
 
 class Folder:
-    """The images of one class folder after the other, in the order of their names. Raises DataError."""
+    """The images of all class folders, in the order of the folders' names. Raises DataError."""
 
     def __init__(self, root: Path, kept_in: Path | None = None) -> None:
-        """`kept_in`: see `listing`."""
+        """For `kept_in` see `listing`."""
         if not root.is_dir():
             raise DataError(f"data folder {root} does not exist (data.dir): {_REMEDY}")
         found = listing(root, kept_in)
@@ -43,20 +43,24 @@ class Folder:
         self._root = os.fsencode(root)
 
     def name(self, number: int) -> str:
-        """The file's path."""
+        """Return the file's path."""
         return os.fsdecode(self._paths[number])
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """The paths below the root, each padded to the longest."""
+        """Return the paths below the root, each padded to the longest."""
         return self._paths.view(np.uint8).reshape(len(self._paths), -1)[:, len(self._root) + 1 :]
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """The files' content."""
+        """Return the files' contents, with an OSError for a file that cannot be read."""
         return [_content(self.name(number)) for number in numbers]
 
 
 def _content(path: str) -> bytes | OSError:
-    """The bytes of an image. Opening a pipe would wait for a writer, and a sparse file may claim terabytes."""
+    """Return the bytes of an image, or the error.
+
+    Pipes and oversized files are refused: opening a pipe would wait for a writer, and a sparse file
+    may claim terabytes.
+    """
     try:
         found = Path(path).stat()
         if not stat.S_ISREG(found.st_mode):
@@ -69,7 +73,7 @@ def _content(path: str) -> bytes | OSError:
 
 
 def open_folders(root: Path, kept_in: Path | None = None) -> tuple[Folder, Folder]:
-    """train/ and val/, whose classes must be the same. Raises DataError."""
+    """Return train/ and val/, whose classes must be the same. Raises DataError."""
     train, test = Folder(root / "train", kept_in), Folder(root / "val", kept_in)
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
@@ -80,6 +84,6 @@ def open_folders(root: Path, kept_in: Path | None = None) -> tuple[Folder, Folde
 
 
 def open_folder(config: DataConfig, device: torch.device) -> ImageData:
-    """The data set in `data.dir`. Raises DataError."""
+    """Return the data set in `data.dir`. Raises DataError."""
     train, test = open_folders(existing_folder(config, _REMEDY), config.index)
     return ImageData(config, device, train, test, len(train.classes), train.classes)

@@ -1,5 +1,6 @@
-"""Encoded images (a folder of files, tar shards) as a data set: read and decoded by a pool of
-processes, normalized on the device.
+"""Encoded images (a folder of files, or tar shards) as a data set.
+
+A pool of processes reads and decodes them, and the device normalizes them.
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ class Encoded(Protocol):
     labels: npt.NDArray[np.int64]
 
     def name(self, number: int) -> str:
-        """How the user finds the image."""
+        """Return a name by which the user finds the image."""
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """The images' bytes; an OSError stands for one that cannot be read."""
+        """Return the images' bytes, with an OSError for an image that cannot be read."""
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Which image has which number: the same where the same files are at another place."""
+        """Return which image has which number. It does not depend on where the files are."""
 
 
 class ImageData(DataSet):
-    """Training: random resized crop, flip, RandAugment if it is configured; test: the center of the image.
+    """A data set of encoded images, which are decoded on demand.
 
-    An image that cannot be decoded is replaced by a copy of another of its batch, and its label is UNREADABLE: it has
-    weight zero.
+    Training images get a random resized crop, a flip and, if it is configured, RandAugment. Test
+    images are cropped to their center. An image that cannot be decoded is replaced by a copy of
+    another one in its batch. Its label is UNREADABLE, so that it has weight zero.
     """
 
     def __init__(
@@ -84,22 +86,23 @@ class ImageData(DataSet):
         self._normalize = Normalize(255.0, _MEAN, _STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
-        # Of their own for the test set: the next epoch's first batches are ready when an evaluation ends.
+        # The test set has a pool of its own, so that the next epoch's first batches are ready when
+        # an evaluation ends.
         self._pool, self._test_pool = (Pool(self._read, config.workers, pinned=device.type != "cpu") for _ in range(2))
         self._dali = self._open_dali() if config.decoder is Decoder.DALI and config.augment else None
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """One augmented batch per (epoch, sample numbers)."""
+        """Yield one augmented batch per (epoch, sample numbers)."""
         augment = self._config.augment
         requests = (Request(False, epoch if augment else None, part) for epoch, part in parts)
         return self._load(self._train, requests, self._pool.run if self._dali is None else self._dali.run)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """One batch per list of test sample numbers."""
+        """Yield one batch per list of test sample numbers."""
         return self._load(self._test, (Request(True, None, part) for part in parts), self._test_pool.run)
 
     def fingerprint(self) -> int:
-        """Of the names of files and classes, and of all labels."""
+        """Return a hash of the names of files and classes and of all labels."""
         names = os.fsencode("\n".join(self.class_names or []))
         sets = (self._train, self._test)
         return fingerprint(names, *(part for each in sets for part in (each.labels, each.identity())))
@@ -192,7 +195,7 @@ class ImageData(DataSet):
 
 
 def _samples(source: Encoded, numbers: list[int]) -> list[int]:
-    """Of versions of samples (data.repeats) the samples."""
+    """Return the samples of versions of samples (data.repeats)."""
     size = len(source.labels)
     return [number % size for number in numbers]
 
@@ -200,7 +203,7 @@ def _samples(source: Encoded, numbers: list[int]) -> list[int]:
 def _refuse_machine(error: OSError, name: str) -> None:
     """Raise DataError for an error of the machine.
 
-    To skip all images that fail meanwhile would train on different data.
+    Skipping all images that fail meanwhile would mean training on different data.
     """
     if error.errno in _FILES:
         raise DataError(

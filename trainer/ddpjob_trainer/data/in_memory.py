@@ -1,5 +1,6 @@
-"""Data sets held on the training device as uint8 images: whole batches are augmented there, without
-worker processes.
+"""Data sets held on the training device as uint8 images, without worker processes.
+
+Whole batches are augmented on the device.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import torch
 from ddpjob_trainer.data.dataset import Batch, DataSet, Normalize, fingerprint
 
 _LOOKED_AT = 1024
-"""Images whose pixels are in the fingerprint; all labels are."""
+"""Number of images whose pixels are in the fingerprint. All labels are in it."""
 
 Augment = Callable[[torch.Tensor, int], torch.Tensor]
-"""Numbers of versions (n,) int64 on the device and the epoch -> images (n, channels, height, width) uint8."""
+"""Maps numbers of versions (n,) int64 on the device, and the epoch, to images (n, channels, height,
+width) uint8."""
 
 
 class MemoryData(DataSet):
-    """Images (n, channels, height, width) uint8 and labels (n,) int64, for training and test, all on one device."""
+    """Images (n, channels, height, width) uint8 and labels (n,) int64, all on one device."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class MemoryData(DataSet):
         self.train_size, self.test_size = len(train[1]), len(test[1])
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """One augmented batch per (epoch, sample numbers)."""
+        """Yield one augmented batch per (epoch, sample numbers)."""
         images, labels = self._train
         for epoch, part in parts:
             numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)
@@ -46,14 +48,14 @@ class MemoryData(DataSet):
             yield Batch(self._normalize(taken), labels[own])
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """One batch per list of test sample numbers."""
+        """Yield one batch per list of test sample numbers."""
         images, labels = self._test
         for part in parts:
             numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)
             yield Batch(self._normalize(images[numbers]), labels[numbers])
 
     def fingerprint(self) -> int:
-        """Of all labels, and of the pixels of a thousand images."""
+        """Return a hash of all labels and of the pixels of about a thousand images per set."""
         return fingerprint(
             *(
                 part.cpu().numpy()

@@ -1,8 +1,8 @@
-"""The images of a folder of class folders, listed once per node and kept between starts.
+"""The images in a folder of class folders, listed once per node and kept between starts.
 
-ImageNet's 1.3 million names take seconds of a quiet disk and minutes of a network file system, at every start of every
-rank. A name that appears, vanishes or changes changes its folder's times: as long as all of these are as they were, one
-stat per folder is enough.
+Listing ImageNet's 1.3 million names takes seconds on an idle disk and minutes on a network file
+system, for every rank at every start. Adding, removing or renaming a file changes the times of its
+folder, so one stat per folder is enough while all times are unchanged.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from ddpjob_trainer.atomic_files import replacing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _ENCRYPTED = 1
-"""The bit in the flags of a zip file's member, for whose password zipfile would ask."""
+"""Flag bit of an encrypted member of a zip file; zipfile would ask for its password."""
 _MOST_ARRAYS = 16
 _SETTLED_NS = 2_000_000_000
-"""A folder changed within this time before it was listed may change again without another time of modification."""
+"""Nanoseconds. A folder that changed this shortly before it was listed may change again without a
+new modification time."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """`folders` in the order of their classes and paths, relative to the root; the first is the root itself.
+    """Folders and their images, in the order of classes and paths relative to the root.
 
-    `changed`: their times of modification and of change in ns, (n, 2); tar sets the former back. `owner`: the class of
-    each, -1 for the root. `counts`: how many of `names` are in each.
+    The first of `folders` is the root itself. `changed` holds their times of modification and of
+    change in ns, (n, 2); both are needed because tar sets the former back. `owner` is the class of
+    each folder, -1 for the root. `counts` says how many of `names` are in each.
     """
 
     folders: npt.NDArray[np.bytes_]
@@ -46,24 +48,32 @@ class Listing:
     names: npt.NDArray[np.bytes_]
 
     def paths(self, root: Path) -> npt.NDArray[np.bytes_]:
-        """The images' paths. One array, not a list: reference counts would make each worker copy a list's memory."""
+        """Return the images' paths.
+
+        They are one array, because the reference counts of a list would make each worker copy its
+        memory.
+        """
         prefixes = [os.fsencode(root / os.fsdecode(folder)) + b"/" for folder in self.folders.tolist()]
         return np.char.add(np.repeat(np.array(prefixes), self.counts), self.names)
 
     def labels(self) -> npt.NDArray[np.int64]:
-        """The images' classes, by number."""
+        """Return the images' class numbers."""
         return np.repeat(self.owner, self.counts)
 
 
 def user_cache() -> Path:
-    """Where what is read once per node is kept. Raises RuntimeError for a user without a home."""
+    """Return the folder for data that is read once per node.
+
+    Raises RuntimeError if the user has no home.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpjob_trainer"
 
 
 def listing(root: Path, kept_in: Path | None) -> Listing:
-    """The images below `root`, from what an earlier start has kept if no folder has changed. Raises OSError.
+    """Return the images below `root`, as kept by an earlier start if no folder has changed.
 
-    `kept_in`: where to keep it; None: the user's cache. Where that cannot be written each start lists for itself.
+    The listing is kept in `kept_in` (None: the user's cache). If that cannot be written, each start
+    lists for itself. Raises OSError.
     """
     try:
         kept_in = kept_in or user_cache()
@@ -76,7 +86,8 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         if (kept := _kept(path, root)) is not None:
             return kept
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # The ranks of a node arrive together; one of them lists.
+            # The ranks of a node arrive together, and one of them lists.
+            fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             return _walk(root)
         if (kept := _kept(path, root)) is not None:
@@ -84,13 +95,18 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         began = time.time_ns()
         found = _walk(root)
         settled = found.changed[:, 0].max() < began - _SETTLED_NS
-        if settled and (found.changed != found.changed[0]).any():  # Else this file system may tell no times.
+        # Otherwise this file system may not record times.
+        if settled and (found.changed != found.changed[0]).any():
             _keep(path, found)
         return found
 
 
 def _walk(root: Path) -> Listing:
-    """Each folder's times are taken before its names: what changes in between is seen the next time."""
+    """List the folder.
+
+    Each folder's times are taken before its names, so that the next start notices a change in
+    between.
+    """
     rows: list[tuple[int, str, tuple[int, int], list[bytes]]] = [(-1, "", _times_of(root), [])]
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     for number, name in enumerate(classes):
@@ -118,7 +134,7 @@ def _walk(root: Path) -> Listing:
 
 
 def _changed(root: Path, folders: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-    """The folders' times. Raises OSError for one that is gone."""
+    """Return the folders' times. Raises OSError for a folder that is gone."""
     return np.array([_times_of(root / os.fsdecode(folder)) for folder in folders.tolist()], dtype=np.int64)
 
 
@@ -128,7 +144,7 @@ def _times_of(path: Path) -> tuple[int, int]:
 
 
 def _kept(path: Path, root: Path) -> Listing | None:
-    """What was kept; None when there is nothing, nothing that can be read, or a folder has changed since."""
+    """Return the kept listing; None if it is missing, unreadable, or a folder has changed."""
     try:
         with path.open("rb") as file:
             saved = read_arrays(file)
@@ -139,10 +155,11 @@ def _kept(path: Path, root: Path) -> Listing | None:
 
 
 def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of numbers and texts in a file of numpy.savez, copied out of it.
+    """Return copies of the arrays of numbers and texts in a file of numpy.savez.
 
-    numpy.load would unpack a thousand times the file's size, or allocate what an array's header claims before it looks
-    for the content. Raises ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile.
+    numpy.load is not safe here: it would unpack a thousand times the file's size, or allocate what
+    an array's header claims before it looks for the content. Raises ValueError, KeyError, EOFError,
+    NotImplementedError, zipfile.BadZipFile.
     """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
@@ -153,7 +170,7 @@ def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _array(content: bytes) -> npt.NDArray[Any]:
-    """One array in numpy's format, version 1.0 or 2.0. Raises ValueError."""
+    """Return one array from numpy's format, version 1.0 or 2.0. Raises ValueError."""
     stream = io.BytesIO(content)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     version = np.lib.format.read_magic(stream)

@@ -1,8 +1,9 @@
-"""Mixup and CutMix: images of a micro-batch are mixed in pairs, and their labels with them.
+"""Mixup and CutMix: images of a micro-batch are mixed in pairs, together with their labels.
 
-Lambda, the rectangle and the choice between the two are functions of the micro-batch's key, the partners of the
-position in it: the same on any number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, the partner is the
-image before (the first one's is the last).
+Lambda, the rectangle and the choice between the two methods follow from the micro-batch's key, and
+partners from the position in it, so that all are the same on any number of ranks. As in
+torchvision.transforms.v2.MixUp and CutMix, an image's partner is the one before it, and the first
+one's is the last.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def wanted(config: DataConfig) -> bool:
 
 
 def samples_for(config: DataConfig, micro: Micro) -> list[int]:
-    """The samples whose images a micro-batch needs: its own and, before each of its parts, the first one's partner."""
+    """Return the samples whose images a micro-batch needs.
+
+    Besides its own samples, each of its parts needs the partner of its first one, which comes
+    before the part.
+    """
     if not wanted(config) or not micro.parts:
         return micro.samples
     numbers, taken = [], 0
@@ -38,7 +43,10 @@ def samples_for(config: DataConfig, micro: Micro) -> list[int]:
 
 
 def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> Batch:
-    """`mix` of a micro-batch whose `samples_for` are in `batch`: each part as in its whole micro-batch."""
+    """Return `mix` of a micro-batch whose `samples_for` are in `batch`.
+
+    Each part is mixed as it would be in its whole micro-batch.
+    """
     if not wanted(config) or not micro.parts:
         return mix(config, batch, micro.key, classes)
     images, labels = [], []
@@ -52,9 +60,10 @@ def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> B
 
 
 def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
-    """The batch with mixed images and labels (n, classes) that are shares of classes; unchanged when mixing is off.
+    """Return the batch with mixed images and labels (n, classes), unchanged if mixing is off.
 
-    An image that could not be read takes no part: its shares are 0, and its partner stays unmixed.
+    The labels are shares of classes. An image that could not be read takes no part: its shares are
+    0, and its partner stays unmixed.
     """
     if not wanted(config) or not len(batch.labels):
         return batch
@@ -80,7 +89,10 @@ def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
 
 
 def _rectangle(generator: np.random.Generator, area: float, height: int, width: int) -> tuple[int, int, int, int]:
-    """(top, bottom, left, right) of a rectangle of about `area` of the image, centered anywhere, cut at the borders."""
+    """Return (top, bottom, left, right) of a random rectangle of about `area` of the image.
+
+    It is centered anywhere and cut at the borders.
+    """
     row, column = int(generator.integers(height)), int(generator.integers(width))
     half = 0.5 * area**0.5
     down, across = int(half * height), int(half * width)

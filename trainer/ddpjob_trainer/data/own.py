@@ -1,7 +1,8 @@
-"""Anybody's data set, by the name of a function: `data.name=package.module:function`.
+"""The user's own data set, named by a function: `data.name=package.module:function`.
 
-What a sample draws (augmentation) from Python's, numpy's and torch's generators is a function of (seed, epoch, sample):
-the same on any number of ranks, in whatever worker process.
+Everything that a sample draws from Python's, numpy's and torch's generators (augmentation) is a
+function of (seed, epoch, sample), so that it is the same on any number of ranks and in any worker
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
 _LOOKED_AT = 32
-"""Samples of each set whose content is in the fingerprint of a Dataset; of tensors a thousand, and all targets."""
+"""Samples of each set whose content is in the fingerprint of a Dataset. For tensors it is a
+thousand, and all targets."""
 _TENSORS_LOOKED_AT = 1024
 _TEST = 0x74657374
 _SETS = ("train", "test")
@@ -41,13 +43,14 @@ class Samples(NamedTuple):
 
 
 class OwnData(DataSet):
-    """What a function of the user returns: (train, test) or (train, test, classes).
+    """The data set that a function of the user returns: (train, test) or (train, test, classes).
 
-    A pair of tensors (or numpy arrays) is held on the device; a Dataset is read by `data.workers` processes.
+    A pair of tensors (or numpy arrays) is held on the device; `data.workers` processes read a
+    Dataset.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
-        """Raises ConfigError or DataError, which name what the function returned and the remedy."""
+        """Raises ConfigError or DataError naming what the function returned, and the remedy."""
         if config.workers < 0:
             raise ConfigError(f"data.workers={config.workers}: must be at least 0")
         if config.randaugment_ops or config.trivialaugment:
@@ -86,7 +89,7 @@ class OwnData(DataSet):
         return found[0], found[1], found[2] if len(found) == 3 else None
 
     def _checked_set(self, name: str, found: Any) -> Any:
-        """A Dataset; tensors as a TensorDataset of float32 and int64."""
+        """Return a Dataset; tensors become a TensorDataset of float32 and int64."""
         if type(found) is TensorDataset and len(found.tensors) == 2:
             found = found.tensors
         arrays = torch.Tensor, np.ndarray
@@ -112,7 +115,7 @@ class OwnData(DataSet):
         return Targets.CLASSES if target.ndim == 0 else Targets.NUMBERS
 
     def _outputs(self, names: Any) -> tuple[int, list[str] | None]:
-        """The number of scores that a model gives, and the classes' names."""
+        """Return the number of scores that a model gives, and the names of the classes."""
         if self.targets is Targets.VALUES:
             if names is not None:
                 raise ConfigError(
@@ -142,7 +145,7 @@ class OwnData(DataSet):
         )
 
     def _converted(self, name: str, what: str, value: Any) -> torch.Tensor:
-        """As a tensor of float32 or int64."""
+        """Return the value as a tensor of float32 or int64."""
         try:
             tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
@@ -158,9 +161,10 @@ class OwnData(DataSet):
     # ------------------------------------------------------------ samples
 
     def _apart(self, each: Any, look: Callable[[], T]) -> T:
-        """What `look` returns, in a process of its own where workers are to be forked.
+        """Return what `look` returns, called in a separate process if workers will be forked.
 
-        A file that a Dataset opens at its first sample would be open in all of them, with one position for all.
+        Otherwise all workers would share any file that a Dataset opens at its first sample, with
+        one position in it.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
         pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # Its process ends with it.
@@ -168,10 +172,14 @@ class OwnData(DataSet):
         return found
 
     def _read_one(self, name: str, number: int, epoch: int) -> Pair:
-        """One sample, converted. What it draws follows from the epoch (test: from nothing) and its number."""
+        """Return one sample, converted.
+
+        Its random draws follow from its number and, in training, from the epoch.
+        """
         each = self._sets[_SETS.index(name)]
         with drawn(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
-            found = each[number := number % len(each)]  # Of a version of a sample (data.repeats) the sample's.
+            # For a version of a sample (data.repeats), take the sample.
+            found = each[number := number % len(each)]
         if not isinstance(found, tuple | list) or len(found) != 2:
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, Sized) else type(found).__name__
             raise ConfigError(f"{self._what}: {name}[{number}] is {shown}; return (input, target) from __getitem__")
@@ -188,7 +196,7 @@ class OwnData(DataSet):
                 )
 
     def _read(self, request: Request) -> Samples:
-        """Runs in a worker."""
+        """Read a request; runs in a worker."""
         name = _SETS[request.test]
         pairs = [self._read_one(name, number, request.epoch or 0) for number in request.numbers]
         for number, pair in zip(request.numbers, pairs, strict=True):
@@ -203,11 +211,11 @@ class OwnData(DataSet):
     # ------------------------------------------------------------ batches
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """One batch per (epoch, sample numbers)."""
+        """Yield one batch per (epoch, sample numbers)."""
         return self._batches(Request(False, epoch, part) for epoch, part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """One batch per list of test sample numbers."""
+        """Yield one batch per list of test sample numbers."""
         return self._batches((Request(True, None, part) for part in parts), test=True)
 
     def _batches(self, requests: Iterator[Request], *, test: bool = False) -> Iterator[Batch]:
@@ -223,15 +231,17 @@ class OwnData(DataSet):
             yield Batch(inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True))
 
     def _on_device(self, each: Any) -> Pair | None:
-        """The tensors of a set on the device; None for one that is read sample by sample."""
+        """Return the set's tensors on the device, or None if it is read sample by sample."""
         if type(each) is not TensorDataset:
             return None
         values, targets = (part.to(self._device) for part in each.tensors)
         return values, targets
 
     def fingerprint(self) -> int:
-        """Of sizes, shapes and classes; of tensors all targets and a thousand inputs; of a Dataset 32 samples and its
-        `targets`, or in their place what its method `fingerprint` returns.
+        """Return a hash of sizes, shapes, classes and part of the content.
+
+        For tensors that is all targets and a thousand inputs; for a Dataset, what its method
+        `fingerprint` returns or, without one, 32 samples and its `targets`.
         """
         parts: list[Any] = [
             repr((self.train_size, self.test_size, self.shape, self.classes, self.class_names)).encode()
@@ -245,16 +255,18 @@ class OwnData(DataSet):
         return fingerprint(*parts)
 
     def _looked_at(self, name: str, each: Any, size: int) -> list[Any]:
-        """What the fingerprint of a Dataset is of."""
+        """Return the parts of a Dataset that the fingerprint covers."""
         if hasattr(each, "fingerprint"):
             return [repr(each.fingerprint()).encode()]
         numbers = range(0, size, max(1, size // _LOOKED_AT))
         parts: list[Any] = [part.numpy() for number in numbers for part in self._read_one(name, number, 0)]
         listed = getattr(each, "targets", None)
         if isinstance(listed, list | tuple | np.ndarray | torch.Tensor):
-            with suppress(TypeError, ValueError, RuntimeError):  # Ragged, or in no memory that numpy can read.
+            # Ragged, or not in memory that numpy can read.
+            with suppress(TypeError, ValueError, RuntimeError):
                 table = np.asarray(listed)
-                if not table.dtype.hasobject:  # Whose bytes would be addresses of this process.
+                # With objects, the bytes would be addresses in this process.
+                if not table.dtype.hasobject:
                     parts.append(table)
         return parts
 
@@ -263,7 +275,7 @@ _PARTS = ("input", "target")
 
 
 def _whole(value: Any) -> int:
-    """A whole number, also of numpy or torch, such as targets.max() + 1; 0 for anything else."""
+    """Return a whole number, also from numpy or torch, such as targets.max() + 1; otherwise 0."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):

@@ -23,7 +23,7 @@ _GROUP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 class Request(NamedTuple):
-    """Samples of the training or the test set that are read together; `epoch` None: not augmented."""
+    """Samples of one set that are read together. They are not augmented if `epoch` is None."""
 
     test: bool
     epoch: int | None
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Pixels (n, 3, size, size) uint8, and which of them could not be read: (index, reason)."""
+    """Pixels (n, 3, size, size) uint8, and (index, reason) of each image that could not be read."""
 
     pixels: torch.Tensor
     unreadable: list[tuple[int, str]]
@@ -41,8 +41,9 @@ C = TypeVar("C")
 
 
 class Pool(Generic[C]):
-    """Runs `read` on requests in worker processes, in order and ahead of the consumer; with 0
-    workers, in this process.
+    """Runs `read` on requests in worker processes, in order and ahead of the consumer.
+
+    With 0 workers it runs in this process.
     """
 
     def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
@@ -51,9 +52,9 @@ class Pool(Generic[C]):
         self._loader: DataLoader[C] | None = None
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[C]]:
-        """For each request its chunks, in order: a request is divided so that all workers share it.
+        """Yield each request's chunks, in order. A request is divided so that all workers share it.
 
-        One run at a time: a new one ends the one before it. Raises TrainerError when `read` does.
+        One run at a time: a new run ends the previous one. Raises TrainerError if `read` does.
         """
         first = next(requests, None)
         if first is None:
@@ -68,7 +69,7 @@ class Pool(Generic[C]):
             yield [chunk, *(part for _ in range(counts.pop(0) - 1) if (part := _next(chunks)) is not None)]
 
     def _divided(self, requests: Iterable[Request], counts: list[int]) -> Iterator[Request]:
-        """Parts of at most 16 images; the number of parts of each request is appended to `counts`."""
+        """Yield parts of at most 16 images, and append their number per request to `counts`."""
         for request in requests:
             each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, self._workers))))
             parts = [request.numbers[begin : begin + each] for begin in range(0, len(request.numbers), each)] or [[]]
@@ -76,7 +77,10 @@ class Pool(Generic[C]):
             yield from (request._replace(numbers=numbers) for numbers in parts)
 
     def _open(self, size: int) -> DataLoader[C]:
-        """Fork the workers. While a request of `size` samples is trained on, they work on the next two."""
+        """Fork the workers.
+
+        They work on the next two requests while one of `size` samples is trained on.
+        """
         workers = self._workers
         return DataLoader(
             _Reader(self._read),
@@ -88,14 +92,15 @@ class Pool(Generic[C]):
             prefetch_factor=max(2, -(-_REQUESTS_AHEAD * size // (_CHUNK * workers))) if workers else None,
             persistent_workers=workers > 0,
             worker_init_fn=_stay_with_the_rank,
-            # Only a fork shares the list of images at no cost, and needs no pickling.
+            # Only a fork shares the list of images without copying or pickling.
             multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
-            generator=torch.Generator(),  # Else each epoch would draw from dropout's generator.
+            # Otherwise each epoch would draw from dropout's generator.
+            generator=torch.Generator(),
         )
 
 
 class _Waiting(Sampler[Request]):
-    """The requests of the current run, for the loader."""
+    """The requests of the current run, as the loader's sampler."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Request] = iter(())
@@ -114,10 +119,11 @@ class _Reader(Dataset[C]):
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """Processes forked in here start with the group's signals held back, until `_stay_with_the_rank` has run.
+    """Block the group's signals in processes forked here, until `_stay_with_the_rank` has run.
 
-    The mask is this thread's alone. A Ctrl-C that another thread takes must not be raised here before the end: in a
-    hook of the fork Python would print and forget it, and training would never be interrupted.
+    The mask applies only to this thread. A Ctrl-C that another thread receives must not be raised
+    here before the end: in a fork hook, Python would print and forget it, and training would
+    continue.
     """
     handler, interrupts = signal.getsignal(signal.SIGINT), list[Any]()
     held = handler if callable(handler) and threading.current_thread() is threading.main_thread() else None
@@ -135,20 +141,21 @@ def _without_signals() -> Iterator[None]:
 
 
 def _stay_with_the_rank(_: int) -> None:
-    """Let only the rank end its workers.
+    """Make sure that only the rank ends its workers.
 
-    torchrun's SIGTERM and Ctrl-C go to the rank's process group; a worker that ends then would
-    abort the rank before it has saved. On Linux the kernel kills the worker when the rank is gone;
+    torchrun's SIGTERM and Ctrl-C go to the rank's process group. A worker that ended then would
+    abort the rank before it has saved. On Linux the kernel kills the worker once the rank is gone;
     elsewhere the loader checks every few seconds.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:
-        signal.sigwait({signum})  # It was meant for the rank, and came before this process had its own group.
+        # It was meant for the rank and arrived before this process had its own group.
+        signal.sigwait({signum})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and not fast_exit.end_with(parent.pid, signal.SIGKILL):
-        os._exit(1)  # It ended before the kernel was asked.
+        os._exit(1)  # The rank ended before the kernel was asked to watch it.
 
 
 def _identity(chunk: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Random numbers that are functions of (seed, epoch, sample, stream), never of a rank or of earlier draws.
+"""Random numbers as functions of (seed, epoch, sample, stream), never of a rank or earlier draws.
 
-splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) as a hash of a counter.
+splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) serves as a
+hash of a counter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's finalizer, elementwise."""
+    """Apply splitmix64's finalizer to each element."""
     z = values.astype(np.uint64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -40,7 +41,10 @@ def derive(*parts: int) -> int:
 
 
 def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1), shape (len(samples), streams): row i depends on seed, epoch and samples[i] only."""
+    """Return uniform numbers in [0, 1), shape (len(samples), streams).
+
+    Row i depends on seed, epoch and samples[i] only.
+    """
     base = np.uint64(derive(seed, epoch))
     keys = mix64(base + (samples.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
     counters = np.arange(1, streams + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
@@ -48,10 +52,11 @@ def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int)
 
 
 def uniform_for_all(seed: int, epoch: int, count: int, streams: int, device: torch.device) -> torch.Tensor:
-    """`uniform` of the samples 0 to count - 1, the same numbers to the bit, computed on the device: there it is a
-    handful of kernels, while the CPU takes milliseconds, and longer beside a thread that writes a checkpoint.
+    """Return `uniform` of the samples 0 to count - 1, computed on the device, equal to the bit.
 
-    In int64, which wraps as uint64 does; torch shifts no uint64 on all devices.
+    On the device it takes a handful of kernels. The CPU needs milliseconds, and longer while a
+    thread writes a checkpoint. The computation is in int64, which wraps as uint64 does, because
+    torch cannot shift uint64 on all devices.
     """
     golden = _signed(_GOLDEN)
     keys = _mix64_signed((torch.arange(count, device=device) + 1) * golden + derive(seed, epoch))
@@ -66,12 +71,12 @@ def _mix64_signed(z: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, with zeros coming in."""
+    """Shift to the right and fill with zeros."""
     return (z >> bits) & (_MASK >> bits)
 
 
 def _signed(number: int) -> int:
-    """The int64 of the same bits."""
+    """Return the int64 with the same bits."""
     return number - 2**64 if number >> 63 else number
 
 
@@ -83,13 +88,17 @@ def seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        with module.device(device):  # Else the current device's generator, which may be another.
+        # Otherwise it would seed the current device's generator, and the current device may differ.
+        with module.device(device):
             module.manual_seed(seed)
 
 
 @contextmanager
 def drawn(key: int) -> Iterator[None]:
-    """What Python's, numpy's and torch's global generators draw follows from `key`; later they continue as before."""
+    """Make draws from Python's, numpy's and torch's global generators follow from `key`.
+
+    At the end of the `with` the generators continue as before.
+    """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)

@@ -55,10 +55,11 @@ class SamplerState:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's samples of a micro-batch that several ranks share: `count` of its `size`, from `start` on.
+    """One rank's part of a micro-batch that several ranks share: `count` of `size` samples.
 
-    `holders`: the ranks that have a part of it, this one among them. `before`: the sample that comes before the first
-    of these in the micro-batch (before its first one: its last), with which mixing pairs it.
+    The part begins at sample `start`. `holders` are the ranks that have a part, including this one.
+    `before` is the sample that precedes this part in the micro-batch, with which mixing pairs the
+    part's first sample; for the first part it is the micro-batch's last sample.
     """
 
     number: int
@@ -90,8 +91,9 @@ class Micro:
 class DataShare:
     """The share of the samples that a rank takes: part `part` of `parts`.
 
-    `counts`: its losses and results are added up. Where several ranks see the same samples (the
-    stages of a pipeline), one of them counts; part `parts` is empty (a parameter server).
+    `counts` says whether its losses and results are added up. If several ranks see the same
+    samples (the stages of a pipeline), only one of them counts. Part number `parts` is empty (a
+    parameter server).
     """
 
     part: int
@@ -115,7 +117,7 @@ class Step:
 
 
 def permutation(seed: int, epoch: int, size: int) -> list[int]:
-    """The order of an epoch: a function of seed and epoch only."""
+    """Return the order of an epoch, which is a function of seed and epoch only."""
     order: list[int] = _order(seed, epoch, size).tolist()
     return order
 
@@ -125,7 +127,10 @@ def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
 
 
 def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
-    """(size,) -> (size,): each sample's versions beside each other, of as many samples as that is room for."""
+    """Return versions of samples, (size,) -> (size,), with the versions of a sample adjacent.
+
+    It holds as many samples as there is room for.
+    """
     if repeats == 1:
         return order
     size = len(order)
@@ -143,7 +148,7 @@ def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
 
 
 def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
-    """Where part `part` of `size` items begins and ends."""
+    """Return where part `part` of `size` items begins and ends."""
     if part >= parts:
         return size, size
     each, rest = divmod(size, parts)
@@ -152,30 +157,35 @@ def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def _part_of(item: int, size: int, parts: int) -> int:
-    """Which part an item is in; there are at least as many items as parts."""
+    """Return the part that an item is in. There must be at least as many items as parts."""
     each, rest = divmod(size, parts)
     larger = rest * (each + 1)
     return item // (each + 1) if item < larger else rest + (item - larger) // each
 
 
 def steps_per_epoch(size: int, batch: int) -> int:
-    """Steps of an epoch; the last one takes what is left, so that no sample is dropped."""
+    """Return the number of steps of an epoch.
+
+    The last one takes the rest, so no sample is dropped.
+    """
     return -(-size // batch)
 
 
 _WORTH_DIVIDING = 1.1
-"""Micro-batches are divided where whole ones would give the busiest rank this many times an even share."""
+"""Divide micro-batches if whole ones would give the busiest rank more than this many times an even
+share."""
 
 
 class Dividing(enum.Enum):
-    """What happens where whole micro-batches would leave ranks idle."""
+    """What to do if whole micro-batches would leave ranks idle."""
 
     NO = 0
-    """Whole micro-batches all the same."""
+    """Deal out whole micro-batches all the same."""
     EXACT = 1
-    """Ranks share micro-batches (see `Part`), which stay what they are."""
+    """Let ranks share micro-batches (see `Part`), which stay what they are."""
     LOCAL = 2
-    """Each rank's even share is a micro-batch by itself: statistics and randomness depend on the number of ranks."""
+    """Make each rank's even share a micro-batch. Statistics and randomness then depend on the
+    number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +213,9 @@ class Dealing:
     stretch: float = 1.25
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers with which a rank would get nothing, without a word."""
-        if not 0 <= self.rank <= self.world or self.world < 1:  # Rank `world`: a parameter server.
+        """Raise ConfigError for numbers that would silently leave a rank without samples."""
+        # Rank `world` is a parameter server.
+        if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(f"Dealing: rank {self.rank} of world {self.world}; give Dealing(group.rank, group.world)")
         if self.micro_batches < 0 or self.accumulate < 1:
             raise ConfigError(
@@ -215,7 +226,8 @@ class Dealing:
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
         """This rank's micro-batches of the global batch that follows `state`; at least one, which may not count."""
         if not self.micro_batches:
-            filled = range(min(self.accumulate, len(samples)))  # The first ones, where there are more than samples.
+            # If there are fewer samples than portions, use the first portions.
+            filled = range(min(self.accumulate, len(samples)))
             return [self._portion(k, list(share(samples, k, self.accumulate)), state) for k in filled]
         if passes := self.passes(len(samples)):
             return [self._divided(number, passes, samples, state) for number in range(passes)]
@@ -234,9 +246,11 @@ class Dealing:
         count = self.micro_batches
         if self.dividing is Dividing.NO or self.busiest <= _WORTH_DIVIDING:
             return 0
-        passes = math.ceil(count / max(1, int(self.world * self.stretch)))  # In each at most so many micro-batches.
+        # Each pass takes at most this many micro-batches.
+        passes = math.ceil(count / max(1, int(self.world * self.stretch)))
         smallest = count // passes * (samples // count)
-        return passes if smallest >= self.world else 0  # Else a rank would have nothing in a pass.
+        # Otherwise a rank would have nothing to do in a pass.
+        return passes if smallest >= self.world else 0
 
     @property
     def busiest(self) -> float:
@@ -244,7 +258,7 @@ class Dealing:
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
     def _divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
-        """This rank's even share of the micro-batches of pass `number`."""
+        """Return this rank's even share of the micro-batches of pass `number`."""
         count = self.micro_batches
         numbers = share(range(count), number, passes)
         begins = [_bounds(len(samples), k, count)[0] for k in numbers]
@@ -326,8 +340,9 @@ class ElasticSampler:
         for start in range(before.consumed, self.size, self.batch):
             taken = order[start : start + self.batch]
             if self.repeats > 1:
-                # Versions of one sample apart, so that a micro-batch, which is of consecutive ones, has few twice: its
-                # statistics are those of different images, and mixing pairs different ones.
+                # Separate the versions of a sample, so that a micro-batch, which is a run of
+                # consecutive samples, rarely holds two of them. Its statistics then come from
+                # different images, and mixing pairs different images.
                 taken = taken[torch.argsort(taken // self.size, stable=True)]
             samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))

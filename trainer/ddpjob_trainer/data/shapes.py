@@ -1,7 +1,8 @@
-"""Ten classes of shapes, generated: hard enough that an ingredient of a recipe is worth something, with no download.
+"""Ten classes of generated shapes, hard enough to show what an ingredient of a recipe is worth.
 
-Image n is a function of its number and nothing else, to the bit on any machine and version of numpy: integers, and of
-floating point only what IEEE 754 rounds in one way (+ - * / and comparisons; no sine, no sum whose order is open).
+They need no download. Image n is a function of its number alone, to the bit on any machine and
+version of numpy. It uses integers, and of floating point only operations that IEEE 754 rounds in
+exactly one way (+ - * / and comparisons, but no sine and no sum whose order is open).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from ddpjob_trainer.data.randomness import mix64, uniform
 from ddpjob_trainer.errors import ConfigError
 
 SIDE = 16
-"""Of an image, in pixels."""
+"""Side of an image, in pixels."""
 TEST_SIZE = 2048
 _FINE = 2 * SIDE
-"""Points per side at which shapes are drawn; a pixel is the mean of four."""
+"""Number of points per side at which shapes are drawn. A pixel is the mean of four."""
 _AT_ONCE = 256
-"""Images that are drawn together: their arrays fit a processor's cache."""
+"""Number of images that are drawn together, so that their arrays fit a processor's cache."""
 _SEED, _TEST, _CLUTTER = 0x53484150, 1 << 40, 2
 
 Floats = npt.NDArray[np.float64]
@@ -57,13 +58,13 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""Of each class, which points (u, v) of the shape's own plane, some of [-1, 1] squared, are in it. The mirror image of
-each is a rotated one of the same class, so that flips keep labels.
-"""
+"""Say for each class which points (u, v) of the shape's own plane, within [-1, 1] squared, are in
+it. The mirror image of each shape is a rotated shape of the same class, so that flips keep
+labels."""
 
 
 def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
-    """`data.size` images for training and 2048 others for test, uint8 on the device."""
+    """Return `data.size` training and 2048 test images, all different, as uint8 on the device."""
     if config.size < 1:
         raise ConfigError(f"data.size={config.size} must be at least 1; write for example 2048")
     if config.randaugment_ops or config.trivialaugment:
@@ -85,7 +86,10 @@ def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
 
 
 def draw(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """Images (n, 3, SIDE, SIDE) uint8 and labels (n,) int64 of the numbers; those of the test set begin at 2**40."""
+    """Return images (n, 3, SIDE, SIDE) uint8 and labels (n,) int64 for the given numbers.
+
+    Numbers of the test set begin at 2**40.
+    """
     labels = numbers % len(CLASSES)
     parts = [numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE)]
     return np.concatenate([_draw(part) for part in parts]), labels
@@ -95,16 +99,19 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     draws = iter(uniform(_SEED, 0, numbers, 80).T[:, :, None, None])
 
     def between(low: float, high: float) -> Floats:
-        """One number per image, (n, 1, 1)."""
+        """Return one random number per image, (n, 1, 1)."""
         number: Floats = low + (high - low) * next(draws)
         return number
 
     def colour() -> Floats:
-        """(n, 3, 1, 1), from 0 to 1."""
+        """Return a random colour per image, (n, 3, 1, 1), from 0 to 1."""
         return np.stack([next(draws) for _ in range(3)], axis=1)
 
     def plane(centre_x: Floats, centre_y: Floats, size: Floats) -> tuple[Floats, Floats]:
-        """The points' coordinates (n, _FINE, _FINE) in a plane turned by any angle, whose unit is `size` pixels."""
+        """Return the points' coordinates (n, _FINE, _FINE) in a plane turned by a random angle.
+
+        The plane's unit is `size` pixels.
+        """
         slope, sign = between(-1.0, 1.0), np.where(next(draws) < 0.5, 1.0, -1.0)
         cosine = sign * (1 - slope * slope) / (1 + slope * slope)
         sine = sign * 2 * slope / (1 + slope * slope)
@@ -127,17 +134,20 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     for label, shape in enumerate(CLASSES.values()):
         own = numbers % len(CLASSES) == label
         inside[own] = shape(u[own], v[own])
-    # By 0.3 to 0.7 of the circle 0..1, so that a shape can be seen on its ground.
+    # Differ from the ground by 0.3 to 0.7 of the circle 0..1, so that the shape can be seen on it.
     canvas = np.where(inside[:, None], (ground + 0.3 + 0.4 * colour()) % 1.0, canvas)
     u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(1.0, 1.8))
-    canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar lies before it.
+    canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar lies in front of it.
 
     pixels = (canvas[..., ::2, ::2] + canvas[..., 1::2, ::2] + canvas[..., ::2, 1::2] + canvas[..., 1::2, 1::2]) / 4
     return np.clip(np.rint(pixels * 255.0 + _noise(numbers)), 0, 255).astype(np.uint8)
 
 
 def _noise(numbers: npt.NDArray[np.int64]) -> Floats:
-    """(n, 3, SIDE, SIDE): of four bytes each, about normal, 12 of 255 levels wide (standard deviation)."""
+    """Return noise (n, 3, SIDE, SIDE) with a standard deviation of 12 of 255 levels.
+
+    It is the sum of four bytes, which is about normal.
+    """
     places = np.arange(3 * SIDE * SIDE, dtype=np.uint64)
     keys = mix64(numbers.astype(np.uint64) + np.uint64(_SEED))
     words = mix64(keys[:, None] + (places[None, :] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))

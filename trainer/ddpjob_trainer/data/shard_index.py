@@ -1,5 +1,6 @@
-"""Where each image of a folder of tar shards is: read once from the tars' headers, kept in a file,
-rebuilt when shards change.
+"""The index of a folder of tar shards: where each image is.
+
+It is read once from the tars' headers, kept in a file, and rebuilt when shards change.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ from ddpjob_trainer.errors import DataError, TrainerError
 FILE = "index.npz"
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 MOST_LABEL = 10_000_000
-"""The highest label makes the size of a model's last layer."""
+"""Limit for labels, because the highest one decides the size of a model's last layer."""
 _MOST_HEADER, _MOST_DIGITS = 1 << 20, 32
-"""Bytes of a tar's extended header, which is a name, and of a .cls file."""
+"""Limits in bytes for a tar's extended header, which holds a name, and for a .cls file."""
 _EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
 _LOOKED_AT = 4 * tarfile.RECORDSIZE
-"""Bytes from a tar's mark of the end on: writers fill their last record, of 10240 bytes, with zeros."""
+"""Bytes checked from a tar's end mark on. Writers fill their last record, of 10240 bytes, with
+zeros."""
 _WEB = ("http://", "https://")
 _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 
 
 @dataclass(frozen=True)
 class Index:
-    """Image i: `sizes[i]` bytes at `offsets[i]` in `shards[shard[i]]`, with `labels[i]`. `url`: the folder.
+    """Image i is `sizes[i]` bytes at `offsets[i]` of `shards[shard[i]]`, with label `labels[i]`.
 
-    `stamps[shard]` changes with the shard's content, also where its length does not, as with other labels: see
-    `stamp_of`.
+    `url` is the folder. `stamps[shard]` changes with the shard's content, even if its length does
+    not, as when only labels change; see `stamp_of`.
     """
 
     url: str
@@ -58,16 +60,16 @@ class Index:
 
     @property
     def is_local(self) -> bool:
-        """Whether the shards are files of this machine."""
+        """Whether the shards are files on this machine."""
         return "://" not in self.url
 
     def files(self) -> Any:
-        """fsspec's file system of the shards; each process has its own."""
+        """Return fsspec's file system of the shards. Each process has its own."""
         return file_system(self.url)
 
 
 def file_system(url: str) -> Any:
-    """fsspec's file system for a path or URL. Raises DataError naming what to install."""
+    """Return fsspec's file system for a path or URL. Raises DataError naming what to install."""
     import fsspec
 
     protocol = url.partition("://")[0] if "://" in url else "file"
@@ -81,7 +83,7 @@ def file_system(url: str) -> Any:
 
 @contextmanager
 def answering(url: str) -> Iterator[None]:
-    """Turn what a store's library raises, which need not be an OSError, into DataError."""
+    """Turn the errors of a store's library, which may be of any kind, into DataError."""
     try:
         yield
     except TrainerError:
@@ -96,18 +98,20 @@ def answering(url: str) -> Iterator[None]:
 
 
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
-    """The index of the shards at `url`: beside them, in `folder`, or in the user's cache; built if
-    need be. Raises DataError.
+    """Return the index of the shards at `url`, and build it if there is none that fits.
+
+    It is kept next to the shards, in `folder`, or in the user's cache. Raises DataError.
     """
     beside = f"{url}/{FILE}"
     files = file_system(url)
-    if url.startswith(_WEB) and files.exists(beside):  # Few web servers list folders: trust the file's own list.
+    # Few web servers list folders, so trust the index's own list.
+    if url.startswith(_WEB) and files.exists(beside):
         return _loaded(files.open(beside, "rb"), url)
     found = _listing(url, remedy)
     if files.exists(beside) and _is_of(index := _loaded(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
-    with _alone(path):  # The ranks of a node arrive together; one of them builds it.
+    with _alone(path):  # The ranks of a node arrive together, and one of them builds it.
         if path.is_file() and _is_of(index := _loaded(path.open("rb"), url), found):
             return index
         index = _scan(url, found, remedy)
@@ -118,7 +122,10 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; where a file system has no locks, several may do the same work. Raises DataError."""
+    """Let one process at a time into the `with`. Raises DataError.
+
+    On a file system without locks, several processes may do the same work.
+    """
     with _keeping(path):
         lock = (path.parent / f".{path.name}.lock").open("w")
     with lock:
@@ -129,7 +136,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _keeping(path: Path) -> Iterator[None]:
-    """Raise DataError where an index cannot be written."""
+    """Raise DataError if an index cannot be written."""
     try:
         yield
     except OSError as error:
@@ -156,9 +163,10 @@ def save(index: Index, path: Path) -> None:
 
 
 def stamp_of(entry: Mapping[str, Any]) -> str:
-    """What a file system says of a file's content: an object store's checksum, else the time of the last change.
+    """Return what identifies a file's content: a checksum, or else the time of its last change.
 
-    It begins with its kind, since only two of one kind can be compared. Empty: nothing is said.
+    It begins with its kind, because only marks of one kind can be compared. It is empty if the file
+    system has neither.
     """
     kinds = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated")
     return next((f"{kind.lower()} {entry[kind]}" for kind in kinds if entry.get(kind)), "")
@@ -166,7 +174,7 @@ def stamp_of(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Found:
-    """The shards of a folder as it is now."""
+    """The shards that a folder holds now."""
 
     shards: list[str]
     lengths: npt.NDArray[np.int64]
@@ -174,7 +182,7 @@ class _Found:
 
 
 def _listing(url: str, remedy: str) -> _Found:
-    """The shards' addresses in the order of their names, their lengths in bytes, and their stamps."""
+    """Return the shards' addresses in the order of their names, lengths in bytes and stamps."""
     files = file_system(url)
     try:
         entries = {str(entry["name"]).rsplit("/", 1)[-1]: entry for entry in files.ls(url, detail=True)}
@@ -193,7 +201,7 @@ def _listing(url: str, remedy: str) -> _Found:
 
 
 def _loaded(file: IO[bytes], url: str) -> Index:
-    """The index in a file. Raises DataError."""
+    """Return the index in a file. Raises DataError."""
     columns = {"shard": np.int32, "offsets": np.int64, "sizes": np.int32, "labels": np.int64, "lengths": np.int64}
     try:
         with file:
@@ -210,7 +218,7 @@ def _loaded(file: IO[bytes], url: str) -> Index:
 
 
 def _check(index: Index) -> None:
-    """Raise ValueError for an index that points outside of its shards."""
+    """Raise ValueError if an index points outside of its shards."""
     if any("/" in name[len(index.url) + 1 :] for name in index.shards):
         raise ValueError("a shard's name has a slash")
     rows = (index.shard, index.offsets, index.sizes, index.labels)
@@ -227,9 +235,10 @@ def _check(index: Index) -> None:
 
 
 def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
-    """Whether the index was built from these shards.
+    """Return whether the index was built from these shards.
 
-    `copied`: it may have come to a store together with the shards, with stamps of where it was built, or with none.
+    With `copied`, the index may have been copied to a store together with the shards, so its stamps
+    may be those of where it was built, or missing.
     """
     names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
     if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):
@@ -239,7 +248,7 @@ def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
 
 
 def _cache_path(url: str, folder: Path | None) -> Path:
-    """Where an index is kept that is not beside the shards."""
+    """Return where to keep an index that is not next to the shards."""
     if folder is None and "://" not in url and os.access(url, os.W_OK):
         return Path(url) / FILE
     path = (folder or user_cache()) / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{FILE}"
@@ -276,7 +285,7 @@ def _scan(url: str, found: _Found, remedy: str) -> Index:
 
 
 class _Member(tarfile.TarInfo):
-    """A header of a tar. tarfile reads the extended ones into memory, whatever their size."""
+    """A header of a tar. Refuses large extended ones, which tarfile would read into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
         if self.type in _EXTENDED and self.size > _MOST_HEADER:
@@ -285,7 +294,7 @@ class _Member(tarfile.TarInfo):
 
 
 def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, int, int]]:
-    """(offset, size, label) of each image, in the order of the tar."""
+    """Return (offset, size, label) of each image, in the order of the tar."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     dotted: dict[str, str] = {}
@@ -323,7 +332,10 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
 
 
 def _check_end(file: IO[bytes], end: int, shard: str) -> None:
-    """Raise DataError where the members that were read, up to `end`, may not be all: tarfile says nothing of it."""
+    """Raise DataError if the tar may have more members than those read, up to `end`.
+
+    tarfile ends silently in both cases.
+    """
     file.seek(end)
     left = file.read(_LOOKED_AT)
     if len(left) < tarfile.BLOCKSIZE:

@@ -1,6 +1,7 @@
-"""Tar shards (WebDataset's layout: KEY.jpg and KEY.cls) on a file system or an object store, read by byte range.
+"""Tar shards (WebDataset's layout: KEY.jpg and KEY.cls), read by byte range.
 
-An index of (shard, offset, size, label) is built once, so that sampling stays an exact permutation of all images.
+They may be on a file system or in an object store. An index of (shard, offset, size, label) is
+built once, so that sampling stays an exact permutation of all images.
 https://github.com/webdataset/webdataset describes the layout.
 """
 
@@ -27,7 +28,7 @@ from ddpjob_trainer.errors import DataError
 CLASSES = "classes.txt"
 _REMEDY = "`python -m ddpjob_trainer shards FOLDER OUT` makes OUT/train and OUT/val from folders of images"
 _MOST_NAMES = 64 << 20
-"""Bytes of classes.txt: a million names of 64."""
+"""Limit in bytes for classes.txt: a million names of 64 bytes."""
 _TRIES, _PAUSE = 3, 0.2
 
 
@@ -41,19 +42,19 @@ class ShardedImages:
         self._owner = 0
 
     def name(self, number: int) -> str:
-        """Shard and offset of an image."""
+        """Return the shard and offset of an image."""
         return f"at byte {self._index.offsets[number]} of {self._index.shards[self._index.shard[number]]}"
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """The shards' names, and where each image is in them."""
+        """Return the shards' names, and where each image is in them."""
         names = "\n".join(shard.rsplit("/", 1)[-1] for shard in self._index.shards).encode()
         columns = (self._index.lengths, self._index.shard, self._index.offsets, self._index.sizes)
         return np.frombuffer(b"".join([names, *(column.tobytes() for column in columns)]), dtype=np.uint8)
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """The images' bytes.
+        """Return the images' bytes.
 
-        Raises DataError when a store does not respond: that is not the fault of an image.
+        Raises DataError if a store does not respond, because that is not the fault of an image.
         """
         if self._index.is_local:
             return [self._local(number) for number in numbers]
@@ -71,7 +72,7 @@ class ShardedImages:
         return content if len(content) == size else OSError(f"the shard ends after {len(content)} of {size} bytes")
 
     def _descriptor(self, shard: int) -> int:
-        """Each process opens a shard once and keeps it open."""
+        """Return the shard's descriptor. Each process opens a shard once and keeps it open."""
         if self._owner != os.getpid():
             self._owner, self._opened = os.getpid(), {}
         if shard not in self._opened:
@@ -80,7 +81,10 @@ class ShardedImages:
 
 
 def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
-    """Byte ranges, all at once where the store can. What fails is retried, then raises DataError."""
+    """Yield byte ranges, fetched at once if the store can do that.
+
+    A failed range is fetched again; after the last try DataError is raised.
+    """
     found: list[Any] = files.cat_ranges(paths, starts, ends, on_error="return")
     for content, path, start, end in zip(found, paths, starts, ends, strict=True):
         tries = 1
@@ -98,7 +102,7 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
 
 
 def open_shards(config: DataConfig, device: torch.device) -> ImageData:
-    """The data set in `data.dir` or at `data.url`. Raises DataError."""
+    """Return the data set in `data.dir` or at `data.url`. Raises DataError."""
     root = config.url.rstrip("/") if config.url else str(existing_folder(config, f"{_REMEDY}; or set data.url"))
     with answering(root):
         train, test = (cached_index(f"{root}/{part}", config.index, _REMEDY) for part in ("train", "val"))
@@ -118,14 +122,17 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
 
 
 def _allow_open_files() -> None:
-    """Raise the soft limit of open files, often 1024: each worker keeps each shard open."""
+    """Raise the soft limit of open files, often 1024, because each worker keeps each shard open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS has another, lower limit.
+    with contextlib.suppress(OSError, ValueError):  # macOS has a different, lower limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _class_names(root: str, train: Index) -> list[str] | None:
-    """The lines of classes.txt; None without that file: the number of classes then follows from the labels."""
+    """Return the lines of classes.txt, or None without that file.
+
+    The number of classes then follows from the labels.
+    """
     files, path = train.files(), f"{root}/{CLASSES}"
     if not files.exists(path):
         return None
@@ -135,12 +142,13 @@ def _class_names(root: str, train: Index) -> list[str] | None:
 
 
 def class_names(content: bytes, where: str) -> list[str]:
-    """The names in classes.txt: a line more, of editors at its end or in between, would be a class more.
+    """Return the names in classes.txt, without the newlines that editors add at its end.
 
-    Raises DataError for an empty line between two names.
+    Every additional line would be an additional class. Raises DataError for an empty line between
+    two names.
     """
     text = os.fsdecode(content.removeprefix(codecs.BOM_UTF8)).rstrip("\r\n")
-    # Not splitlines: a name may hold other characters that it takes for a line's end.
+    # Not splitlines, because a name may hold other characters that it takes for line ends.
     names = [line.removesuffix("\r") for line in text.split("\n")] if text else []
     if "" in names:
         raise DataError(f"{where}: line {names.index('') + 1} is empty; write the name of one class on each line")
@@ -148,7 +156,10 @@ def class_names(content: bytes, where: str) -> list[str]:
 
 
 def classes_file(names: list[str]) -> bytes:
-    """The reverse. Raises DataError for a name that is no line."""
+    """Return the content of classes.txt for the names.
+
+    Raises DataError if a name is not one line.
+    """
     if odd := next((name for name in names if "\n" in name or name.endswith("\r")), None):
         raise DataError(f"class folder {odd!r}: {CLASSES} has one name per line; rename the folder")
     return os.fsencode("".join(f"{name}\n" for name in names))

@@ -1,4 +1,4 @@
-"""Generated images: one pattern per class and noise, a function of the seed and the sample number only."""
+"""Generated images: one pattern per class and noise, as a function of seed and sample number."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _NOISE_IMAGES = 61
 
 
 class SyntheticData(DataSet):
-    """Sample i shows the pattern of class i % classes under one of 61 noise images; learnable, of
-    any shape, in little memory.
+    """Sample i shows the pattern of class i % classes under one of 61 noise images.
+
+    The data are learnable, of any shape, and take little memory.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
@@ -39,15 +40,19 @@ class SyntheticData(DataSet):
         self._noise = torch.randn(_NOISE_IMAGES, *self.shape, generator=generator).to(device)
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """One batch per (epoch, sample numbers); the same in every epoch."""
+        """Yield one batch per (epoch, sample numbers), the same in every epoch."""
         return (self._batch(part, 0) for _, part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """One batch per list of test sample numbers."""
+        """Yield one batch per list of test sample numbers."""
         return (self._batch(part, self.train_size) for part in parts)
 
     def fingerprint(self) -> int:
-        """Of what determines the images. Their bits depend on the processor, as all arithmetic does."""
+        """Return a hash of the settings that determine the images.
+
+        The images themselves are not hashed: their bits depend on the processor, as all arithmetic
+        does.
+        """
         return fingerprint(repr((self._seed, self.classes, self.shape, self.train_size)).encode())
 
     def _batch(self, part: list[int], offset: int) -> Batch:

@@ -18,22 +18,23 @@ _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "cpu": "gloo"}
 
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""What limits the devices that a process sees."""
+"""Environment variables that limit which devices a process sees."""
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where a rank computes (`device`) and how ranks communicate (`backend`, as for init_process_group)."""
+    """The device that a rank computes on, and the backend for init_process_group."""
 
     device: torch.device
     backend: str
 
 
 def choose(backend: str, local_rank: int) -> RankPlacement:
-    """The accelerator of this machine and its backend, or what `backend` (auto, nccl, gloo, hccl, xccl, mpi) asks for.
+    """Return the machine's accelerator and its backend, or what `backend` asks for.
 
-    An accelerator's group gets gloo beside it for tensors on the CPU: small decisions must not wait for the device's
-    stream. mps has no collectives, so ranks on a Mac compute on the CPU with gloo. Raises ConfigError, DeviceError.
+    `backend` is auto, nccl, gloo, hccl, xccl or mpi. An accelerator's group also gets gloo for
+    tensors on the CPU, because small decisions must not wait for the device's stream. mps has no
+    collectives, so ranks on a Mac compute on the CPU with gloo. Raises ConfigError, DeviceError.
     """
     kinds = {name: kind for kind, name in _BACKENDS.items()}
     if backend == "auto":
@@ -66,40 +67,42 @@ def choose(backend: str, local_rank: int) -> RankPlacement:
 
 
 def devices_per_rank(config: Config) -> int:
-    """How many devices a process computes on."""
+    """Return how many devices a process computes on."""
     return config.ddp_mp.devices if config.strategy is StrategyName.DDP_MP else 1
 
 
 def choose_for(config: Config, local_rank: int) -> RankPlacement:
-    """What a rank trains on: its first device, where it has several."""
+    """Return the device that a rank trains on; the first one if it has several."""
     return choose(config.train.backend, local_rank * devices_per_rank(config))
 
 
 def _each_rank_sees_its_own(kind: str) -> bool:
-    """Whether the one device that is visible was chosen for this rank, as Slurm and mpirun scripts do.
+    """Return whether the only visible device was chosen for this rank, as by Slurm scripts.
 
-    torchrun and the launcher of a job give all processes of a node the same environment: there one visible device is
-    one for all of them.
+    Slurm's and mpirun's scripts choose one per rank. torchrun and a job's launcher give all
+    processes of a node the same environment; there, one visible device is one for all of them.
     """
     return bool(os.environ.get(_VISIBLE[kind])) and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
-    """Let cuDNN time its algorithms for each size of a convolution and take the fastest; not where a run must be
-    `repeatable` to the bit, since the next one may find another.
+    """Let cuDNN time its algorithms for each size of a convolution and take the fastest.
+
+    Not if a run must be `repeatable` to the bit, because the next run may choose a different one.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeatable
 
 
 def _gpus_of_job() -> str:
-    """The GPUs that a job's pod was given and this torch could use; empty: none.
+    """Return the GPUs that a job's pod was given and that this torch could use; empty if none.
 
-    A driver that fails leaves none, at a restart in the same pod too: the other nodes, which have theirs, would wait
-    for this one in NCCL.
+    If the driver fails, torch sees none of them, even after a restart in the same pod. The other
+    nodes, whose GPUs work, would then wait for this one in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")
-    hidden = os.environ.get(_VISIBLE["cuda"]) == ""  # By `ddpjob run`, on a machine that has too few.
+    # `ddpjob run` hides them on a machine that has too few.
+    hidden = os.environ.get(_VISIBLE["cuda"]) == ""
     built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     usable = built and resource.startswith(("nvidia.com/", "amd.com/"))
     return f"{number} {resource}" if usable and not hidden and number != "0" else ""
@@ -115,13 +118,13 @@ def _count(kind: str) -> int:
 
 
 def usable_cores() -> float:
-    """Cores on which this process may run; a container's CPU limit can be a part of one."""
+    """Return the number of cores that this process may use, which can be a fraction of one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, cpu_limit())
 
 
 def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that the control group (version 2, then 1) allows."""
+    """Return the number of cores that the control group (version 2, then 1) allows."""
     try:
         if (root / "cpu.max").exists():
             quota, period = (root / "cpu.max").read_text().split()
@@ -133,11 +136,11 @@ def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -> None:
-    """Share the cores that may be used among this node's ranks; `threads` 0: an equal share, or if `repeatable` one
-    thread: a CPU's sums depend on their number, and ranks that come and go must not change them. A user's
-    OMP_NUM_THREADS takes precedence over both.
+    """Share the usable cores among this node's ranks.
 
-    Raises ConfigError.
+    With `threads` 0, each rank gets an equal share or, if `repeatable`, one thread: a CPU's sums
+    depend on the number of threads, and a change in the number of ranks must not change them. A
+    user's OMP_NUM_THREADS takes precedence over both. Raises ConfigError.
     """
     if threads < 0:
         raise ConfigError(

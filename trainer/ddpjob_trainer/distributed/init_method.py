@@ -1,4 +1,7 @@
-"""How ranks find each other: the store behind env://, tcp://HOST:PORT or file:///PATH, and the process group."""
+"""How ranks find each other: the store and the process group.
+
+The store is behind env://, tcp://HOST:PORT or file:///PATH.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError, RendezvousError, first_line
 
 INIT_METHOD = "DDPJOB_TRAINER_INIT"
-"""Environment variable that holds the init method, set by `--spawn`; env:// where it is not set."""
+"""Environment variable with the init method, set by `--spawn`. If it is not set, env:// applies."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What an init method names: a file, or the address and port of a TCP store.
+    """The place that an init method names: a file, or the address and port of a TCP store.
 
-    `agents`: a launcher serves the store, not rank 0.
+    With `agents`, a launcher serves the store instead of rank 0.
     """
 
     file: str = ""
@@ -43,7 +46,7 @@ class Meeting:
 
 
 def read_method(method: str) -> Meeting:
-    """Parse `env://`, `tcp://HOST:PORT` or `file:///PATH`; env:// is completed from the environment.
+    """Parse `env://`, `tcp://HOST:PORT` or `file:///PATH`; env:// reads the environment.
 
     Raises ConfigError with the remedy.
     """
@@ -55,7 +58,7 @@ def read_method(method: str) -> Meeting:
             if url.hostname and url.port:
                 return Meeting(address=url.hostname, port=url.port)
         except ValueError:
-            pass  # The port is no number: the message below shows the syntax.
+            pass  # The port is not a number. The message below shows the syntax.
     elif method == "env://":
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not address or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -68,16 +71,15 @@ def read_method(method: str) -> Meeting:
 
 
 def meeting() -> Meeting:
-    """This process's, from its environment."""
+    """Return the meeting place of this process, from its environment."""
     return read_method(os.environ.get(INIT_METHOD) or "env://")
 
 
 def open_store(group: Group, timeout_seconds: float) -> Any:
-    """This incarnation's store (torch.distributed.Store), opened once per process; rank 0 serves it
-    unless an agent does.
+    """Return this incarnation's store (torch.distributed.Store), opened once per process.
 
-    Does not wait for other ranks. Raises RendezvousError when the store cannot be reached within
-    the time or rank 0 cannot listen.
+    Rank 0 serves it, unless an agent does. This does not wait for other ranks. Raises
+    RendezvousError if the store cannot be reached within the time or rank 0 cannot listen.
     """
     where = meeting()
     incarnation = JobEnvironment.read().fence or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -90,21 +92,21 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
 
 
 _stores: dict[tuple[Meeting, Group, str], Any] = {}
-"""A file or a port is opened once: preflight and training use the same store."""
+"""Open stores. Preflight and training share one, because a file or a port is opened only once."""
 
 
 def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float) -> Any:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     serves = group.rank == 0 and not where.agents
     if where.file and not Path(where.file).parent.is_dir():
-        # torch would wait for it for five minutes while holding the GIL.
+        # torch would wait five minutes for it while holding the GIL.
         raise RendezvousError(
             f"rank {group.rank} cannot open {where}: its folder does not exist. {_remedy(where, serves)}"
         )
     try:
         if where.file:
             files = dist.FileStore(where.file, group.world)  # type: ignore[attr-defined]
-            files.set_timeout(timeout)  # Also limits the wait for a file that is gone.
+            files.set_timeout(timeout)  # This also limits the wait for a file that is gone.
             return files
         store = dist.TCPStore(  # type: ignore[attr-defined]
             where.address,
@@ -123,21 +125,25 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
         ) from error
     if not where.agents:
         return store
-    # An agent that restarts its workers in place gives them the same store again (torch 2.15), in which the addresses
-    # of dead processes make gloo wait forever. Each agent counts its own restarts, and one that has just joined counts
-    # none: where there is a fence, that is what all ranks of an incarnation have in common.
+    # An agent that restarts its workers in place gives them the same store again (torch 2.15). The
+    # addresses of dead processes in it would make gloo wait forever, hence the prefix. Each agent
+    # counts its own restarts, and one that has just joined has counted none, so the fence, if there
+    # is one, is what all ranks of an incarnation have in common.
     prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
 
 def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
-    """TCPStore's arguments for a store that only this machine reaches, where all ranks are on it and meet on its
-    loopback. torch itself listens on every address, and the store has no authentication.
+    """Return TCPStore's arguments for a store that only this machine can reach.
 
-    Raises OSError when the port is in use.
+    They apply if all ranks are on this machine and meet on its loopback; otherwise the result is
+    empty. torch itself listens on every address, and the store has no authentication. Raises
+    OSError if the port is in use.
     """
     if group.world > group.local_world or any(where == known for known, *_ in _stores):
-        return {}  # Some give the ranks of other nodes another name for this one; or this process listens already.
+        # Either another node may know this one by a different name, or this process listens
+        # already.
+        return {}
     family, kind, _, _, address = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM)[0]
     if not is_loopback(str(address[0])):
         return {}
@@ -149,8 +155,9 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the route to `host`, by which that one reaches it too. Sends
-    nothing. Raises OSError.
+    """Return this machine's address on the route to `host`, by which `host` can reach it.
+
+    Sends nothing. Raises OSError.
     """
     family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -159,8 +166,10 @@ def address_towards(host: str) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of this address that nobody listens on. Rank 0 listens seconds later: hence one of those that systems
-    do not give to a connection of another program meanwhile, while any is free. Raises OSError.
+    """Return a free TCP port of this address.
+
+    Rank 0 listens on it only seconds later, so the port is, if possible, outside the range that
+    systems give to outgoing connections. Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(range(16000, 20000), 100):
@@ -185,10 +194,11 @@ def _remedy(where: Meeting, serves: bool) -> str:
 def joined(
     group: Group, placement: RankPlacement, timeout_seconds: float, *, one_device: bool = True
 ) -> Iterator[None]:
-    """A process group for the time of a `with`; `one_device`: all that this rank sends is on `placement.device`.
+    """Join a process group for the time of a `with`.
 
-    NCCL then connects now, and not in the first collective, which it would do for each group by itself. The group is
-    not destroyed when an exception is propagating: peers may be gone.
+    With `one_device`, this rank sends only from `placement.device`. NCCL then connects now, instead
+    of in the first collective, where it would connect for each group separately. The group is not
+    destroyed while an exception propagates, because peers may be gone.
     """
     if group.world == 1:
         yield

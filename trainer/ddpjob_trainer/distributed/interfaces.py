@@ -7,7 +7,7 @@ import socket
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Each interface's addresses, IPv4 first; without IPv6 addresses of its link alone (`fe80::1%eth0`)."""
+    """Return each interface's addresses, IPv4 first, without link-local IPv6 (`fe80::1%eth0`)."""
     import psutil
 
     found = {
@@ -19,10 +19,13 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only the machine itself can reach an address. A zone (`fe80::1%eth0`) is ignored."""
+    """Return whether only the machine itself can reach an address.
+
+    A zone (`fe80::1%eth0`) is ignored.
+    """
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has an address; empty if there is none."""
+    """Return the name of the interface that has an address; empty if there is none."""
     return next((name for name, addresses in interfaces().items() if address in addresses), "")

@@ -83,7 +83,7 @@ class Group:
         for tensor in tensors:
             values = tensor.detach()
             whole = values.contiguous()
-            sent = whole.flatten().view(torch.uint8)  # Of truth values gloo sends none.
+            sent = whole.flatten().view(torch.uint8)  # gloo does not send booleans.
             dist.broadcast(sent, group=self.process_group, group_src=source)
             if whole is not values:
                 values.copy_(whole)
@@ -140,7 +140,7 @@ class Reduction:
         self._values, self._work = values, work
 
     def wait(self) -> torch.Tensor:
-        """The sum over all ranks. Raises RuntimeError when the group is broken."""
+        """Return the sum over all ranks. Raises RuntimeError if the group is broken."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -148,7 +148,7 @@ class Reduction:
 
 
 def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
-    """`function()` in a thread, while this rank answers the others. It keeps no process that ends from ending."""
+    """Run `function()` in a daemon thread, so that this rank can answer the others meanwhile."""
     answer: Future[_T] = Future()
 
     def work() -> None:
@@ -164,9 +164,10 @@ def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
 def done_in_thread(
     group: Group, name: str, function: Callable[[], _T], alive: Callable[[], None] = lambda: None
 ) -> Future[_T]:
-    """What became of `function()`, which may take a rank longer than a collective may. All ranks together.
+    """Return the outcome of `function()`, which may take longer than a collective may.
 
-    They agree twice a second that it takes longer, and call `alive`.
+    Twice a second, the ranks agree on whether one is still busy, and call `alive`. All ranks must
+    call this together.
     """
     work, waiting = in_thread(name, function), True
     while waiting:
@@ -176,16 +177,20 @@ def done_in_thread(
 
 
 def wanted_world() -> int:
-    """Ranks that the job asks for, by its environment; there may be fewer at first. 0: unknown."""
+    """Return the number of ranks that the job asks for, from its environment; 0 if unknown.
+
+    There may be fewer ranks at first.
+    """
     job = JobEnvironment.read()
     return int(job.nodes or 0) * int(job.procs_per_node or 0)
 
 
 def destroy() -> None:
-    """Destroy the process group.
+    """Destroy the process group, after a short wait.
 
-    Gloo's thread may still wait for Python's lock, to free the tensors of the last collective; the end of the group
-    holds that lock while it waits for the thread, and both would wait for ever (seen with torch 2.6 and 2.9).
+    Gloo's thread may still wait for Python's lock, to free the tensors of the last collective.
+    Destroying the group holds that lock while it waits for the thread, so both would wait forever
+    (seen with torch 2.6 and 2.9).
     """
     time.sleep(_LAST_TENSORS_SECONDS)
     dist.destroy_process_group()

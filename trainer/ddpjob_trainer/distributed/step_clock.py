@@ -29,34 +29,35 @@ import torch.distributed as dist
 
 
 class StepPhase(enum.StrEnum):
-    """Of a step."""
+    """The phases of a step."""
 
     DATA = "data"
-    """Waiting for the batch, and mixing it."""
+    """Waiting for the batch and mixing it."""
     FORWARD = "forward"
     BACKWARD = "backward"
-    """Until this rank's last gradient."""
+    """Backward pass, until this rank's last gradient."""
     EXCHANGE = "exchange"
-    """Waiting for the other ranks, and what is sent."""
+    """Waiting for the other ranks, and sending."""
     COMPUTE = "compute"
-    """Forward and backward passes together (pipelines); with the exchange, where that is not told apart."""
+    """Forward and backward passes together (pipelines), including the exchange if that cannot be
+    told apart."""
     UPDATE = "update"
     OTHER = "other"
-    """Between steps: reports, copies for a checkpoint."""
+    """Time between steps: reports and copies for a checkpoint."""
 
 
 OWN = (StepPhase.DATA, StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.COMPUTE)
-"""What no other rank can delay, where the exchange is told apart."""
+"""Phases that no other rank can delay, if the exchange can be told apart."""
 
 
 class StepClock:
-    """Seconds per phase since they were last taken."""
+    """Measures the seconds spent in each phase since they were last taken."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events = device.type == "cuda"
         self.sees_waits = device.type == "cpu"
-        """Whether waiting in the middle of a pass is told apart."""
+        """Whether waiting in the middle of a pass can be told apart."""
         if self.sees_waits:
             _count_waits()
         self._marks: list[tuple[StepPhase, Any]] = []
@@ -65,11 +66,11 @@ class StepClock:
         self._seconds: dict[StepPhase, float] = {}
 
     def restart(self) -> None:
-        """What was since the last mark belongs to no phase (an evaluation)."""
+        """Set a mark. The time since the last one, such as an evaluation, belongs to no phase."""
         self._last = self._mark()
 
     def lap(self, phase: StepPhase) -> None:
-        """The time since the last mark was spent in `phase`."""
+        """Set a mark, and count the time since the last one as `phase`."""
         now = self._mark()
         if self._last is None:
             pass
@@ -87,7 +88,10 @@ class StepClock:
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
     def take(self) -> dict[StepPhase, float]:
-        """Seconds per phase since the last call. On an accelerator it must have finished what was marked."""
+        """Return the seconds per phase since the last call.
+
+        An accelerator must have finished all marked work.
+        """
         found, self._seconds = self._seconds, {}
         for phase, (begin, end) in self._marks:
             found[phase] = found.get(phase, 0.0) + begin.elapsed_time(end) / 1000
@@ -111,7 +115,7 @@ class StepClock:
 
 
 class _Waited(threading.local):
-    """How long each thread has waited for other ranks."""
+    """The time that each thread has waited for other ranks."""
 
     seconds = 0.0
 
@@ -121,7 +125,7 @@ _waited = _Waited()
 
 @functools.cache
 def _count_waits() -> None:
-    """From now on, for the rest of the process."""
+    """Count waits from now on, for the rest of the process."""
     wait = dist.Work.wait
 
     @functools.wraps(wait)
@@ -136,7 +140,7 @@ def _count_waits() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held so far: of the device's memory, on the CPU of the machine's."""
+    """Return the most bytes of device memory (on the CPU, of main memory) held so far."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,1 +1,1 @@
-"""Evaluation of a model on a test set: sums over ranks, precision-recall curves, files and plots of them."""
+"""Evaluation on a test set: sums over ranks, precision-recall curves, result files and plots."""

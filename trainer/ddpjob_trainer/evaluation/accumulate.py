@@ -1,4 +1,4 @@
-"""Sums over the samples of an evaluation, on one rank and then over all."""
+"""Sums over the samples of an evaluation, first on each rank, then over all ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Evaluation:
 
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Scores and targets of n samples -> the loss of each, (n,)."""
+"""Maps scores and targets of n samples to the loss of each, (n,)."""
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -64,20 +64,21 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Adding(Protocol):
-    """What adds up an evaluation."""
+    """Adds up an evaluation."""
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Scores and targets of some of this rank's samples."""
+        """Add scores and targets of some of this rank's samples."""
 
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
-        """The result over all ranks. All ranks together."""
+        """Return the result over all ranks. All ranks must call this together."""
 
 
 class ValueAccumulator:
-    """The same for targets that are values, or several numbers per sample: loss, and what has a meaning for them.
+    """Adds up an evaluation whose targets are values, or several numbers per sample.
 
-    Float targets of the shape of the scores: mae and rmse, or with `decisions` (targets 0 or 1) accuracy and f1. Sums
-    are over values, and divided by their number over all ranks.
+    It computes the loss and the other numbers that have a meaning for them. For float targets of
+    the shape of the scores, these are mae and rmse or, with `decisions` (targets 0 or 1), accuracy
+    and f1. Sums are over values, and are divided by their number over all ranks.
     """
 
     def __init__(self, each: Each, *, decisions: bool = False) -> None:
@@ -85,7 +86,10 @@ class ValueAccumulator:
         self._sums = torch.zeros(7, dtype=torch.float64)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Scores (n, ...) of a model and targets (n, ...). Raises ConfigError for decisions not from 0 to 1."""
+        """Add scores (n, ...) of a model and targets (n, ...).
+
+        Raises ConfigError if decisions are not from 0 to 1.
+        """
         if not len(labels):
             return
         scores = logits.detach().float()
@@ -94,7 +98,8 @@ class ValueAccumulator:
         sums = [torch.zeros_like(loss)] * 5
         if labels.is_floating_point() and found.shape == truth.shape:
             if self._decisions:
-                check_probabilities(labels)  # In training on an accelerator nobody does: that would wait for it.
+                # Training on an accelerator skips this check, because it would wait for the device.
+                check_probabilities(labels)
                 guesses, positive = found > 0, truth > 0.5
                 counts = [guesses == positive, guesses & positive, guesses, positive, torch.ones_like(positive)]
                 sums = [count.sum().double() for count in counts]
@@ -104,7 +109,7 @@ class ValueAccumulator:
         self._sums += torch.stack([loss, *sums, (~finite).sum().double()]).cpu()
 
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
-        """The result over all ranks. All ranks together."""
+        """Return the result over all ranks. All ranks must call this together."""
         numbers = torch.tensor([counted, unreadable], dtype=torch.float64)
         loss, first, second, third, fourth, values, nonfinite, samples, lost = group.sum(
             torch.cat([self._sums, numbers])
@@ -124,7 +129,7 @@ class ValueAccumulator:
 
 
 def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalConfig, *, decisions: bool) -> Adding:
-    """What adds up the evaluation of a data set, as `Accumulator` and `ValueAccumulator` take it.
+    """Return the accumulator for a data set: an `Accumulator` or a `ValueAccumulator`.
 
     Raises ConfigError for numbers that its targets do not have.
     """
@@ -144,8 +149,10 @@ class Accumulator:
     def __init__(
         self, classes: int, config: EvalConfig | None = None, each: Each | None = None, *, apart: bool = False
     ) -> None:
-        """`each`: scores (n, classes) float32 and classes (n,) -> losses (n,); by default cross entropy. `apart`: a
-        score alone makes its class's probability, as binary cross entropy has it.
+        """`each` maps scores (n, classes) float32 and classes (n,) to losses (n,).
+
+        Its default is cross entropy. With `apart`, each score alone gives the probability of its
+        class, as in binary cross entropy.
         """
         config = config or EvalConfig()
         if config.pr is PrKind.BINNED and config.pr_bins < 2:
@@ -175,7 +182,8 @@ class Accumulator:
         logits = logits.detach().float()
         scores = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         found = [self._each(logits, labels), scores.argmax(1), rank_of_label(scores, labels), labels]
-        # One copy, since each waits for the device. Float32 holds every class; some devices have no float64.
+        # Copy once, because each copy waits for the device. Float32 holds every class number, and
+        # some devices have no float64.
         dtype = torch.promote_types(found[0].dtype, torch.float32)
         copied = torch.stack([values.to(dtype) for values in (*found, ~torch.isfinite(logits).all(1))]).cpu()
         losses, numbers = copied[0].double(), copied[1:].to(torch.int64)
@@ -222,8 +230,9 @@ class Accumulator:
 
 
 def rank_of_label(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """How many classes rank before each sample's own, (n,), by score (n, classes); of equal scores
-    the lower class is first, as in argmax.
+    """Return how many classes rank before each sample's own, (n,), by scores (n, classes).
+
+    Of equal scores the lower class is first, as in argmax.
     """
     own = scores.gather(1, labels[:, None])
     numbers = torch.arange(scores.shape[1], device=scores.device)

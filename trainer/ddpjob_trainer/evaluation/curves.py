@@ -1,7 +1,7 @@
-"""Precision-recall curves and average precision, one class against the rest, as scikit-learn defines them.
+"""Precision-recall curves and average precision, one class against the rest, as in scikit-learn.
 
-Exact: from all scores, gathered on rank 0. Binned: from two histograms per class, in memory that does not grow with the
-data.
+Exact curves use all scores, gathered on rank 0. Binned curves use two histograms per class, in
+memory that does not grow with the data.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _POINTS_OF_ALL_CLASSES, _POINTS_POOLED = 20_000, 1_000
 
 @dataclass(frozen=True)
 class Curve:
-    """What sklearn.metrics.precision_recall_curve returns.
+    """A curve as sklearn.metrics.precision_recall_curve returns it.
 
-    Rising thresholds (t,), and precision and recall (t + 1,), ending in (1, 0).
+    Thresholds (t,) rise; precision and recall (t + 1,) end in (1, 0).
     """
 
     precision: torch.Tensor
@@ -30,15 +30,16 @@ class Curve:
 
     @property
     def average_precision(self) -> float:
-        """Sum over thresholds of (R_n - R_(n-1)) P_n (sklearn.metrics.average_precision_score).
+        """The sum over thresholds of (R_n - R_(n-1)) P_n (sklearn.metrics.average_precision_score).
 
-        0 for a class without positives.
+        It is 0 for a class without positives.
         """
         return float(-(self.recall.diff() * self.precision[:-1]).sum())
 
     def thinned(self, limit: int) -> Curve:
-        """About `limit` of its points at most, evenly over recall, with both ends; of points of one
-        recall the most precise.
+        """Return about `limit` points at most, spaced evenly over recall, with both ends.
+
+        Of points with equal recall, the most precise is kept.
         """
         if len(self.thresholds) <= limit:
             return self
@@ -51,9 +52,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Average precision: (classes,), their mean over all classes (macro) and of all decisions pooled (micro).
+    """Average precision of each class (classes,), its mean over classes, and that of all decisions.
 
-    `of_class` and `pooled` (thinned, to be stored and drawn) exist on rank 0 only.
+    The mean over classes is `macro`; all decisions pooled give `micro`. `of_class` and `pooled` are
+    thinned, to be stored and drawn, and exist on rank 0 only.
     """
 
     average_precision: list[float]
@@ -64,17 +66,20 @@ class Curves:
 
 
 class CurveAccumulator(Protocol):
-    """Takes scores batch by batch, on one rank."""
+    """Collects scores batch by batch, on one rank."""
 
     def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
-        """Scores float32 (n, classes) and labels int64 (n,), on any device."""
+        """Add scores float32 (n, classes) and labels int64 (n,), on any device."""
 
     def reduce(self, group: Group) -> Curves:
-        """The curves over all ranks' samples. All ranks together."""
+        """Return the curves over all ranks' samples. All ranks must call this together."""
 
 
 def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
-    """Exact curve of scores (n,) and truth (n,) bool; equal scores are one threshold. n must be above 0."""
+    """Return the exact curve of scores (n,) and truth (n,) bool; n must be above 0.
+
+    Equal scores are one threshold.
+    """
     ordered, order = torch.sort(scores, descending=True)
     hits = positive[order].to(torch.int64).cumsum(0)
     last = torch.ones(len(ordered), dtype=torch.bool)
@@ -84,7 +89,10 @@ def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
 
 
 def _from_counts(hits: torch.Tensor, taken: torch.Tensor, thresholds: torch.Tensor) -> Curve:
-    """From the numbers of true positives and of all positives at or above each of the falling thresholds."""
+    """Return a curve from counts at each of the falling thresholds.
+
+    `hits` counts the true positives and `taken` all positives at or above a threshold.
+    """
     found = hits.double()
     precision = (found / taken).flip(0)
     recall = (found / found[-1] if hits[-1] > 0 else torch.ones_like(found)).flip(0)
@@ -95,7 +103,7 @@ def _from_counts(hits: torch.Tensor, taken: torch.Tensor, thresholds: torch.Tens
 class ExactCurves:
     """Keeps every score: 4 bytes per sample and class on each rank.
 
-    Rank 0 gathers all and needs about 30 bytes for each to sort them.
+    Rank 0 gathers all scores and needs about 30 bytes for each to sort them.
     """
 
     def __init__(self, classes: int) -> None:
@@ -104,12 +112,12 @@ class ExactCurves:
         self._labels: list[torch.Tensor] = []
 
     def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
-        """Keep them on the CPU."""
+        """Keep the scores and labels on the CPU."""
         self._scores.append(probabilities.float().cpu())
         self._labels.append(labels.cpu())
 
     def reduce(self, group: Group) -> Curves:
-        """Rank 0 computes; all ranks get the numbers."""
+        """Compute the curves on rank 0, and send the numbers to all ranks."""
         scores = _gathered(torch.cat([torch.empty(0, self._classes), *self._scores]), group).reshape(-1, self._classes)
         labels = _gathered(torch.cat([torch.empty(0, dtype=torch.int64), *self._labels]), group)
         curves: list[Curve] = []
@@ -121,9 +129,10 @@ class ExactCurves:
 
 
 class BinnedCurves:
-    """Counts scores in bins of equal width in log odds, between -16 and 16: 16 bytes per class and bin.
+    """Counts scores in bins of equal width in log odds, between -16 and 16.
 
-    Bins of equal width in probability would put everything that a well trained model is sure of into one.
+    It takes 16 bytes per class and bin. Bins of equal width in probability would put everything
+    that a well trained model is sure of into a single bin.
     """
 
     def __init__(self, classes: int, bins: int) -> None:
@@ -131,7 +140,7 @@ class BinnedCurves:
         self._counts: torch.Tensor | None = None
 
     def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
-        """Count them, on their device."""
+        """Count the scores, on their device."""
         positions = (
             bin_of(probabilities.float(), self._bins) + torch.arange(self._classes, device=labels.device) * self._bins
         )
@@ -141,7 +150,7 @@ class BinnedCurves:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def reduce(self, group: Group) -> Curves:
-        """Sum the histograms; rank 0 computes, all ranks get the numbers."""
+        """Sum the histograms, compute the curves on rank 0, and send the numbers to all ranks."""
         counts = (
             torch.zeros(2, self._classes * self._bins, dtype=torch.int64)
             if self._counts is None
@@ -161,13 +170,13 @@ class BinnedCurves:
 
 
 def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
-    """The bin, 0 to bins - 1, of each probability by its log odds."""
+    """Return the bin, 0 to bins - 1, of each probability by its log odds."""
     odds = (torch.log(probabilities) - torch.log1p(-probabilities)).clamp(-_LOGIT_RANGE, _LOGIT_RANGE)
     return ((odds + _LOGIT_RANGE) * (bins / (2 * _LOGIT_RANGE))).to(torch.int64).clamp(0, bins - 1)
 
 
 def _gathered(mine: torch.Tensor, group: Group) -> torch.Tensor:
-    """All ranks' tensors concatenated, flat, on rank 0.
+    """Return all ranks' tensors concatenated, flat, on rank 0.
 
     Other ranks get an empty tensor, and hold one rank's part at a time.
     """
@@ -182,7 +191,7 @@ def _gathered(mine: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
-    """Rank 0's `curves` (each class, then all decisions pooled) as numbers on every rank."""
+    """Return rank 0's `curves` (each class, then all decisions pooled) as numbers on every rank."""
     values = torch.zeros(classes + 1, dtype=torch.float64)
     if group.rank == 0:
         values = torch.tensor([each.average_precision for each in curves], dtype=torch.float64)

@@ -29,15 +29,17 @@ def evaluate(
     adding: Adding | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Evaluation | None:
-    """The result on the test set, the same on every rank and for every number of ranks (up to the order of float64
-    sums).
+    """Return the result on the test set, or None if SIGTERM came.
 
-    `logits` returns the scores (n, classes) of images (n, channels, height, width), in evaluation mode. Test samples
-    are dealt out by `own`; the scores of a rank that does not count are ignored. `adding` computes the result; by
-    default that of classes, as `config` says. `alive` is called every round. Returns None when SIGTERM came.
+    It is the same on every rank and for every number of ranks (up to the order of float64 sums).
+    `logits` returns the scores (n, classes) of images (n, channels, height, width), in evaluation
+    mode. Test samples are dealt out by `own`; the scores of a rank that does not count are ignored.
+    `adding` computes the result; by default that of classes, as `config` says. `alive` is called
+    every round.
 
-    Every rank does the same number of rounds and has images in each, because a forward pass may be a collective: a rank
-    whose samples are used up computes on the test set's first, and does not count it.
+    Every rank does the same number of rounds and has images in each, because a forward pass may be
+    a collective. A rank whose samples are used up computes on the test set's first sample, and does
+    not count it.
     """
     mine = list(share(range(data.test_size), own.part, own.parts))
     rounds = -(-data.test_size // (batch * own.parts))

@@ -1,7 +1,7 @@
-"""`python -m ddpjob_trainer.evaluation.plots RUN/eval/epoch-NNN.json`: precision-recall curves and
-confusion matrix as PNG.
+"""Draws precision-recall curves and the confusion matrix as PNG.
 
-Readable for ten classes (each by itself) and for a thousand (the distribution, and the worst by
+Run it as `python -m ddpjob_trainer.evaluation.plots RUN/eval/epoch-NNN.json`. The plots are
+readable for ten classes (each one by itself) and for a thousand (the distribution, and the worst by
 name). Does not import torch.
 """
 
@@ -28,7 +28,7 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw what the numbers in `path` allow, beside it; returns the files written."""
+    """Draw what the numbers in `path` allow, next to it, and return the files written."""
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     written = []
@@ -42,7 +42,7 @@ def draw(path: Path) -> list[Path]:
 
 
 def use_style() -> None:
-    """Set matplotlib up to draw files, in the style of all plots of the trainer."""
+    """Set up matplotlib to draw files, in the style of all plots of the trainer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,7 +51,7 @@ def use_style() -> None:
 
 
 def set_headline(figure: Figure, text: str) -> None:
-    """The title of a figure, at its upper left."""
+    """Set the title of a figure, at its upper left."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=12, color=INK, weight="bold")
 
 
@@ -132,7 +132,7 @@ def _each_curve(panel: Axes, curves: dict[str, Any], names: list[str]) -> None:
 
 
 def _bands(panel: Axes, curves: list[dict[str, Any]]) -> None:
-    """Many classes: the distribution of their precision at each recall."""
+    """Draw the distribution of many classes' precision at each recall."""
     recalls = np.linspace(0, 1, 101)
     values = np.empty((len(curves), len(recalls)))
     for row, curve in zip(values, curves, strict=True):
@@ -220,7 +220,11 @@ def _cells(panel: Axes, matrix: Matrix, shares: npt.NDArray[np.float64], names: 
 
 
 def _many_cells(figure: Figure, panel: Axes, shares: npt.NDArray[np.float64]) -> None:
-    """Each pixel shows the largest of the cells it covers: single mistakes and the whole diagonal stay visible."""
+    """Draw a matrix with several cells per pixel.
+
+    Each pixel shows the largest of its cells, so that single mistakes and the whole diagonal stay
+    visible.
+    """
     from matplotlib.colors import LogNorm
 
     each = -(-len(shares) // 500)

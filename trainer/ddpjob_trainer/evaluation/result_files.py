@@ -1,4 +1,4 @@
-"""What an evaluation writes to RUN/eval: numbers as JSON, the confusion matrix as CSV, and plots of both."""
+"""An evaluation's files in RUN/eval: numbers as JSON, the confusion matrix as CSV, and plots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _DRAWING_SECONDS, _PAUSE_SECONDS = 120, 60.0
 class EvaluationFiles:
     """Writes the evaluations of one run, on rank 0.
 
-    Another process draws the plots while training continues: of one evaluation per minute at most,
-    since drawing takes a core a second or two, and of the last one.
+    Another process draws the plots while training continues. It draws at most one evaluation per
+    minute, because drawing takes a second or two of a core, and always the last one.
     """
 
     def __init__(self, folder: Path, config: EvalConfig, names: Sequence[str] | None = None) -> None:
@@ -36,8 +36,9 @@ class EvaluationFiles:
         self._undrawn: Path | None = None
 
     def write(self, name: str, evaluation: Evaluation, **where: Any) -> Path:
-        """Write FOLDER/NAME.json and what belongs to it; `where` (epoch, step, ...) goes into the
-        JSON. Raises OSError.
+        """Write FOLDER/NAME.json and the files that belong to it.
+
+        `where` (epoch, step, ...) goes into the JSON. Raises OSError.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"{name}.json"
@@ -74,7 +75,10 @@ class EvaluationFiles:
 
 
 def document(evaluation: Evaluation, names: Sequence[str] | None) -> dict[str, Any]:
-    """An evaluation as JSON: numbers that are not finite become null. Curves of many points are thinned."""
+    """Return an evaluation in its JSON form.
+
+    Numbers that are not finite become null, and curves of many points are thinned.
+    """
     scalars = evaluation.scalars()
     result: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
     result |= {"samples": evaluation.samples, "nonfinite": evaluation.nonfinite, "unreadable": evaluation.unreadable}
@@ -99,7 +103,10 @@ def document(evaluation: Evaluation, names: Sequence[str] | None) -> dict[str, A
 
 
 def _from_confusion(matrix: torch.Tensor) -> list[dict[str, float]]:
-    """Support, precision, recall and F1 of each class; 0 where the divisor is 0, as in scikit-learn."""
+    """Return support, precision, recall and F1 of each class.
+
+    A number is 0 if its divisor is 0, as in scikit-learn.
+    """
     right, support, taken = matrix.diagonal().double(), matrix.sum(1).double(), matrix.sum(0).double()
     precision, recall = right / taken.clamp(min=1), right / support.clamp(min=1)
     f1 = 2 * right / (support + taken).clamp(min=1)
@@ -108,6 +115,6 @@ def _from_confusion(matrix: torch.Tensor) -> list[dict[str, float]]:
 
 
 def _points(curve: Curve) -> dict[str, list[float]]:
-    """As scikit-learn's arrays; seven digits are more than a plot shows."""
+    """Return the points as scikit-learn's arrays. Seven digits are more than a plot shows."""
     parts = {"precision": curve.precision, "recall": curve.recall, "thresholds": curve.thresholds}
     return {name: [float(f"{value:.7g}") for value in part.tolist()] for name, part in parts.items()}

@@ -1,6 +1,7 @@
-"""Ends a rank without unloading torch's modules one by one, which takes half a second, and several on a busy machine.
+"""Ends a rank without unloading torch's modules one by one.
 
-Peers and agents wait for a rank's end before they form the next group. Everything that must be kept is flushed where it
+Unloading takes half a second, and several seconds on a busy machine, while peers and agents wait
+for the rank's end before they form the next group. Everything that must be kept is flushed when it
 is written.
 """
 
@@ -18,19 +19,25 @@ _code = 1
 
 
 def leave_fast() -> None:
-    """From now on end the process right after its last exit handler, with 1 unless `with_code` sets another code."""
+    """End the process right after its last exit handler, from now on.
+
+    The exit code is 1, unless `with_code` sets a different one.
+    """
     atexit.register(_end)
 
 
 def with_code(code: int) -> int:
-    """Set the exit code of an orderly end; returns it."""
+    """Set the exit code of an orderly end, and return it."""
     global _code
     _code = code
     return code
 
 
 def end_with(parent: int, by: signal.Signals) -> bool:
-    """Have the kernel send this process a signal when its parent ends (Linux only). False: it has ended already."""
+    """Let the kernel send this process a signal when its parent ends (Linux only).
+
+    Returns False if the parent has ended already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     return os.getppid() == parent

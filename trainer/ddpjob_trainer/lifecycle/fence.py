@@ -1,5 +1,6 @@
-"""Who may write to a shared checkpoint folder: one job at a time, and of it the newest incarnation, no zombie of an
-older one.
+"""Decides who may write to a shared checkpoint folder: one job, and only its newest incarnation.
+
+A leftover process of an older incarnation is fenced.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, Fol
 
 EXIT_FENCED = 79
 BEAT_SECONDS, WATCH_SECONDS = 5.0, 30.0
-"""The owner of a folder touches its file so often; another job, which finds no sign that the owner has ended, watches
-that file for so long. No clocks are compared: they differ."""
+"""The owner of a folder touches its file every BEAT_SECONDS. Another job that finds no sign of the
+owner's end watches that file for WATCH_SECONDS. Clocks are not compared, because they differ."""
 _OWNER = "owner.json"
 _NAME = "fence.json"
 
 
 def round_from_env() -> tuple[int, int]:
-    """(generation, round) in which this process was started; (0, 0) outside of a job. Raises ConfigError.
+    """Return the (generation, round) in which this process was started; (0, 0) outside of a job.
 
-    The launcher gives each worker DDPJOB_FENCE; without a launcher the pod's own DDPJOB_GENERATION and DDPJOB_ROUND
-    count.
+    The launcher gives each worker DDPJOB_FENCE. Without a launcher, the pod's own DDPJOB_GENERATION
+    and DDPJOB_ROUND count. Raises ConfigError.
     """
     job = JobEnvironment.read()
     text = job.fence
@@ -50,30 +51,33 @@ def round_from_env() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Claim:
-    """One incarnation of the job: generation and round of the group (the highest among its ranks),
-    and a random number.
+    """One incarnation of the job.
+
+    It consists of the group's generation and round (the highest among its ranks) and a random
+    number.
     """
 
     generation: int
     round: int
     incarnation: int
     job: str = JobEnvironment.read().uid
-    """A job that is created or run again counts from zero: only incarnations of one job are compared."""
+    """The job's uid. A job that is created or run again counts from zero, so only incarnations of
+    one job are compared."""
     host: str = socket.gethostname()
     time: float = 0.0
 
     def take(self, folder: Path) -> None:
-        """Claim the folder. Raises FencedError when a newer generation or round has claimed it."""
+        """Claim the folder. Raises FencedError if a newer generation or round has claimed it."""
         found = _read(folder)
         if found is not None and found.job == self.job and found.order > self.order:
             raise FencedError(self._refusal(folder, found))
         write_atomically(folder / _NAME, json.dumps({**asdict(self), "time": time.time()}).encode())
 
     def check(self, folder: Path) -> None:
-        """Check the claim.
+        """Check that this incarnation still holds the claim.
 
-        Raises FencedError when another incarnation has claimed the folder since, CheckpointError
-        when the claim is gone or damaged.
+        Raises FencedError if another incarnation has claimed the folder since, and CheckpointError
+        if the claim is gone or damaged.
         """
         found = _read(folder)
         if found is None:
@@ -83,13 +87,15 @@ class Claim:
         if found.incarnation == self.incarnation:
             return
         if found.job == self.job and found.order < self.order:
-            self.take(folder)  # An older one read the claim before ours was written, and wrote its own after.
+            # An older incarnation read the claim before ours was written, and wrote its own
+            # afterwards.
+            self.take(folder)
             return
         raise FencedError(self._refusal(folder, found))
 
     @property
     def order(self) -> tuple[int, int]:
-        """What incarnations of one job are compared by."""
+        """The key by which incarnations of one job are compared."""
         return self.generation, self.round
 
     def _refusal(self, folder: Path, found: Claim) -> str:
@@ -102,9 +108,10 @@ class Claim:
 
 
 def agree_on_incarnation(group: Group) -> Claim:
-    """One identity for this incarnation: the highest generation and round among its ranks, and a random number.
+    """Return one identity for this incarnation.
 
-    Rank 0 draws the number. All ranks together.
+    It has the highest generation and round among the ranks, and a random number that rank 0 draws.
+    All ranks must call this together.
     """
     generation, round_ = round_from_env()
     generations, rounds = group.gather(generation), group.gather(round_)
@@ -113,27 +120,30 @@ def agree_on_incarnation(group: Group) -> Claim:
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that uses a folder; `pod` holds its rank 0. A training outside of a job has no names."""
+    """The job that uses a folder; `pod` runs its rank 0.
+
+    A training outside of a job has no names.
+    """
 
     job: str
-    """Its uid."""
+    """The job's uid."""
     namespace: str
     name: str
     pod: str
     ended: bool = False
-    """Whether it has completed its training."""
+    """Whether the job has completed its training."""
     cluster: str = ""
-    """Distinguishes clusters, each of which may have a job of this name. Empty: not known."""
+    """Distinguishes clusters, because each may have a job of this name. Empty if unknown."""
 
     @classmethod
     def from_env(cls) -> Owner:
-        """This process'."""
+        """Return the owner that this process belongs to."""
         job = JobEnvironment.read()
         return cls(job.uid, job.namespace, job.name, job.host, cluster=job.cluster)
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """The one that the file names; None where there is none, or what it says cannot be understood."""
+        """Return the owner that the file names; None if the file is missing or not understood."""
         try:
             found = json.loads(path.read_text())
             return cls(**{f.name: found[f.name] for f in fields(cls)})
@@ -141,12 +151,18 @@ class Owner:
             return None
 
     def is_rival_of(self, other: Owner) -> bool:
-        """Whether both may not use the folder together. A job that is created again under its name continues."""
+        """Return whether the two must not use the folder together.
+
+        A job that is created again under its name continues in its folder.
+        """
         other_name = (self.namespace, self.name) != (other.namespace, other.name)
         return self.job != other.job and (other_name or self.is_elsewhere(other))
 
     def is_elsewhere(self, other: Owner) -> bool:
-        """Whether they are known to be of two clusters, or of two machines without one."""
+        """Return whether the two are known to belong to different clusters.
+
+        Under `ddpjob run`, each machine counts as a cluster.
+        """
         return bool(self.cluster and other.cluster) and self.cluster != other.cluster
 
     def __str__(self) -> str:
@@ -155,17 +171,18 @@ class Owner:
 
 
 class Ownership:
-    """Keeps a folder for this process' job as long as the process lives; the writing rank has it."""
+    """Keeps a folder for this process's job while the process lives. The writing rank holds it."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._owner = folder / _OWNER, Owner.from_env()
         self._ended = threading.Event()
 
     def take(self) -> Iterator[None]:
-        """Take the folder over from a job that has ended, or does not run any more.
+        """Take the folder over from a job that has ended or no longer runs.
 
-        Raises FolderTakenError where another job uses it. A former one that has not said that it has ended is watched
-        for WATCH_SECONDS first; meanwhile this yields, twice a second.
+        If the former owner has not reported its end, its file is watched for WATCH_SECONDS first,
+        and this yields twice a second meanwhile. Raises FolderTakenError if the other job still
+        uses the folder.
         """
         found = Owner.read(self._path)
         if found is not None and not found.ended and found.is_rival_of(self._owner):
@@ -189,10 +206,10 @@ class Ownership:
         threading.Thread(target=self._beat, name="checkpoint-owner", daemon=True).start()
 
     def release(self) -> None:
-        """Training is complete: another job may continue at once."""
+        """Release the folder after training, so that another job may continue at once."""
         self._ended.set()
         if self._is_ours():
-            with contextlib.suppress(OSError):  # It only saves the next one the time to watch.
+            with contextlib.suppress(OSError):  # It only saves the next job the time to watch.
                 self._write(replace(self._owner, ended=True))
 
     def _write(self, owner: Owner) -> None:
@@ -204,15 +221,16 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            found = Owner.read(self._path)  # None as well where a network file system fails for a moment.
+            found = Owner.read(self._path)  # None also if a network file system fails for a moment.
             if found is not None and found.job != self._owner.job:
                 return
             with contextlib.suppress(OSError):
-                os.utime(self._path)  # by the file server's clock
+                os.utime(self._path)  # Set by the file server's clock.
 
     def _mark(self) -> tuple[int, int] | None:
         try:
-            with self._path.open("rb") as file:  # opened: a network file system then asks its server
+            # Opening makes a network file system ask its server.
+            with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
         except OSError:
             return None

@@ -1,11 +1,11 @@
-"""SIGTERM as a flag that the ranks agree on at a step's end, together with whether to save and
-whether each rank still can.
+"""SIGTERM as a flag that the ranks agree on at the end of a step.
 
-Python runs a signal handler in the main thread only, and not while that is blocked in a collective.
-The C level writes the signal's number to the wake-up descriptor at once, and a thread reads it
-there. A thread in sigwait would learn of it as soon, but needs SIGTERM blocked in every other
-thread: those that torch, gloo and OpenMP have started before would receive it and end the process,
-and every child process, loaders and compilers, would inherit the block and ignore SIGTERM.
+They also agree on whether to save, and on whether each rank still can. Python runs a signal handler
+in the main thread only, and not while that thread is blocked in a collective. The C level writes
+the signal's number to the wake-up descriptor at once, where a thread reads it. A thread in sigwait
+would learn of it as soon, but needs SIGTERM blocked in every other thread. Threads that torch, gloo
+and OpenMP started earlier would then receive it and end the process, and every child process, such
+as loaders and compilers, would inherit the block and ignore SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 EXIT_STEPPED_ASIDE = 75
 EXIT_TERMINATED = 128 + signal.SIGTERM
-_PATIENCE_SECONDS, _TORCHRUNS_SECONDS = 4.0, 30.0  # The latter between its SIGTERM and its SIGKILL.
+# The latter is the time between torchrun's SIGTERM and its SIGKILL.
+_PATIENCE_SECONDS, _TORCHRUNS_SECONDS = 4.0, 30.0
 _LAUNCHERS_SECONDS, _OWN_SECONDS = 2.0, 1.0
 
 
@@ -44,7 +45,10 @@ class Due(enum.IntEnum):
 
 @dataclass(frozen=True)
 class SaverState:
-    """State of a rank's checkpoint writer: saving; no longer able to; fenced by another incarnation of the job."""
+    """The state of a rank's checkpoint writer.
+
+    It may be saving, no longer able to save, or fenced by another incarnation of the job.
+    """
 
     busy: bool = False
     failed: bool = False
@@ -52,14 +56,14 @@ class SaverState:
 
 
 class Saver(Protocol):
-    """What saves checkpoints beside training."""
+    """Saves checkpoints while training continues."""
 
     @property
     def state(self) -> SaverState:
-        """The state of this rank at this moment."""
+        """The current state of this rank."""
 
     def failure(self, fenced: bool) -> CheckpointError:
-        """Why training ends on all ranks, when a rank has failed."""
+        """Return the error that ends training on all ranks after a rank has failed."""
 
 
 class StopRequest:
@@ -130,17 +134,18 @@ class StopRequest:
         os._exit(EXIT_TERMINATED)
 
     def _until(self, asked: float) -> float:
-        """When this rank gives up, on the monotonic clock; `asked`: when SIGTERM came.
+        """Return when this rank gives up, on the monotonic clock; `asked` is when SIGTERM came.
 
-        Without a known grace period, ranks that are slow are waited for as long as they answer at all.
+        If the grace period is unknown, slow ranks are waited for as long as they answer at all.
         """
         return self._patience() + (asked if self._grace is not None else max(asked, self._last_answer))
 
     def _patience(self) -> float:
-        """Seconds that the ranks have to agree.
+        """Return the number of seconds that the ranks have to agree.
 
-        The launcher's share of the grace period and one second for a message are kept free. Where the grace period is
-        unknown, it covers a step, or a save in progress for which other ranks may wait.
+        The launcher's share of the grace period and one second for a message are kept free. If the
+        grace period is unknown, the time covers a step, or a save in progress that other ranks may
+        wait for.
         """
         if self._grace is None:
             return _TORCHRUNS_SECONDS - _OWN_SECONDS if self._saving else _PATIENCE_SECONDS + 2 * self._slowest_step
@@ -152,7 +157,7 @@ class StopRequest:
             self._agreed.set()
 
     def _give_up(self, fenced: bool) -> None:
-        """Raise CheckpointError, on every rank."""
+        """Raise CheckpointError on every rank."""
         if self._saver is not None:
             raise self._saver.failure(fenced)
 
@@ -181,7 +186,10 @@ class Agreement:
 
 
 def grace_from_env() -> float | None:
-    """Seconds between SIGTERM and the pod's end; None outside of a job. Raises ConfigError."""
+    """Return the seconds between SIGTERM and the pod's end; None outside of a job.
+
+    Raises ConfigError.
+    """
     text = JobEnvironment.read().grace_seconds
     try:
         return float(text) if text else None
@@ -193,7 +201,10 @@ def grace_from_env() -> float | None:
 
 @cache
 def _care_at_forks() -> None:
-    """Once in a process, which may train again: a second hold would take the mask of the first for the one before."""
+    """Register the fork handlers once, even if the process trains again.
+
+    A second `_hold` would store the mask set by the first one as the mask to restore.
+    """
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
 
 
@@ -201,19 +212,26 @@ _forking = threading.local()
 
 
 def _hold() -> None:
-    """Block SIGTERM around a fork: a child that got it before `_restore_in_child` would write to
-    the pipe of its parent.
+    """Block SIGTERM around a fork.
+
+    A child that got it before `_restore_in_child` would write to its parent's pipe.
     """
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
 def _release() -> None:
-    """Who forks may have blocked it before, for a child that unblocks it by itself."""
+    """Restore the caller's signal mask.
+
+    The caller may have blocked SIGTERM on purpose, for a child that unblocks it.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _restore_in_child() -> None:
-    """In a forked process SIGTERM ends that process, and does not reach the rank's pipe, which it has inherited."""
+    """Let SIGTERM end the forked process.
+
+    It must not reach the rank's pipe, which the child has inherited.
+    """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _release()

@@ -1,9 +1,9 @@
-"""The Python stacks of a rank, by faulthandler: the main thread's at SIGUSR1, and all threads' when no
-step ends for nearly train.timeout_seconds.
+"""The Python stacks of a rank, by faulthandler.
 
-faulthandler writes from C, even while Python is blocked in a collective or never releases the GIL.
-It can write to one file only: RUN/stacks/rank-N.txt, which a thread copies to stderr. A job's own
-hang detection uses another signal (SIGRTMIN + 7).
+SIGUSR1 writes the main thread's stack. If no step ends for nearly train.timeout_seconds, the stacks
+of all threads are written. faulthandler writes from C, even while Python is blocked in a collective
+or never releases the GIL. It can write to one file only, RUN/stacks/rank-N.txt, which a thread
+copies to stderr. A job's own hang detection uses a different signal (SIGRTMIN + 7).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _SHARE_OF_TIMEOUT = 0.9
 
 
 class StackDumps:
-    """Stack dumps of this process. Without a step for nearly `timeout_seconds`, stacks are written
-    before the collective that waits fails.
+    """Stack dumps of this process.
+
+    If no step begins for nearly `timeout_seconds`, stacks are written before the waiting collective
+    fails.
     """
 
     def __init__(self, run_dir: Path, rank: int, timeout_seconds: float) -> None:
@@ -37,8 +39,9 @@ class StackDumps:
         self._closing = threading.Event()
         self._file: IO[bytes] | None = self._open()
         self._copied = self._size()
-        signal.signal(SIGNAL, signal.SIG_IGN)  # What `unregister` restores.
-        # Other threads run on while the handler reads, and reading their frames crashes a healthy process now and then.
+        signal.signal(SIGNAL, signal.SIG_IGN)  # The handler that `unregister` restores.
+        # Other threads keep running while the handler reads, and reading their frames occasionally
+        # crashes a healthy process.
         faulthandler.register(SIGNAL, file=self._file or sys.stderr, all_threads=False)
         self._arm()
         self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
@@ -49,14 +52,17 @@ class StackDumps:
         self._began = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching. SIGUSR1 is ignored from now on: it must not end a rank that is about to leave."""
+        """Stop watching.
+
+        SIGUSR1 is ignored from now on, because it must not end a rank that is about to leave.
+        """
         self._closing.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(SIGNAL)
         if self._file is not None:
-            # Another rank's stacks may be in the folder, or the volume may be gone: that must not hide why
-            # training ends.
+            # Another rank's stacks may be in the folder, or the volume may be gone. That must not
+            # hide why training ends.
             with contextlib.suppress(OSError):
                 empty = self._size() == 0
                 self._file.close()
@@ -80,8 +86,10 @@ class StackDumps:
         return os.fstat(self._file.fileno()).st_size if self._file is not None else 0
 
     def _arm(self) -> None:
-        """Have all threads' stacks written when a step is overdue: the collective is about to fail anyway, so that what
-        reading the frames of threads that run may cost is less than not to know where they stand.
+        """Have all threads' stacks written when a step is overdue.
+
+        Reading the frames of running threads may crash the process, but the collective is about to
+        fail anyway, and knowing where the threads stand is worth more.
         """
         left = self._limit - (time.monotonic() - self._began)
         faulthandler.dump_traceback_later(max(0.1, left), file=self._file or sys.stderr)

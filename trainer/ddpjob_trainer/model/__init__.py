@@ -1,1 +1,4 @@
-"""Networks, their partition into stages, and batch normalization that does not depend on the number of ranks."""
+"""Networks, their partition into stages, and batch normalization for any number of ranks.
+
+Neither micro-batch statistics nor results depend on how many ranks there are.
+"""

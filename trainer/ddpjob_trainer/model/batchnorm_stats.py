@@ -1,8 +1,8 @@
-"""Running statistics of batch normalization that do not depend on which rank took which micro-batch.
+"""Running statistics of batch normalization that do not depend on which rank took a micro-batch.
 
-In a step each micro-batch starts from the same running statistics; afterwards these become the mean of the
-micro-batches' results, weighted by samples. That is one update with the mean of the micro-batches' statistics, as for a
-step on one rank.
+In a step, every micro-batch starts from the same running statistics. Afterwards these become the
+mean of the micro-batches' results, weighted by samples. That equals one update with the mean of the
+micro-batches' statistics, as for a step on one rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddpjob_trainer.distributed.process_group import Group
 
 @torch.no_grad()
 def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Move the running statistics of a layer by a micro-batch's mean and unbiased variance, as torch does."""
+    """Update a layer's running statistics as torch does, from mean and unbiased variance."""
     assert module.running_mean is not None and module.running_var is not None
     assert module.num_batches_tracked is not None
     module.num_batches_tracked.add_(1)
@@ -30,16 +30,17 @@ def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor)
 
 
 class BatchStatistics:
-    """The running means and variances of a model, over the ranks of a group; no effect on a model without any.
+    """The running means and variances of a model, over the ranks of a group.
 
-    `ordered`: the sum over micro-batches is taken in their order, so that it is the same to the bit on any number of
-    ranks. The model's buffers become views of one flat tensor per device and format: what is done here at each step
-    takes a few calls, not several per layer. A model has one BatchStatistics at a time.
+    It has no effect on a model without any. With `ordered`, micro-batches are added up in their
+    order, so that the sum is the same to the bit on any number of ranks. The model's buffers become
+    views of one flat tensor per device and format, so that the work in each step takes a few calls
+    instead of several per layer. A model has one BatchStatistics at a time.
     """
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
         self._group, self._ordered = group, ordered
-        # Instance normalization too, where a model of the user's keeps its running statistics.
+        # Includes instance normalization, for a user's model that keeps its running statistics.
         layers = [module for module in model.modules() if isinstance(module, _NormBase) and module.track_running_stats]
         self._running = _flattened(
             [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
@@ -57,7 +58,7 @@ class BatchStatistics:
 
     @contextmanager
     def of_micro(self, micro: Micro, count: int) -> Iterator[None]:
-        """Around the forward pass of a micro-batch, of a step of `count` samples in all."""
+        """Run the forward pass of a micro-batch in this `with`; the step has `count` samples."""
         if not self._running:
             yield
             return
@@ -77,7 +78,10 @@ class BatchStatistics:
             self._total = part if self._total is None else self._total.add_(part)
 
     def exchange(self) -> None:
-        """Combine the statistics at the end of the step. All ranks together."""
+        """Combine the statistics of all ranks at the end of the step.
+
+        All ranks must call this together.
+        """
         if not self._running or self._before is None:
             return
         before = _joined(self._before[: len(self._running)])
@@ -87,7 +91,8 @@ class BatchStatistics:
                 total += part
         else:
             total = self._group.sum(torch.zeros_like(before) if self._total is None else self._total)
-        # A step that is skipped, because its loss or a gradient is not finite, must not stay in the statistics.
+        # A step that is skipped because its loss or a gradient is not finite must leave no trace in
+        # the statistics.
         total = torch.where(total.isfinite(), total, before)
         for value, piece in zip(
             self._running, torch.split(total, [value.numel() for value in self._running]), strict=True
@@ -99,30 +104,31 @@ class BatchStatistics:
 
 
 def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One flat tensor per device and format, of which the buffers become views."""
+    """Return one flat tensor per device and format, and make the buffers views of them."""
     flats = []
     for kind in dict.fromkeys((buffer.device, buffer.dtype) for buffer in buffers):
         alike = [buffer for buffer in buffers if (buffer.device, buffer.dtype) == kind]
         flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
         for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
-            # Its .data, so that the buffer stays the same tensor, and autograd does not count a copy into it as a
-            # change: it keeps the buffers for the backward pass, which does not read them in training, and in a
-            # pipeline follows the forward pass of the next micro-batch.
+            # Assign .data, so that the buffer stays the same tensor and autograd does not count a
+            # copy into it as a change. autograd keeps the buffers for the backward pass, which does
+            # not read them in training; in a pipeline it follows the forward pass of the next
+            # micro-batch.
             buffer.data = piece.view_as(buffer)
     return flats
 
 
 def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor on the first one's device and in its format."""
+    """Return one tensor, on the device and in the format of the first."""
     return flats[0] if len(flats) == 1 else torch.cat([flat.to(flats[0]) for flat in flats])
 
 
 def ordered_parts(
     parts: list[tuple[int, torch.Tensor]], size: int, like: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
-    """The flat parts (number, tensor) of all ranks in the order of their numbers, on every rank.
+    """Return the flat parts (number, tensor) of all ranks, ordered by number, on every rank.
 
-    Takes (micro-batches, `size`) in memory. All ranks together.
+    Takes (micro-batches, `size`) in memory. All ranks must call this together.
     """
     if group.world == 1:
         return [part for _, part in sorted(parts, key=lambda part: part[0])]

@@ -1,4 +1,4 @@
-"""How deep in a model each parameter is, for learning rates that fall from layer to layer (optim.layer_decay)."""
+"""The depth of each parameter in a model, for layer-wise learning rates (optim.layer_decay)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def depths(model: nn.Module) -> dict[str, int]:
-    """The depth of each parameter by name, from 0 (nearest to the input) without gaps.
+    """Return the depth of each parameter by name, from 0 (nearest to the input) without gaps.
 
-    timm's models: their own `group_matcher`, as timm's param_groups_layer_decay takes it. Others, as BEiT's and MAE's
-    get_layer_id for a transformer: the stem (tokens, positions, patches, all that is registered before the first
-    block) is 0, each block of the model's sequences is one more, what is between two blocks belongs to the next, and
-    what comes after the last (normalization, head) is one more than it. A block is a member of an nn.Sequential,
-    ModuleList or ModuleDict that is itself made of modules, such as a transformer's layer or a ResNet's Bottleneck. In
-    a model without any, each layer with a matrix or convolution counts as one. Order is that of registration: a head
-    that the model registers before its blocks is taken for the stem.
+    For timm's models, the depth comes from their own `group_matcher`, as in timm's
+    param_groups_layer_decay. For other models it follows BEiT's and MAE's get_layer_id for
+    transformers: The stem (tokens, positions, patches, everything registered before the first
+    block) has depth 0. Each block of the model's sequences is one deeper. Parameters between two
+    blocks belong to the next one, and those after the last block (normalization, head) are one
+    deeper than it.
 
-    Raises ConfigError where a model has a `group_matcher`, and timm is not installed.
+    A block is a member of an nn.Sequential, ModuleList or ModuleDict that itself contains modules,
+    such as a transformer's layer or a ResNet's Bottleneck. In a model without blocks, each layer
+    with a matrix or convolution counts as one. The order is that of registration, so a head that is
+    registered before the blocks is taken for the stem.
+
+    Raises ConfigError if a model has a `group_matcher` but timm is not installed.
     """
     if matcher := getattr(model, "group_matcher", None):
         try:
@@ -41,7 +45,10 @@ def depths(model: nn.Module) -> dict[str, int]:
 
 
 def shares(depths: Mapping[str, int], decay: float) -> str:
-    """For people: how many groups there are, and of the first and of the last which part of optim.lr they get."""
+    """Describe the parameter groups for the log.
+
+    It names how many there are, and the share of optim.lr that the first and the last one use.
+    """
     deepest = max(depths.values())
     ends = [[name for name, depth in depths.items() if depth == end] for end in (0, deepest)]
     first, last = (", ".join(names[:2]) + ", ..." * (len(names) > 2) for names in ends)
@@ -52,7 +59,7 @@ def shares(depths: Mapping[str, int], decay: float) -> str:
 
 
 def _by_layer(model: nn.Module) -> dict[str, int]:
-    """A normalization belongs to the layer before it."""
+    """Return depths by layer; a normalization belongs to the layer before it."""
     found, depth, last = dict[str, int](), -1, None
     for name, weight in model.named_parameters():
         layer = name.rpartition(".")[0]
@@ -63,7 +70,7 @@ def _by_layer(model: nn.Module) -> dict[str, int]:
 
 
 def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
-    """`names` and `blocks` in the model's order."""
+    """Return depths by block; `names` and `blocks` are in the model's order."""
     owners = [next((block for block in blocks if name.startswith(f"{block}.")), None) for name in names]
     found, depth, last = dict[str, int](), 0, None
     coming = list[str]()
@@ -80,7 +87,7 @@ def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
 
 
 def _blocks(module: nn.Module, name: str, *, inside: bool) -> Iterator[str]:
-    """Names of the blocks in a module; `inside`: it is, or stands in, a sequence."""
+    """Yield the names of a module's blocks; with `inside`, it is or is part of a sequence."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if not any(True for _ in child.children()):

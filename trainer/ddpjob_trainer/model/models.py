@@ -1,5 +1,6 @@
-"""Models: a small CNN that adapts to the images, ResNet-18 in its CIFAR form, torchvision's and timm's by name, and
-anybody's by the name of a function.
+"""Models: a small CNN, ResNet-18 for CIFAR, torchvision's and timm's, and the user's own.
+
+The small CNN adapts to the image size. A model of the user's is named by a function.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from ddpjob_trainer.own_functions import load_function
 def build_model(
     config: ModelConfig, shape: tuple[int, ...], classes: int, seed: int, device: torch.device | None = None
 ) -> nn.Module:
-    """The network for images of `shape` (channels, height, width), on `device`, with weights that
-    depend on `seed` only.
+    """Return the network for images of `shape` (channels, height, width), on `device`.
 
-    Raises ConfigError.
+    Its weights depend on `seed` only. Raises ConfigError.
     """
     if config.channels_last and len(shape) != 3:
         raise ConfigError(
@@ -39,7 +39,8 @@ def build_model(
         )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
-    # A function of the user's may draw from Python's and numpy's generators too; for others numpy's is not loaded.
+    # A user's function may also draw from Python's and numpy's generators. For other models,
+    # numpy's is not loaded.
     with drawn(seed) if is_own(config) else nullcontext():
         model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
@@ -75,7 +76,10 @@ def build_model(
 
 
 def _freeze(model: nn.Module, config: ModelConfig) -> None:
-    """Raises ConfigError for a pattern without a parameter, and when none is left to train."""
+    """Freeze the parameters that model.freeze names.
+
+    Raises ConfigError for a pattern that matches no parameter, and if none is left to train.
+    """
     parameters = dict(model.named_parameters())
     for pattern in config.freeze:
         names = fnmatch.filter(parameters, pattern)
@@ -91,11 +95,15 @@ def _freeze(model: nn.Module, config: ModelConfig) -> None:
 
 
 _LAST_NORMALIZATION = {"Bottleneck": "bn3", "BasicBlock": "bn2", "_Block": "bn2"}
-"""By the class of a residual block, torchvision's and of this file."""
+"""The last normalization of a residual block by the block's class, in torchvision and in this
+file."""
 
 
 def _last_normalizations(model: nn.Module, config: ModelConfig, key: str) -> list[nn.Module]:
-    """That of each residual block. Raises ConfigError for a model without such blocks."""
+    """Return the last normalization of each residual block.
+
+    Raises ConfigError for a model without such blocks.
+    """
     last = [
         getattr(module, attribute)
         for module in model.modules()
@@ -110,7 +118,7 @@ def _last_normalizations(model: nn.Module, config: ModelConfig, key: str) -> lis
 
 
 def _drop_paths(model: nn.Module, config: ModelConfig) -> None:
-    """Stochastic depth behind the last normalization of each residual block, as timm's ResNets have it.
+    """Add stochastic depth after each residual block's last normalization, as timm does.
 
     Raises ConfigError.
     """
@@ -126,7 +134,11 @@ def _drop_paths(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _drop_path(normalization: nn.Module, _: Any, outputs: torch.Tensor) -> torch.Tensor:
-    """A hook, so that weights keep the names that they have in files, and a function, so that a copy calls its own."""
+    """Drop paths in a forward hook.
+
+    It is a hook, so that weights keep their names in files, and a function, so that a copy of the
+    model calls its own submodule.
+    """
     kept: torch.Tensor = normalization.get_submodule("drop_path")(outputs)
     return kept
 
@@ -172,18 +184,20 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
 
 
 def is_own(config: ModelConfig) -> bool:
-    """Whether the model is a function of the user's."""
+    """Return whether the model is a function of the user's."""
     kind, colon, _ = config.name.partition(":")
     return bool(colon) and kind not in ("torchvision", "timm")
 
 
 def is_tied_to_micro_batches(model: nn.Module) -> bool:
-    """Whether the output for a sample in training depends on the other samples beside it, or on random numbers."""
+    """Return whether a sample's training output depends on random numbers or on other samples."""
     return any(ties_samples(module) for module in model.modules())
 
 
 def ties_samples(module: nn.Module) -> bool:
-    """Whether this layer does so. Of a model by anybody's function that is not known: its forward may call what no
+    """Return whether a layer's output does so.
+
+    For a user's model the answer is always yes, because its forward may call functions that no
     module shows.
     """
     if getattr(module, _OWN, False):
@@ -200,9 +214,10 @@ def ties_samples(module: nn.Module) -> bool:
 
 
 def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int) -> bool:
-    """Whether training fails for a micro-batch of one sample: a normalization would see one value per channel.
+    """Return whether training fails on a micro-batch of one sample.
 
-    That is so where its maps have shrunk to one pixel. Nothing is computed.
+    It does if a normalization would see one value per channel, because its maps have shrunk to one
+    pixel. Nothing is computed.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -211,15 +226,15 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
             model = _network(config, shape, classes).train()
             if any(isinstance(module, _BatchNorm) for module in model.modules()):
                 model(torch.empty(1, *shape))
-        except Exception as error:  # Anybody's model may need values, which there are none of here.
+        except Exception as error:  # A user's model may need values, and the meta device has none.
             return "more than 1 value per channel" in str(error)
     return False
 
 
 def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
-    """Raise ConfigError where a model of torchvision or timm cannot take images of `shape`, by looking.
+    """Raise ConfigError if a model of torchvision or timm fails on images of `shape`.
 
-    `key`: what their size is set by; empty: nothing.
+    `key` names the setting of the image size; empty if there is none.
     """
     if is_own(config) or ":" not in config.name:
         return
@@ -228,7 +243,8 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
             _network(config, shape, classes).eval()(torch.empty(1, *shape))
         return
     except Exception:
-        model = _network(config, shape, classes).eval()  # Some need values, which there are none of above.
+        # Some models need values, and the meta device has none.
+        model = _network(config, shape, classes).eval()
     try:
         with torch.no_grad():
             model(torch.zeros(1, *shape))
@@ -242,7 +258,10 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 
 @contextmanager
 def explaining_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
-    """Around a first forward pass: see `check_image_size`, which takes time, and is called when the pass fails."""
+    """Run a first forward pass in this `with`; if it fails, call `check_image_size`.
+
+    That check takes time, so it does not run before.
+    """
     try:
         yield
     except TrainerError:
@@ -287,11 +306,11 @@ def _timm_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
 
 _OWN = "_ddpjob_own_model"
 RANDOM_PATHS = ("StochasticDepth", "DropPath")
-"""Layers that leave out a random branch, torchvision's and timm's, by the names of their classes."""
+"""Class names of torchvision's and timm's layers that leave out a random branch."""
 
 
 def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """What `package.module:function` returns for (shape, classes)."""
+    """Return the model that `package.module:function` builds for (shape, classes)."""
     build = load_function("model.name", name, ["torchvision", "timm"])
     model = build(shape, classes)
     if not isinstance(model, nn.Module):
@@ -306,17 +325,19 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
             " checkpoint fits it; call the model once before you return it, such as model(torch.zeros(2, *shape))"
         )
     setattr(model, _OWN, True)
-    return model.train()  # As after each evaluation: a model with weights of somebody's is often in evaluation mode.
+    # A pretrained model is often in evaluation mode. Training mode is also what an evaluation ends
+    # in.
+    return model.train()
 
 
 def _convolution(inputs: int, outputs: int, norm: NormName) -> list[nn.Module]:
-    # A group's statistics are those of one sample, so that a gradient does not depend on how a batch is divided.
+    # Group statistics come from one sample, so gradients do not depend on how a batch is divided.
     normalized = nn.GroupNorm(4, outputs) if norm is NormName.GROUP else nn.BatchNorm2d(outputs)
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), normalized, nn.ReLU(inplace=True)]
 
 
 class SmallCnn(nn.Module):
-    """3x3 convolutions; halves the image until its shorter side has 4 pixels, then one linear layer."""
+    """3x3 convolutions that halve the image until its shorter side is 4, and a linear layer."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, config: ModelConfig) -> None:
         super().__init__()
@@ -333,7 +354,7 @@ class SmallCnn(nn.Module):
         self.head = nn.Linear(4 * outputs, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(n, channels, height, width) -> logits (n, classes)."""
+        """Compute logits (n, classes) of images (n, channels, height, width)."""
         logits: torch.Tensor = self.head(self.dropout(self.pool(self.features(images)).flatten(1)))
         return logits
 
@@ -355,8 +376,9 @@ class _Block(nn.Module):
 
 
 class ResNet18Cifar(nn.Module):
-    """ResNet-18 (He et al. 2015) with a 3x3 stem and no max-pooling, the usual form for 32x32
-    images; 11.2 million weights.
+    """ResNet-18 (He et al. 2015) with a 3x3 stem and no max-pooling, as usual for 32x32 images.
+
+    It has 11.2 million weights.
     """
 
     def __init__(self, channels: int, classes: int) -> None:
@@ -373,7 +395,7 @@ class ResNet18Cifar(nn.Module):
         self.head = nn.Linear(512, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(n, channels, height, width) -> logits (n, classes)."""
+        """Compute logits (n, classes) of images (n, channels, height, width)."""
         features = self.blocks(self.stem(images)).mean((2, 3))
         logits: torch.Tensor = self.head(features)
         return logits

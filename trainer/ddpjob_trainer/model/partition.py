@@ -1,5 +1,6 @@
-"""A model as a sequence of layers, split into stages of nearly equal cost; for strategies that
-spread a model over devices.
+"""A model as a sequence of layers, split into stages of nearly equal cost.
+
+Strategies that spread a model over devices use it.
 """
 
 from __future__ import annotations
@@ -16,34 +17,35 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.models import ResNet18Cifar, SmallCnn
 
 _FLOPS_PER_ELEMENT = 20
-"""Cost of writing a value, beside the arithmetic: normalization and activation are memory-bound."""
+"""Cost of writing a value, in addition to the arithmetic. Normalization and activation are
+memory-bound."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module of the sequence and its name in the model; one without weights may have no name there."""
+    """A module of the sequence and its name in the model, which one without weights may lack."""
 
     name: str
     module: nn.Module
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is something to train."""
+        """Whether the layer has parameters to train."""
         return any(True for _ in self.module.parameters())
 
 
 class Mean(nn.Module):
-    """(n, channels, height, width) -> (n, channels)."""
+    """Averages over each image: (n, channels, height, width) -> (n, channels)."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """The mean over each image."""
+        """Return the mean over each image."""
         return images.mean((2, 3))
 
 
 def to_sequential(model: nn.Module) -> list[Layer]:
-    """The modules whose composition is the model's forward pass.
+    """Return the modules whose composition is the model's forward pass.
 
-    Raises ConfigError for a model that is no sequence of modules.
+    Raises ConfigError if the model is not a sequence of modules.
     """
     flatten = Layer("flatten", nn.Flatten())
     if isinstance(model, SmallCnn):
@@ -57,7 +59,7 @@ def to_sequential(model: nn.Module) -> list[Layer]:
     if kind in ("torchvision.models.vgg.VGG", "torchvision.models.alexnet.AlexNet"):
         return [*_layers(model, "features.*", "avgpool"), flatten, *_layers(model, "classifier.*")]
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        # Not its named_children, which leave out a module's second place, as of an activation that is used twice.
+        # Not its named_children, which skip the second use of a module, such as an activation.
         found = [Layer(name, module) for name, module in zip(model._modules, model, strict=True)]
         _check_own_weights(found)
         return found
@@ -69,7 +71,10 @@ def to_sequential(model: nn.Module) -> list[Layer]:
 
 
 def _check_own_weights(layers: list[Layer]) -> None:
-    """Raises ConfigError where two layers share weights or running statistics: they may be in different stages."""
+    """Raise ConfigError if two layers share weights or running statistics.
+
+    Such layers could end up in different stages.
+    """
     owners: dict[torch.Tensor, str] = {}
     for layer in layers:
         for value in (*layer.module.parameters(), *layer.module.buffers()):
@@ -94,11 +99,12 @@ def _layers(model: nn.Module, *names: str) -> list[Layer]:
 
 
 class Stage(nn.Module):
-    """Consecutive layers under the names that they have in the whole model."""
+    """Consecutive layers under their names in the whole model."""
 
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
-        self._layers = [layer.module for layer in layers]  # A list: registered below, under their names.
+        # A list, so that they are not registered here but below, under their names.
+        self._layers = [layer.module for layer in layers]
         for layer in layers:
             *path, last = layer.name.split(".")
             owner: nn.Module = self
@@ -109,21 +115,21 @@ class Stage(nn.Module):
             owner.add_module(last, layer.module)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """The output of the last layer."""
+        """Return the output of the last layer."""
         for module in self._layers:
             values = module(values)
         return values
 
 
 class MetaModel:
-    """The layers without their weights (on the meta device): shapes and costs at no expense."""
+    """The layers on the meta device, without weights, to find shapes and costs cheaply."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._modules = [copy.deepcopy(layer.module).to("meta").eval() for layer in layers]
 
     @torch.no_grad()
     def outputs(self, images: Sequence[int]) -> list[torch.Tensor]:
-        """Each layer's output, on the meta device, for images of a shape (n, channels, height, width)."""
+        """Return each layer's output on the meta device for images (n, channels, height, width)."""
         values = torch.empty(*images, device="meta")
         found = []
         for module in self._modules:
@@ -133,8 +139,9 @@ class MetaModel:
 
     @torch.no_grad()
     def costs(self, image: Sequence[int]) -> list[float]:
-        """Each layer's cost for one image (channels, height, width): arithmetic, and values
-        written. The same on every machine.
+        """Return each layer's cost for one image (channels, height, width).
+
+        The cost counts arithmetic and values written, and is the same on every machine.
         """
         from torch.utils.flop_counter import FlopCounterMode
 
@@ -147,10 +154,11 @@ class MetaModel:
 
 
 def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str) -> list[list[Layer]]:
-    """The layers in `parts` stages, minimizing the cost of the most expensive one; each begins with a layer that has
-    weights.
+    """Divide the layers into `parts` stages.
 
-    Raises ConfigError, naming the configuration's `key`, when there are fewer such layers than stages.
+    The division minimizes the cost of the most expensive stage. Each stage begins with a layer that
+    has weights. Raises ConfigError, naming the configuration's `key`, if there are fewer such
+    layers than stages.
     """
     starts = [0, *[index for index, layer in enumerate(layers) if layer.has_weights][1:]]
     if parts > len(starts):
@@ -160,7 +168,8 @@ def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str)
         )
     sums = [0.0, *itertools.accumulate(costs)]
     ends = [*starts[1:], len(layers)]
-    # end -> (cost of the most expensive stage, ends of the stages) of the layers up to `end`; at first in one stage.
+    # end -> (cost of the most expensive stage, ends of the stages) for the layers up to `end`,
+    # initially in one stage.
     best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [end]) for end in ends}
     for _ in range(parts - 1):
         longer: dict[int, tuple[float, list[int]]] = {}

@@ -47,16 +47,17 @@ from ddpjob_trainer.model.models import RANDOM_PATHS, ties_samples
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Those whose forward pass is torch's: timm's subclass, for instance, has an activation in its own."""
+"""Layers with torch's own forward pass. timm's subclass, for instance, has an activation in its
+forward."""
 
 
 def can_be_shared(model: nn.Module) -> bool:
-    """Whether every layer that ties samples together is one that parts of a micro-batch can go through."""
+    """Return whether every layer that ties samples together can process parts of a micro-batch."""
     return all(type(module) in PLAIN_NORMS or _draws(module) for module in model.modules() if ties_samples(module))
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether it multiplies its input by random numbers."""
+    """Return whether the layer multiplies its input by random numbers."""
     return type(module) in _MASKS or type(module).__name__ in RANDOM_PATHS
 
 
@@ -70,7 +71,8 @@ class SharedParts:
         self._random: list[Any] = []
         self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
         for module in model.modules():
-            masks = _draws(module) and ties_samples(module)  # One of probability 0 changes nothing.
+            # A layer with probability 0 changes nothing.
+            masks = _draws(module) and ties_samples(module)
             layer: Any = self._normalize if isinstance(module, _BatchNorm) else self._mask if masks else None
             if layer is not None:
                 own: Any = torch.compiler.disable(partial(layer, module, module.forward))  # type: ignore[no-untyped-call]
@@ -78,7 +80,10 @@ class SharedParts:
 
     @contextmanager
     def of_micro(self, micro: Micro) -> Iterator[None]:
-        """Around the forward pass of a micro-batch; without parts, the model's own layers compute."""
+        """Run the forward pass of a micro-batch in this `with`.
+
+        Without parts, the model's own layers compute.
+        """
         self._parts = micro.parts
         self._random = [None] * len(micro.parts)
         try:
@@ -87,7 +92,7 @@ class SharedParts:
             self._parts = ()
 
     def _mask(self, module: nn.Module, forward: Forward, values: torch.Tensor) -> torch.Tensor:
-        """What the layer would do to this rank's samples if it had each micro-batch as a whole."""
+        """Apply the masks that the layer would draw for whole micro-batches to this rank's rows."""
         if not module.training or not self._parts:
             return forward(values)
         self._check_samples(module, values)
@@ -117,14 +122,15 @@ class SharedParts:
             values, module.weight, module.bias, module.eps, self._parts, sizes, self._group
         )
         if module.track_running_stats:
-            # The mean over this rank's samples of the moments of their micro-batches. Over all ranks, weighted by
-            # samples, that is the mean over the micro-batches.
+            # Take the mean of the micro-batches' moments, weighted by this rank's samples. Over all
+            # ranks, weighted by samples, that is the mean over the micro-batches.
             move_running(module, *moments)
         return outputs
 
     def _check_samples(self, module: nn.Module, values: torch.Tensor) -> None:
-        """Raise TrainingError where a layer gets windows or positions in place of samples, such as (n * windows, ...):
-        which rows belong to which part is not known then.
+        """Raise TrainingError if a layer gets windows or positions instead of samples.
+
+        With rows such as (n * windows, ...) it is not known which rows belong to which part.
         """
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
@@ -135,9 +141,10 @@ class SharedParts:
             )
 
     def _sizes_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples of each part's whole micro-batch (parts, 1), and each part's share of this rank's samples (parts,).
+        """Return each part's micro-batch size (parts, 1) and share of this rank (parts,).
 
-        Kept, since they are the same in most steps: to send them to the device in each layer would wait for it.
+        Both are kept, because they are the same in most steps, and sending them to the device in
+        each layer would wait for it.
         """
         key = tuple((part.size, part.count) for part in self._parts)
         if key not in self._sizes:
@@ -147,9 +154,10 @@ class SharedParts:
 
 
 class _NormalizeParts(torch.autograd.Function):
-    """(input, weight, bias, eps, parts, `_sizes_on`, group) -> (output, moments for `move_running`).
+    """Maps (input, weight, bias, eps, parts, `_sizes_on`, group) to (output, moments).
 
-    Sums over a sample's pixels are float32, those over samples float64, so that raw second moments lose nothing.
+    The moments are for `move_running`. Sums over a sample's pixels are float32, sums over samples
+    are float64, so that raw second moments lose no precision.
     """
 
     @staticmethod
@@ -168,7 +176,7 @@ class _NormalizeParts(torch.autograd.Function):
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         values = input.float()
         if values.dim() > 2:
-            axes = list(range(2, values.dim()))  # Not torch.var_mean, which takes 15 times as long on the CPU.
+            axes = list(range(2, values.dim()))  # torch.var_mean takes 15 times as long on the CPU.
             mean = values.mean(axes, keepdim=True)
             variance = torch.linalg.vector_norm(values - mean, dim=axes).square_().div_(pixels)
             mean = mean.flatten(1)
@@ -213,7 +221,7 @@ class _NormalizeParts(torch.autograd.Function):
 
 
 def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...]) -> torch.Tensor:
-    """(samples, channels) twice -> sums over each part (parts, 2, channels)."""
+    """Sum (samples, channels) twice over each part: (parts, 2, channels)."""
     sizes = [part.count for part in parts]
     both = torch.stack([first, second], 1)
     return torch.stack([piece.sum(0) for piece in torch.split(both, sizes)])
@@ -222,13 +230,14 @@ def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...])
 def _over_holders(
     first: torch.Tensor, second: torch.Tensor, pixels: int, parts: tuple[Part, ...], group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of means over `pixels` of each sample (samples, channels) the sums over each whole micro-batch."""
+    """Sum means over `pixels` of each sample (samples, channels) over each whole micro-batch."""
     return _summed(_by_part(first, second, parts).mul_(pixels), parts, group)
 
 
 def _summed(own: torch.Tensor, parts: tuple[Part, ...], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each part, its sums over all ranks that hold one of its micro-batch: added up in the order of the ranks, so
-    that these compute the same to the bit.
+    """Return each part's sums over all ranks that hold a part of its micro-batch.
+
+    They are added up in the order of the ranks, so that all holders compute the same to the bit.
     """
     every = group.swap([(values, part.holders) for values, part in zip(own, parts, strict=True)])
     both = torch.stack([torch.stack(found).sum(0) for found in every])
@@ -236,7 +245,7 @@ def _summed(own: torch.Tensor, parts: tuple[Part, ...], group: Group) -> tuple[t
 
 
 def _each(values: torch.Tensor, parts: tuple[Part, ...], like: torch.Tensor) -> torch.Tensor:
-    """(parts, channels) -> float32 (samples, channels, 1, ...), for tensors such as `like`."""
+    """Expand (parts, channels) to float32 (samples, channels, 1, ...), to match `like`."""
     chosen = values.float()
     chosen = torch.cat([row.expand(part.count, -1) for row, part in zip(chosen, parts, strict=True)])
     return chosen.reshape(*chosen.shape, *[1] * (like.dim() - 2))

@@ -1,5 +1,4 @@
-"""Batch normalization over the micro-batches of all ranks together, on the CPU, where torch's
-SyncBatchNorm refuses to work.
+"""Batch normalization over all ranks on the CPU, which torch's SyncBatchNorm does not support.
 
 The arithmetic is torch's: every rank's mean and sum of squares are combined by their counts, so
 that shares may differ or be empty.
@@ -19,8 +18,10 @@ from ddpjob_trainer.model.batchnorm_stats import move_running
 
 
 def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model with its batch normalizations replaced, names and values kept: on accelerators by
-    torch's, on the CPU by ours. Raises ConfigError for one that does more than to normalize.
+    """Return the model with its batch normalizations replaced; names and values stay.
+
+    The replacements are torch's on accelerators and ours on the CPU. Raises ConfigError for a layer
+    that does more than normalize.
     """
     for module in model.modules():
         plain = isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward
@@ -43,8 +44,10 @@ def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's, for shares that may be empty: for these it sends zeros in the input's format, where
-    ranks with samples send float32.
+    """torch's layer, for shares that may be empty.
+
+    For an empty share torch's sends zeros in the input's format, while ranks with samples send
+    float32.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -55,7 +58,7 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class CpuSyncBatchNorm(_BatchNorm):
-    """Like nn.SyncBatchNorm; (n, channels, ...), n may be 0 on some of the ranks."""
+    """Like nn.SyncBatchNorm, for (n, channels, ...); n may be 0 on some of the ranks."""
 
     is_synchronized = True
 
@@ -65,7 +68,7 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """All ranks together in training; in evaluation each by itself, with the running statistics."""
+        """Normalize: in training over all ranks (collective), else by the running statistics."""
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             normalized: torch.Tensor = super().forward(input)
             return normalized
@@ -78,10 +81,10 @@ class CpuSyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """(input, weight, bias, eps) -> (output, mean, biased variance, count).
+    """Maps (input, weight, bias, eps) to (output, mean, biased variance, count).
 
-    One all-gather forward, one all-reduce backward. Forward: Chan, Golub and LeVeque, Updating
-    formulae for sample variances, 1979. Backward: Ioffe and Szegedy, 2015.
+    It takes one all-gather forward and one all-reduce backward. Forward: Chan, Golub and LeVeque,
+    Updating formulae for sample variances, 1979. Backward: Ioffe and Szegedy, 2015.
     """
 
     @staticmethod
@@ -130,5 +133,5 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(channels,) -> (1, channels, 1, ...) for tensors such as `like`."""
+    """Reshape (channels,) to (1, channels, 1, ...) for tensors such as `like`."""
     return values.reshape(1, -1, *[1] * (like.dim() - 2))

@@ -1,1 +1,1 @@
-"""Loss, optimizers, number formats, the moving average of weights, and steps that are not finite."""
+"""Loss, optimizers, number formats, the moving average of weights, and non-finite steps."""

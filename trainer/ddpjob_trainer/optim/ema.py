@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (Polyak and Juditsky 1992), which is evaluated in their place."""
+"""An exponential moving average of the weights (Polyak and Juditsky 1992), used in evaluation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from ddpjob_trainer.errors import ConfigError
 
 
 class MovingAverage:
-    """Averages of tensors that training changes, by name: weights, and running statistics of normalization.
+    """Averages, by name, of tensors that training changes: weights and running statistics.
 
-    average = decay * average + (1 - decay) * weights after each step; it starts as the weights after the first step, as
-    in torch's AveragedModel. In float32, on each rank, since the weights are the same on all. `others`: the other names
-    of tensors that the model has under several, which averages have in a checkpoint too, where they replace its weights
-    by name. Raises ConfigError when `decay` is not between 0 and 1.
+    After each step, average = decay * average + (1 - decay) * weights. It starts as the weights
+    after the first step, as in torch's AveragedModel. Averages are float32 and on each rank,
+    because the weights are the same on all ranks. `others` maps further names of tensors that the
+    model has under several names; a checkpoint holds averages under these too, because they replace
+    the weights by name. Raises ConfigError if `decay` is not between 0 and 1.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class MovingAverage:
         self._aside: list[torch.Tensor] | None = None
 
     def update(self, skipped: bool | torch.Tensor = False) -> None:
-        """After an optimizer step; a skipped one (see precision.Update) changes nothing."""
+        """Update after an optimizer step. A skipped one (see precision.Update) changes nothing."""
         if isinstance(skipped, torch.Tensor) and self._updates:
             self._update_unless(skipped)
         elif not skipped:
@@ -47,7 +48,7 @@ class MovingAverage:
             self._updates += 1
 
     def _update_unless(self, skipped: torch.Tensor) -> None:
-        """Update where `skipped` is false, without waiting for the device."""
+        """Update if `skipped` is false, without waiting for the device."""
         share = ~skipped * (1 - self._decay)
         for device in {average.device for average in self._averages}:
             pairs = [pair for pair in zip(self._averages, self._tensors, strict=True) if pair[0].device == device]
@@ -69,18 +70,21 @@ class MovingAverage:
             self._aside = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: `{"updates": n, "averages": {name: tensor}}`."""
+        """Return the state to save: `{"updates": n, "averages": {name: tensor}}`."""
         averages = dict(zip(self._names, self._whole, strict=True))
         shared = {name: averages[known] for name, known in self._others.items() if known in averages}
         return {"updates": self._updates, "averages": averages | shared}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint. Raises KeyError or RuntimeError when it is of another model."""
+        """Continue from a checkpoint.
+
+        Raises KeyError or RuntimeError if it is of a different model.
+        """
         for name, average in zip(self._names, self._whole, strict=True):
             local(average).copy_(_shard(state["averages"][name], average))
         self._updates = int(state["updates"])
 
 
 def _shard(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """This rank's shard of a tensor, where `like` is a DTensor."""
+    """Return this rank's shard of a tensor if `like` is a DTensor, otherwise the tensor."""
     return local(whole if is_sharded(whole) or not is_sharded(like) else spread(whole, like))

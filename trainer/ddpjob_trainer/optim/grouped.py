@@ -10,11 +10,11 @@ import torch
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
-    """Calls `_step_group` for each group with the weights that have a gradient; never with none."""
+    """Calls `_step_group` for each group that has weights with a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step."""
+        """Take one step."""
         assert closure is None
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -23,4 +23,4 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _step_group(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
-        """Update these weights, and their states."""
+        """Update these weights and their states."""

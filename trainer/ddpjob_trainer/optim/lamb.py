@@ -1,5 +1,6 @@
-"""LAMB, for large batches: Adam with a learning rate per layer (You et al.: Large batch optimization for deep
-learning, training BERT in 76 minutes, 2019).
+"""LAMB, for large batches: Adam with a learning rate per layer.
+
+You et al.: Large batch optimization for deep learning, training BERT in 76 minutes, 2019.
 """
 
 from __future__ import annotations

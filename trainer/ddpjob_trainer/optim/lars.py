@@ -1,5 +1,6 @@
-"""LARS, for large batches: a learning rate per layer (You, Gitman, Ginsburg: Large batch training
-of ConvNets, 2017).
+"""LARS, for large batches: SGD with a learning rate per layer.
+
+You, Gitman, Ginsburg: Large batch training of ConvNets, 2017.
 """
 
 from __future__ import annotations

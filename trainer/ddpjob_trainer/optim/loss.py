@@ -1,4 +1,7 @@
-"""The training loss of a micro-batch: a sum over its samples, whose weight in the global batch the strategy knows."""
+"""The training loss of a micro-batch: a sum over its samples.
+
+The strategy knows the weight of that sum in the global batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.own_functions import load_function
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Scores float32 and targets, (n, k) each -> losses (n, k)."""
+"""Maps scores in float32 and targets, (n, k) each, to losses (n, k)."""
 
 
 def _huber(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -31,15 +34,15 @@ _OF_VALUES: dict[str, Each] = {
     "l1": lambda scores, targets: (scores - targets).abs(),
     "huber": _huber,
 }
-"""Losses of each value of a sample; a sample's loss is the mean over them."""
+"""Losses of single values. A sample's loss is the mean over its values."""
 _NAMES = ("cross_entropy", *_OF_VALUES)
 
 
 class Loss:
-    """What `optim.loss` names."""
+    """The loss that `optim.loss` names."""
 
     def __init__(self, config: OptimConfig) -> None:
-        """Raises ConfigError for a name that is not known."""
+        """Raises ConfigError for an unknown name."""
         self.name, self._smoothing = config.loss, config.label_smoothing
         self._own = load_function("optim.loss", config.loss) if ":" in config.loss else None
         self._classes = 0
@@ -56,9 +59,9 @@ class Loss:
         return self.name == "bce"
 
     def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
-        """Raise ConfigError for targets that the loss has no meaning for, and for settings that it does not use.
+        """Raise ConfigError for targets that do not suit the loss, and for unused settings.
 
-        From then on `sum` refuses scores of another number of `classes`.
+        From then on, `sum` refuses scores for a different number of `classes`.
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
@@ -89,9 +92,10 @@ class Loss:
         self._classes = classes if targets is Targets.CLASSES else 0
 
     def sum(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The losses of a micro-batch's samples, added up in float32. One that could not be read weighs nothing.
+        """Return the sum of a micro-batch's losses in float32.
 
-        Raises what `each` raises, and TrainingError for scores that the first evaluation would refuse, hours later.
+        An unreadable sample has weight zero. Raises the errors of `each`, and TrainingError for
+        scores that would otherwise fail only in the first evaluation, hours later.
         """
         self._check_scores(scores)
         targets = batch.labels[: len(scores)]
@@ -104,10 +108,10 @@ class Loss:
         return torch.where(readable, losses, torch.zeros_like(losses)).sum()
 
     def each(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of each sample, (n,), without label smoothing.
+        """Return the loss of each sample, (n,), without label smoothing.
 
-        Raises ConfigError when a function of one's own returns something else, TrainingError when the model's output
-        does not fit the targets.
+        Raises ConfigError if the user's own function returns anything else, and TrainingError if
+        the model's output does not fit the targets.
         """
         scores = scores.float()
         if self.name == "cross_entropy":
@@ -122,7 +126,8 @@ class Loss:
                 f"optim.loss={self.name}: the model gives {scores.shape[1]} scores per sample, and a target has"
                 f" {targets.shape[1]} values; give a model.name whose last layer has {targets.shape[1]} outputs"
             )
-        if self.of_decisions and targets.device.type == "cpu":  # Elsewhere it would wait for the device.
+        # On other devices the check would wait for the device.
+        if self.of_decisions and targets.device.type == "cpu":
             check_probabilities(targets)
         return _OF_VALUES[self.name](scores, targets).mean(1)
 
@@ -148,21 +153,22 @@ class Loss:
 
 
 def rows(values: torch.Tensor) -> torch.Tensor:
-    """(n, ...) -> (n, values of a sample)."""
+    """Flatten (n, ...) to (n, values of a sample)."""
     return values[:, None] if values.ndim == 1 else values.flatten(1)
 
 
 def loss_sum(
     logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sum of cross entropies in float32, a scalar.
+    """Return the sum of cross entropies in float32, a scalar.
 
-    logits (n, classes); labels: class numbers (n,), or shares of classes (n, classes). Label smoothing (Szegedy et al.
-    2015) takes `smoothing` of each label and spreads it over all classes. `weights` (n,) multiply the losses of
-    samples. A label of -100, and a row of shares that are all 0, has weight zero.
+    `logits` are (n, classes); `labels` are class numbers (n,), or shares of classes (n, classes).
+    Label smoothing (Szegedy et al. 2015) takes `smoothing` of each label and spreads it over all
+    classes. `weights` (n,) multiply the losses of samples. A label of -100 has weight zero, and so
+    has a row whose shares are all 0.
     """
     if labels.is_floating_point() and smoothing:
-        # Not torch's: that would give shares to a row without any.
+        # torch's smoothing would give shares to a row that has none.
         labels = labels * (1 - smoothing) + labels.sum(1, keepdim=True) * (smoothing / labels.shape[1])
         smoothing = 0.0
     if weights is None:

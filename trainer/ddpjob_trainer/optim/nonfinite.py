@@ -1,8 +1,8 @@
-"""Losses and gradients that are not finite: the step is skipped on all ranks, with a warning; several in a row end the
-training.
+"""Losses and gradients that are not finite: the step is skipped on all ranks, with a warning.
 
-A loss that is not finite on one rank makes the summed gradient so on every rank, and every rank skips the step. So the
-ranks need no message to agree on it; only after such a step do they exchange who saw it.
+Several such steps in a row end the training. If the loss is not finite on one rank, the summed
+gradient is not finite on any rank, so every rank skips the step without a message. Only afterwards
+do the ranks exchange which of them saw it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.optim.precision import Update
 
 _SCALE_STEPS = 40
-"""Steps in which a dynamic loss scale falls from 65536 to uselessly small; until then it adapts by skipping steps."""
+"""Number of steps in which a dynamic loss scale falls from 65536 to uselessly small. Until then it
+adapts by skipping steps."""
 _NUMBERS_SHOWN = 16
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
-"""Takes (step, text, {rank: its samples, where the loss was not finite})."""
+"""Takes (step, text, {rank: its samples}) for the ranks on which the loss was not finite."""
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """A step whose outcome has not been checked, since that would wait for the device."""
+    """A step whose outcome is not checked yet, because checking waits for the device."""
 
     step: int
     samples: Sequence[int]
@@ -37,7 +38,7 @@ class _Taken:
 
 
 class NonFiniteGuard:
-    """Watches the outcome of steps. All ranks must call it alike."""
+    """Watches the outcome of steps. All ranks must make the same calls."""
 
     def __init__(
         self,
@@ -48,9 +49,10 @@ class NonFiniteGuard:
         dynamic_scale: bool = False,
         left_out: Callable[[int], None] | None = None,
     ) -> None:
-        """`limit`: so many skipped steps in a row end the training. `left_out` takes the number of each of them.
+        """Training ends after `limit` skipped steps in a row; `left_out` gets the number of each.
 
-        `dynamic_scale`: overflows while the loss scale still adapts do not count. Raises ConfigError.
+        With `dynamic_scale`, overflows do not count while the loss scale still adapts. Raises
+        ConfigError.
         """
         if limit < 1:
             raise ConfigError(
@@ -62,16 +64,17 @@ class NonFiniteGuard:
         self._pending: list[_Taken] = []
         self._in_a_row = self._overflows = 0
         self.skipped = 0
-        """Steps skipped so far, in this incarnation of the job."""
+        """Number of steps skipped in this incarnation of the job."""
 
     def record(
         self, step: int, samples: Sequence[int], losses: torch.Tensor, count: int, update: Update
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Record that step `step` was taken or skipped.
 
-        `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Returns losses and count;
-        zeros for both when the step was skipped, as tensors on the device where checking would wait for it. Raises
-        TrainingError on all ranks when too many in a row were skipped; where checking would wait, `check` does.
+        `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Returns
+        losses and count, or zeros for both if the step was skipped; they are tensors on the device
+        if checking would wait for it. Raises TrainingError on all ranks if too many steps in a row
+        were skipped; if checking would wait, `check` raises it later.
         """
         self._pending.append(_Taken(step, samples, losses, update.skipped))
         if isinstance(update.skipped, torch.Tensor):
@@ -80,7 +83,7 @@ class NonFiniteGuard:
         return (torch.zeros_like(losses), 0) if update.skipped else (losses, count)
 
     def check(self) -> None:
-        """Check the steps since the last call. Raises TrainingError, on all ranks."""
+        """Check the steps since the last call. Raises TrainingError on all ranks."""
         pending, self._pending = self._pending, []
         for taken in pending:
             if bool(taken.skipped):

@@ -19,10 +19,11 @@ def build_optimizer(
     parameters: Iterable[tuple[str, torch.nn.Parameter]],
     depths: Mapping[str, int] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of `config` for parameters by name; those without weight decay get a group of their own.
+    """Return the optimizer of `config` for named parameters.
 
-    `depths`: of all the model's parameters (`model.depths`), frozen ones too, for optim.layer_decay; each depth gets
-    groups of its own. Raises ConfigError for values out of range.
+    Parameters without weight decay get a group of their own. `depths` covers all of the model's
+    parameters (`model.depths`), also frozen ones, for optim.layer_decay; each depth gets groups of
+    its own. Raises ConfigError for values out of range.
     """
     check(config)
     named = list(parameters)
@@ -30,8 +31,9 @@ def build_optimizer(
     groups = _groups(config, named)
     if depths is not None and config.layer_decay != 1:
         groups = _by_depth(config.layer_decay, groups, named, depths)
-    # The fused kernels of the CPU take half the time for SGD and a fifth for AdamW (11 million weights, one core).
-    # torch has no fused SGD for DTensors (fsdp), and by default steps through these weight by weight.
+    # The CPU's fused kernels take half the time for SGD and a fifth for AdamW (11 million weights,
+    # one core). torch has no fused SGD for DTensors (fsdp), and by default it steps through these
+    # weight by weight.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
@@ -60,7 +62,8 @@ _NEVER_DECAYED = frozenset(
     {"class_token", "cls_token", "dist_token", "pos_embedding", "pos_embed", "relative_position_bias_table"}
     | {"layer_scale"}
 )
-"""Last parts of the names of tensors that torchvision's and timm's recipes leave out with biases and normalization."""
+"""Last parts of tensor names that torchvision's and timm's recipes exclude from weight decay, along
+with biases and normalization."""
 
 
 def _groups(config: OptimConfig, named: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
@@ -79,7 +82,7 @@ def _groups(config: OptimConfig, named: list[tuple[str, torch.nn.Parameter]]) ->
 
 
 _SCALE = "lr_scale"
-"""In a group of parameters: its learning rate as a share of the schedule's; timm's word."""
+"""Key in a parameter group for its share of the schedule's learning rate (timm's name for it)."""
 
 
 def _by_depth(
@@ -88,7 +91,10 @@ def _by_depth(
     named: list[tuple[str, torch.nn.Parameter]],
     depths: Mapping[str, int],
 ) -> list[dict[str, Any]]:
-    """Each group divided by depth, deepest last: the rate of depth d of n is decay^(n - 1 - d) times the schedule's."""
+    """Divide each group by depth, deepest last.
+
+    At depth d of n, the rate is decay^(n - 1 - d) times the schedule's.
+    """
     names = {weight: name for name, weight in named}
     deepest = max(depths.values())
     divided = []
@@ -142,9 +148,10 @@ def check(config: OptimConfig) -> None:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a step stands in the training, in samples, so that no rate depends on the batches of earlier steps.
+    """The position of a step in the training, in samples.
 
-    `consumed` samples of all epochs together are done before the step; an epoch has `size`, a full step takes `batch`.
+    Rates then do not depend on the batches of earlier steps. `consumed` samples over all epochs
+    were taken before the step; an epoch has `size` samples, and a full step takes `batch`.
     """
 
     consumed: int
@@ -154,20 +161,20 @@ class Position:
 
     @property
     def length(self) -> int:
-        """Samples of a full step."""
+        """The number of samples in a full step."""
         return min(self.batch, self.size)
 
     @property
     def total(self) -> int:
-        """Samples of the whole training."""
+        """The number of samples in the whole training."""
         return self.size * self.epochs
 
 
 def learning_rate(config: OptimConfig, at: Position) -> float:
-    """The learning rate of the step at a position.
+    """Return the learning rate of the step at a position.
 
-    With equal steps it is torch's schedulers'. cosine: Loshchilov and Hutter, SGDR, 2016. one_cycle: Smith and Topin,
-    Super-convergence, 2018, in the form of torch's OneCycleLR.
+    With equal steps it is that of torch's schedulers. cosine: Loshchilov and Hutter, SGDR, 2016.
+    one_cycle: Smith and Topin, Super-convergence, 2018, in the form of torch's OneCycleLR.
     """
     warmup = config.warmup_epochs * at.size
     if at.consumed < warmup:
@@ -181,7 +188,8 @@ def learning_rate(config: OptimConfig, at: Position) -> float:
         case ScheduleName.COSINE:
             done = min(1.0, (at.consumed - warmup) / max(1.0, at.total - warmup))
             return _cosine(config.lr, 0.0, done)
-        case ScheduleName.ONE_CYCLE:  # The rate is highest at `top`, and has fallen at the begin of the last step.
+        # The rate peaks at `top` and has fallen when the last step begins.
+        case ScheduleName.ONE_CYCLE:
             first, last = config.lr * config.start_factor, config.lr * config.end_factor
             top = config.rise * at.total - at.length
             if at.consumed < top:
@@ -190,11 +198,11 @@ def learning_rate(config: OptimConfig, at: Position) -> float:
 
 
 def _cosine(start: float, end: float, done: float) -> float:
-    """From `start` to `end` along half a cosine wave; `done` from 0 to 1."""
+    """Interpolate from `start` to `end` along half a cosine wave; `done` is from 0 to 1."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group, of those by depth their share of it."""
+    """Set the learning rate of every parameter group; groups by depth get their share of it."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_SCALE, 1.0)

@@ -1,4 +1,4 @@
-"""Number formats: what the model computes in, what the optimizer works on, and how losses are scaled.
+"""Number formats of model and optimizer, and the scale of losses.
 
 The levels are those of NVIDIA's Apex, built from torch.autocast and torch.amp.GradScaler.
 """
@@ -23,11 +23,11 @@ from ddpjob_trainer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Update:
-    """The outcome of an optimizer step: the gradient's norm before clipping, and whether the step
-    was skipped (norm not finite).
+    """The outcome of an optimizer step.
 
-    On an accelerator both may be tensors there: `float(norm)` and `bool(skipped)` wait for the
-    device, so convert them only to show them.
+    It holds the gradient's norm before clipping, and whether the step was skipped because the norm
+    is not finite. On an accelerator both may be tensors: `float(norm)` and `bool(skipped)` then
+    wait for the device, so convert them only to show them.
     """
 
     norm: float | torch.Tensor
@@ -35,9 +35,10 @@ class Update:
 
 
 class Precision:
-    """How one model computes.
+    """The number formats and the loss scale of one model.
 
-    `over_parts`, where ranks hold different parts of the gradients: sums a tensor over these ranks, in place.
+    If ranks hold different parts of the gradients, `over_parts` sums a tensor over these ranks, in
+    place.
     """
 
     over_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -45,7 +46,7 @@ class Precision:
     def __init__(
         self, config: AmpConfig | None = None, clip_norm: float = 0.0, device: torch.device | None = None
     ) -> None:
-        """Raises ConfigError when a value makes no sense or the device cannot compute in the format."""
+        """Raises ConfigError for a wrong value, or a format that the device cannot compute in."""
         self._device = device or torch.device("cpu")
         self.config = chosen(config or AmpConfig(), self._device)
         if clip_norm < 0:
@@ -56,7 +57,7 @@ class Precision:
         self.dtype = _dtype(self.config, self._device)
         self._scale = _loss_scale(self.config, self.dtype)
         self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
-        # Reading a number from an accelerator waits until its queue is empty.
+        # Reading a number from an accelerator would wait until its queue is empty.
         self._synchronous = self._device.type == "cpu"
         self._originals: dict[str, torch.Tensor] = {}
         self._masters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -68,7 +69,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """For people: float32, or the level and its format."""
+        """A name for people: float32, or the format and its level."""
         if self.config.level is AmpLevel.O0:
             return "float32"
         return f"{str(self.dtype).removeprefix('torch.')} ({self.config.level.value})"
@@ -76,7 +77,10 @@ class Precision:
     # ------------------------------------------------------------ the model
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """The model in the formats that it computes in; before it is wrapped."""
+        """Return the model in the formats that it computes in.
+
+        Call this before the model is wrapped.
+        """
         if self.config.level not in (AmpLevel.O2, AmpLevel.O3):
             return model
         if self.config.level is AmpLevel.O2:
@@ -91,11 +95,14 @@ class Precision:
         return values.to(self.dtype) if values.is_floating_point() else values
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For the forward pass and the loss."""
+        """Return the context for the forward pass and the loss."""
         return torch.autocast(self._device.type, self.dtype) if self.config.level is AmpLevel.O1 else nullcontext()
 
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer works on, by the model's names: at O2 the float32 copies, else the model's own."""
+        """Return the optimizer's parameters by the model's names.
+
+        At O2 they are the float32 copies, otherwise the model's own.
+        """
         own = dict(model.named_parameters())
         for name, original in self._originals.items():
             if is_sharded(own[name]):
@@ -131,7 +138,7 @@ class Precision:
         return self._scaler is not None
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss as a backward pass takes it."""
+        """Return a loss as a backward pass takes it."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -139,9 +146,9 @@ class Precision:
         torch.autograd.backward(self.scaled(loss))
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Update:
-        """Unscale, clip, step; the step is skipped when a gradient is not finite.
+        """Unscale and clip the gradients and step, or skip the step if a gradient is not finite.
 
-        The same on every rank whose gradients are the same.
+        All ranks with the same gradients decide alike.
         """
         for short, master in self._masters.values():
             master.grad = None if short.grad is None else short.grad.to(master.dtype)
@@ -150,7 +157,7 @@ class Precision:
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
         norm = self._norm(gradients)
-        if self._clip_norm:  # As nn.utils.clip_grad_norm_.
+        if self._clip_norm:  # The same formula as nn.utils.clip_grad_norm_.
             factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
             for device in {gradient.device for gradient in gradients}:
                 torch._foreach_mul_(
@@ -165,7 +172,10 @@ class Precision:
         return Update(norm if isinstance(skipped, torch.Tensor) else float(norm), skipped)
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients, in one reading pass. One too large for float32 (3e38) counts as not finite."""
+        """Return the norm of all gradients, computed in one pass.
+
+        A norm that is too large for float32 (3e38) counts as not finite.
+        """
         norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else (torch.zeros(()),)
         norm = torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]))
         return norm if self.over_parts is None else self.over_parts(norm.square()).sqrt()
@@ -174,7 +184,8 @@ class Precision:
         self, optimizer: torch.optim.Optimizer, norm: torch.Tensor, weights: int
     ) -> bool | torch.Tensor:
         fused = optimizer.defaults.get("fused") and not self._synchronous
-        # Not in a first step: skipped inside, it would leave fused SGD's momentum uninitialized.
+        # Not in a first step, because skipping inside would leave fused SGD's momentum
+        # uninitialized.
         if fused and len(optimizer.state) >= weights:
             skipped = ~torch.isfinite(norm)
             optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
@@ -188,7 +199,8 @@ class Precision:
 
     def _scaled_step(self, optimizer: torch.optim.Optimizer) -> bool:
         assert self._scaler is not None
-        # Else fused optimizers skip inside: SGD's momentum is then uninitialized where that was the first step.
+        # Otherwise fused optimizers skip inside, which leaves SGD's momentum uninitialized if it
+        # was the first step.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         found = list(self._scaler._found_inf_per_device(optimizer).values())
         if self.over_parts is not None:
@@ -202,34 +214,38 @@ class Precision:
     # ------------------------------------------------------------ checkpoints
 
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's state dict, with the weights that the optimizer works on: another level can resume from it."""
+        """Return the model's state dict with the weights that the optimizer works on.
+
+        A run at a different level can resume from it.
+        """
         state: dict[str, torch.Tensor] = model.state_dict()
         masters = {short: master.detach() for short, master in self._masters.values()}
-        named = model.named_parameters(remove_duplicate=False)  # Two modules may share one.
+        named = model.named_parameters(remove_duplicate=False)  # Two modules may share a parameter.
         return {**state, **{name: masters[short] for name, short in named if short in masters}}
 
     def load_model(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """The reverse. Raises RuntimeError when it does not fit."""
+        """Load a state dict of `model_state`. Raises RuntimeError if it does not fit."""
         model.load_state_dict(state)
         with torch.no_grad():
             for name, (_, master) in self._masters.items():
                 master.copy_(state[name])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint keeps."""
         return {"scaler": self._scaler.state_dict()} if self._scaler is not None and self.scale_is_dynamic else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; a dynamic scale starts over when it holds none."""
+        """Continue from a checkpoint. A dynamic scale starts over if the checkpoint holds none."""
         if self._scaler is not None and self.scale_is_dynamic and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
-            # The window is the configuration's, which may have changed.
+            # The window comes from the configuration, which may have changed.
             self._scaler.set_growth_interval(self.config.scale_window)
 
 
 class Autocasting(nn.Module):
-    """A model that enters autocast by itself, for callers that run it in threads of their own or
-    leave autocast before.
+    """A model that enters autocast by itself.
+
+    It is for callers that run it in their own threads or leave autocast before.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -237,14 +253,17 @@ class Autocasting(nn.Module):
         self.model, self._precision = model, precision
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """The model's output."""
+        """Return the model's output."""
         with self._precision.autocast():
             scores: torch.Tensor = self.model(images)
         return scores
 
 
 class _Scaler(torch.amp.GradScaler):
-    """GradScaler that also takes float16 gradients (at O3 there are no others), and this rank's shards of DTensors."""
+    """A GradScaler that also takes float16 gradients and this rank's shards of DTensors.
+
+    At O3 there are only float16 gradients.
+    """
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -263,10 +282,11 @@ def _part(weight: torch.Tensor) -> torch.Tensor:
 
 
 def chosen(config: AmpConfig, device: torch.device) -> AmpConfig:
-    """The configuration with a level in place of `auto`.
+    """Return the configuration with a level in place of `auto`.
 
-    bfloat16 has the range of float32, so that it needs no loss scale and nothing else of the configuration changes.
-    Weights, optimizer and checkpoints are float32 at O0 and O1: a run may continue at the other, on another device.
+    bfloat16 has the range of float32, so it needs no loss scale, and the rest of the configuration
+    stays the same. Weights, optimizer and checkpoints are float32 at O0 and O1, so a run may
+    continue at the other one on a different device.
     """
     if config.level is not AmpLevel.AUTO:
         return config
@@ -277,9 +297,10 @@ def chosen(config: AmpConfig, device: torch.device) -> AmpConfig:
 
 
 def agreed(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
-    """`chosen`, the same on every rank, and the ranks for whose sake `auto` is float32. All ranks together.
+    """Return `chosen`, the same on every rank, and the ranks that make `auto` use float32.
 
-    Ranks that compute in different formats would add up gradients of different exactness.
+    Ranks that compute in different formats would add up gradients of different precision. All ranks
+    must call this together.
     """
     own = chosen(config, device)
     if config.level is not AmpLevel.AUTO:
@@ -305,7 +326,7 @@ def _dtype(config: AmpConfig, device: torch.device) -> torch.dtype:
 
 
 def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
-    """A static scale, or None for a dynamic one."""
+    """Return a static scale, or None for a dynamic one."""
     if config.loss_scale == "dynamic":
         return None
     if config.loss_scale == "auto":
@@ -325,7 +346,7 @@ def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
 
 
 def _check_device(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError when a convolution and a product in the format fail on the device, forward or backward."""
+    """Raise ConfigError if a convolution or product in the format fails, forward or backward."""
     name, other = str(dtype).removeprefix("torch."), "bfloat16" if dtype is torch.float16 else "float16"
     try:
         if (

@@ -1,4 +1,4 @@
-"""The address under which other nodes find this one, as gloo and NCCL choose it."""
+"""The address under which other nodes find this one, chosen as gloo and NCCL choose it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ddpjob_trainer.distributed.process_group import Group
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """`address`: where other nodes can reach this one; `gloo`: the one that gloo announces; `stack`: whose loopback.
+    """The addresses of a node.
 
-    Its listener answers on `port` to those who know the token.
+    Other nodes can reach it at `address`; gloo announces `gloo`; `stack` identifies its loopback.
+    Its listener answers on `port` to peers that know the token.
     """
 
     stack: str
@@ -32,9 +33,10 @@ class NodeAddress:
 
 
 def own_address(group: Group) -> NodeAddress:
-    """GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME if set, else what gloo takes, else the address towards rank 0.
+    """Return this node's address.
 
-    Raises OSError when the interface that is named does not exist.
+    It is that of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME if set, otherwise gloo's choice,
+    otherwise the address towards rank 0. Raises OSError if the named interface does not exist.
     """
     named, nccl = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("NCCL_SOCKET_IFNAME", "")
     address = gloo = _address_of(named) if named else _host_address()
@@ -46,7 +48,10 @@ def own_address(group: Group) -> NodeAddress:
 
 
 def network_stack() -> str:
-    """The same for processes that share a loopback: the kernel's start, and the network namespace in it."""
+    """Return an id shared by all processes on the same loopback.
+
+    It combines the kernel's start and the network namespace in it.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -62,14 +67,20 @@ def _address_of(name: str) -> str:
 
 
 def _nccl_interface(wanted: str) -> str:
-    """The first interface that matches NCCL_SOCKET_IFNAME: prefixes of names, or whole names after `=`."""
+    """Return the first interface that matches NCCL_SOCKET_IFNAME.
+
+    That variable has prefixes of names, or whole names after `=`.
+    """
     exact, words = wanted.startswith("="), [word.partition(":")[0] for word in wanted.removeprefix("=").split(",")]
     matches = (n for n in interfaces() if any(n == word if exact else n.startswith(word) for word in words))
     return next(matches, words[0])
 
 
 def _host_address() -> str:
-    """As gloo in torch finds it: the first address of the host's name that this machine has; else the loopback."""
+    """Return the host's address as gloo in torch finds it.
+
+    It is the first address of the host's name that this machine has, or else the loopback.
+    """
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

@@ -1,4 +1,4 @@
-"""Rank 0's judgements: pure functions of what the ranks found, each naming the culprit and the remedy."""
+"""Rank 0's judgements: pure functions of the ranks' findings, naming culprit and remedy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from ddpjob_trainer.preflight.results import Layout, RankFinding, Result, Status
 
 _OK, _SKIPPED, _WARN, _FAIL = Status.OK, Status.SKIPPED, Status.WARN, Status.FAIL
 _KERBEROS_SECONDS = 300.0
-"""What Kerberos, and with it many a mount, allows by default (RFC 4120); S3 refuses requests from 15 minutes on."""
+"""Kerberos, and therefore many a mount, allows this by default (RFC 4120). S3 refuses requests from
+15 minutes on."""
 
 
 def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
-    """FAIL for ranks that never came, or that came and fell silent. `stages`: the last note of each rank that came."""
+    """Return FAIL for ranks that never came, or that came and fell silent.
+
+    `stages` has the last note of each rank that came.
+    """
     missing = sorted(set(range(world)) - set(here))
     if not missing:
         return Result("ranks", _OK, f"all {world} here")
@@ -30,7 +34,7 @@ def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
 
 
 def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Result:
-    """The worst of what single ranks found and of what differs between them."""
+    """Return the worst of the findings of single ranks and of the differences between them."""
     names = layout.nodes if check.per_node else layout.ranks
     if not findings:
         return Result(check.name, _SKIPPED, "no rank with LOCAL_RANK 0 is here")
@@ -51,14 +55,20 @@ def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Res
 
 
 def differing(values: dict[int, str]) -> tuple[str, list[int]]:
-    """The value that most ranks have (of two as frequent ones, the lowest rank's), and the ranks that have another."""
+    """Return the value that most ranks have, and the ranks that have a different one.
+
+    Of two equally frequent values, the lowest rank's counts.
+    """
     frequent = list(values.values())
     norm = max((values[rank] for rank in sorted(values)), key=frequent.count, default="")
     return norm, [rank for rank in sorted(values) if values[rank] != norm]
 
 
 def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], layout: Layout) -> Result:
-    """FAIL where gloo would announce a loopback address: the other nodes would connect to themselves and wait."""
+    """Return FAIL if gloo would announce a loopback address.
+
+    The other nodes would then connect to themselves and wait.
+    """
     name = "own address"
     if problems:
         remedy = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to an interface that is there"
@@ -74,10 +84,11 @@ def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], lay
 
 
 def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
-    """The fewest nodes that all failing pairs (source, target) have in common, and which of their directions fail.
+    """Return the fewest nodes that all failing pairs (source, target) have in common.
 
-    The node in most of the failing pairs comes first. Where only one direction between two nodes fails, it is the
-    target, because a firewall is mostly for what comes in; where both fail, nothing shows which it is: both are named.
+    Each comes with the directions that fail. The node in most of the failing pairs comes first. If
+    only one direction between two nodes fails, the target is blamed, because a firewall mostly
+    filters incoming traffic; if both fail, nothing shows which node it is, so both are named.
     """
     pairs = set(failing)
     remaining, found = set(pairs), set[int]()
@@ -93,7 +104,10 @@ def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
 
 
 def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
-    """By what fails with nodes that are not to blame themselves, if there are any."""
+    """Return the failing directions of a node, judged by its pairs with nodes that are not blamed.
+
+    If there are no such pairs, all of its pairs count.
+    """
     own = {pair for pair in pairs if node in pair}
     decisive = {pair for pair in own if not set(pair) - {node} & blamed} or own
     comes_in, goes_out = (any(pair[side] == node for pair in decisive) for side in (1, 0))
@@ -101,7 +115,10 @@ def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
 
 
 def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, NodeAddress], layout: Layout) -> Result:
-    """FAIL naming the nodes that the failing pairs have in common. `contacts`: by source and target leader."""
+    """Return FAIL naming the nodes that the failing pairs have in common.
+
+    `contacts` are by source and target leader.
+    """
     pairs = len(listeners) * (len(listeners) - 1)
     if pairs == 0:
         return Result("reachability", _OK, "one node")
@@ -134,9 +151,10 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
 
 
 def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float) -> Result:
-    """WARN when a clock is surely off by more than the limit (seconds), FAIL from five minutes on.
+    """Return WARN if a clock is certainly off by more than `limit` seconds.
 
-    A clock is compared with rank 0's by a contact in either direction.
+    From five minutes on it is a FAIL. A clock is compared with rank 0's by a contact in either
+    direction.
     """
     if len(layout.leaders) == 1:
         return Result("clocks", _OK, "one node")
@@ -164,9 +182,10 @@ def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float
 
 
 def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout) -> Result:
-    """FAIL when checkpoint.shared contradicts the folders. `sees`: whether another node's leader sees rank 0's file.
+    """Return FAIL if checkpoint.shared contradicts the folders.
 
-    `path` is empty when rank 0 could not write there.
+    `sees` says for each other node's leader whether it sees rank 0's file. `path` is empty if rank
+    0 could not write there.
     """
     name = "shared folder"
     if not sees:
@@ -183,7 +202,10 @@ def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout
 
 
 def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, backend: str, least: float) -> Result:
-    """FAIL for a wrong sum, an error or silence, WARN below `least` GB/s. `stages`: of those ranks without a sum."""
+    """Return FAIL for a wrong sum, an error or silence, and WARN below `least` GB/s.
+
+    `stages` are those of ranks without a sum.
+    """
     name, log = "all-reduce", "read its log; with NCCL, set NCCL_DEBUG=INFO"
     if stages:
         value = f"no answer while {next(iter(stages.values()))} ({backend})"

@@ -18,10 +18,10 @@ _LINGER_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Check; rank 0 prints the table. Returns 0.
+    """Run the checks; rank 0 prints the table. Returns 0.
 
-    Raises PreflightError on every rank when a check failed, so that a job's status says why; ConfigError for a wrong
-    command line.
+    Raises PreflightError on every rank if a check failed, so that a job's status says why, and
+    ConfigError for a wrong command line.
     """
     if wants_help(arguments):
         print(__doc__)
@@ -37,14 +37,15 @@ def main(arguments: list[str]) -> int:
             report.write(Path(name))
 
     late_dynamo.put_off()
-    fast_exit.leave_fast()  # A thread that waits for a dead mount must not keep the process.
+    fast_exit.leave_fast()  # A thread that waits for a dead mount must not keep the process alive.
     from ddpjob_trainer.preflight.conduct import conduct
 
     try:
         failure = conduct(config, Group.from_env(), publish)
     except PreflightError:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(_LINGER_SECONDS)  # torchrun ends all ranks when one leaves: rank 0's table must be out before.
+            # torchrun ends all ranks when one exits, so wait until rank 0's table is out.
+            time.sleep(_LINGER_SECONDS)
         raise
     if failure:
         raise PreflightError(failure)

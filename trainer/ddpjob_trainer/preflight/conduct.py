@@ -1,4 +1,7 @@
-"""The preflight from beginning to end: every rank leaves its findings in the store, rank 0 judges between the steps."""
+"""The preflight from beginning to end.
+
+Every rank leaves its findings in the store, and rank 0 judges between the steps.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,23 @@ from ddpjob_trainer.preflight.results import Layout, PreflightReport, RankFindin
 _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachability"}
 _CONNECT_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS, _GRACE_SECONDS = 3.0, 3.0, 5.0, 15.0
 _NFS_SECONDS = 3.0
-"""How long rank 0's file may take to appear on another node: NFS asks its server for a name that it has not seen."""
+"""Time for rank 0's file to appear on another node. NFS asks its server for a name that it has not
+seen."""
 
 
 def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:
-    """Check all ranks together. Returns the worst failure in one sentence, the same on every rank; empty if none.
+    """Check all ranks together. Returns the worst failure in one sentence; empty if there is none.
 
-    Ends within seconds, whatever happens. Rank 0 calls `publish` before any rank knows the outcome: a launcher ends all
-    ranks when the first one leaves. Raises PreflightError or RendezvousError where the other ranks cannot be met.
+    It is the same on every rank. The check ends within seconds, whatever happens. Rank 0 calls
+    `publish` before any rank knows the outcome, because a launcher ends all ranks when the first
+    one exits. Raises PreflightError or RendezvousError if the other ranks cannot be met.
     """
     for key in ("join_seconds", "step_seconds"):
         if (seconds := getattr(config.preflight, key)) <= 0:
             raise ConfigError(f"preflight.{key}: {seconds} is not above 0")
-    # Every wait has its deadline; but torch's FileStore holds Python's lock while it waits for a folder that is gone.
-    # This timer needs no lock. It writes the stacks of all threads and ends the process with 1.
+    # Every wait has its deadline, but torch's FileStore holds Python's lock while it waits for a
+    # folder that is gone. This timer needs no lock; it writes the stacks of all threads and ends
+    # the process with 1.
     longest = config.preflight.join_seconds + 8 * config.preflight.step_seconds + _GRACE_SECONDS
     faulthandler.dump_traceback_later(longest, exit=True, file=2)
     preflight = _Preflight(config, group)
@@ -58,13 +64,16 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
 
 
 def require(config: Config, group: Group) -> None:
-    """Before training. Raises PreflightError on every rank when a check fails; rank 0 prints the table."""
+    """Run the preflight before training; rank 0 prints the table.
+
+    Raises PreflightError on every rank if a check fails.
+    """
     if failure := conduct(config, group, PreflightReport.print):
         raise PreflightError(failure)
 
 
 class _Preflight:
-    """One rank's part; on rank 0 also the results so far."""
+    """One rank's part in the preflight and, on rank 0, the results so far."""
 
     def __init__(self, config: Config, group: Group) -> None:
         self._config, self._group, self._began = config, group, time.monotonic()
@@ -92,12 +101,12 @@ class _Preflight:
             exchange.post("sum", self._sum())
         failure = exchange.decided("verdict", lambda: self._verdict(publish), longest)
         exchange.post("bye", True)
-        if rank == 0:  # It may serve the store.
+        if rank == 0:  # Rank 0 may serve the store, so it leaves last.
             exchange.gather("bye", plan["ranks"], _BYE_SECONDS)
         return str(failure)
 
     def close(self) -> None:
-        """Close the listener and remove rank 0's file."""
+        """Close the listener, and remove rank 0's file."""
         if self._listener is not None:
             self._listener.close()
         if self._group.rank == 0 and self._mark:
@@ -109,7 +118,10 @@ class _Preflight:
     # ------------------------------------------------------------ on every rank
 
     def _facts(self, context: Context) -> dict[str, Any]:
-        """Findings of this rank, all checks at the same time; of a node's first rank its address too."""
+        """Return this rank's findings; all checks run at the same time.
+
+        A node's first rank adds its address.
+        """
         first = self._group.local_rank == 0
         chosen = [check for check in CHECKS if first or not check.per_node]
         self._exchange.stage("checking " + ", ".join(check.name for check in chosen))
@@ -131,11 +143,15 @@ class _Preflight:
         return facts | ({"address": own, "problem": problem} if first else {})
 
     def _row(self, addresses: dict[int, NodeAddress]) -> dict[str, Any]:
-        """This node's contacts with the others, and whether rank 0's file is in its checkpoint folder."""
+        """Return this node's contacts with the others, and whether it sees rank 0's file.
+
+        That file is in the checkpoint folder.
+        """
         self._exchange.stage("connecting to the other nodes")
         contacts = peers.connect_all(self._group.rank, addresses, _CONNECT_SECONDS)
         self._exchange.stage(searching := "searching for rank 0's file in the checkpoint folder")
-        sees, _ = attempt(self._step, searching, self._sees_mark)  # The folder's own check has said what is wrong.
+        # The folder's own check has reported what is wrong.
+        sees, _ = attempt(self._step, searching, self._sees_mark)
         return {"contacts": contacts, "sees": bool(sees)}
 
     def _sees_mark(self) -> bool:
@@ -154,21 +170,28 @@ class _Preflight:
     # ------------------------------------------------------------ on rank 0, between the steps
 
     def _judge_facts(self) -> dict[str, Any]:
-        """Judge what each rank found by itself. Returns who is here, and where the nodes can be reached."""
+        """Judge what each rank found by itself.
+
+        Returns which ranks are here, and where the nodes can be reached.
+        """
         came = self._exchange.gather("stage", range(self._group.world), self._join)
         self._by_rank = facts = self._exchange.gather("facts", came, self._step + 2)
         self._layout = Layout.of({rank: came[rank] for rank in facts})
         self._results += [checks.joined(self._group.world, self._exchange.gather("stage", came, 0), facts)]
         for check in CHECKS:
             notes = {r: fact["findings"][check.name] for r, fact in facts.items() if check.name in fact["findings"]}
-            # By name: another version of the trainer, which this names, may know more fields.
+            # By name, because a different version of the trainer, which this check reports, may
+            # send more fields.
             findings = {r: RankFinding(n["value"], n["status"], n["remedy"], n["same"]) for r, n in notes.items()}
             self._results.append(checks.merge(check, findings, self._layout))
         self._addresses = {r: NodeAddress(**fact["address"]) for r, fact in facts.items() if fact.get("address")}
         return {"leaders": self._layout.leaders, "ranks": sorted(facts), "addresses": self._addresses}
 
     def _judge_nodes(self) -> bool:
-        """Judge addresses, connections, the shared folder and clocks. Returns whether a group can be tried."""
+        """Judge addresses, connections, the shared folder and clocks.
+
+        Returns whether a group can be tried.
+        """
         config, layout, facts = self._config, self._layout, self._by_rank
         rows = self._exchange.gather("row", layout.leaders, 3 * _CONNECT_SECONDS + self._step)
         contacts = {r: {int(b): peers.Contact(**c) for b, c in row["contacts"].items()} for r, row in rows.items()}
@@ -203,5 +226,6 @@ class _Preflight:
         try:
             publish(report)
         finally:
-            self._exchange.publish("verdict", report.failure)  # The others need not wait for what fails here.
+            # The others need not wait if publishing fails here.
+            self._exchange.publish("verdict", report.failure)
         return report.failure

@@ -1,4 +1,7 @@
-"""Notes that ranks leave for each other before they form a group: JSON in the store, each awaited with a deadline."""
+"""Notes that ranks leave for each other before they form a group.
+
+They are JSON in the store, and each is awaited with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ _NOTICE_SECONDS, _POLL_SECONDS, _DIAGNOSIS_SECONDS = 5.0, 0.01, 3.0
 
 
 def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
-    """`function()` in a thread that is abandoned after its time: a dead network file system never answers.
+    """Return `function()`, run in a thread that is abandoned when its time is over.
 
-    Raises PreflightError when the time is over, and what the function raises.
+    A dead network file system never answers. Raises PreflightError if the time is over, and what
+    the function raises.
     """
     answer = in_thread(f"preflight: {doing}", function)
     if not wait([answer], seconds).done:
@@ -36,7 +40,10 @@ def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
 
 
 def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | None, str]:
-    """The function's value, or why there is none: whatever a driver or a file system raises is a finding."""
+    """Return the function's value, or why there is none.
+
+    Any error of a driver or a file system is a finding.
+    """
     try:
         return within(seconds, doing, function), ""
     except OSError as error:
@@ -48,21 +55,28 @@ def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | 
 
 
 def node_name() -> str:
-    """The pod's name in a job, else the host's."""
+    """Return the pod's name in a job, otherwise the host's."""
     return JobEnvironment.read().host
 
 
 class Exchange:
-    """This rank's access to the notes. A dataclass in a note becomes a dict, and keys become text."""
+    """This rank's access to the notes.
+
+    In a note, a dataclass becomes a dict and keys become text.
+    """
 
     def __init__(self, group: Group, join_seconds: float) -> None:
-        """Raises PreflightError or RendezvousError when the store cannot be reached, saying how far this rank got."""
+        """Raises PreflightError or RendezvousError if the store cannot be reached.
+
+        The message says how far this rank got.
+        """
         self._rank, self._hello = group.rank, {"host": node_name(), "leader": group.rank - group.local_rank}
         if group.world == 1:
             self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
             return
         where = meeting()
-        if where.file:  # FileStore opens it while it holds Python's lock: a dead mount must be found before.
+        # FileStore opens it while it holds Python's lock, so find a dead mount first.
+        if where.file:
             within(join_seconds, f"opening {where}", lambda: _try_to_open(where.file))
         try:
             store = within(join_seconds + 5, f"opening the store at {where}", lambda: open_store(group, join_seconds))
@@ -74,7 +88,7 @@ class Exchange:
         self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
 
     def stage(self, text: str) -> None:
-        """Let those who wait for this rank know that it is here, and what it does."""
+        """Tell the ranks that wait for this one that it is here, and what it does."""
         self.post("stage", {**self._hello, "at": text})
 
     def post(self, key: str, value: Any) -> None:
@@ -82,11 +96,14 @@ class Exchange:
         self.publish(f"{key}/{self._rank}", value)
 
     def publish(self, key: str, value: Any) -> None:
-        """Leave a note for all."""
+        """Leave a note for all ranks."""
         self.store.set(key, json.dumps(value, default=asdict))
 
     def decided(self, key: str, decide: Callable[[], Any], seconds: float) -> Any:
-        """What rank 0 decides, on every rank. Raises PreflightError when the others' time is over."""
+        """Return rank 0's decision, on every rank.
+
+        Raises PreflightError if it does not come within `seconds`.
+        """
         if self._rank == 0:
             self.publish(key, decide())
         if not (found := self._await([key], seconds)):
@@ -95,13 +112,13 @@ class Exchange:
         return found[key]
 
     def gather(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """The notes of those ranks that have left one in time."""
+        """Return the notes of the ranks that have left one in time."""
         keys = {f"{key}/{rank}": rank for rank in sorted(ranks)}
         found = self._await(list(keys), seconds)
         return {rank: found[key] for key, rank in keys.items() if key in found}
 
     def _await(self, keys: list[str], seconds: float) -> dict[str, Any]:
-        """Those notes that are there in time; rank 0 reports what it waits for."""
+        """Return the notes that arrive in time. Rank 0 reports which ones it waits for."""
         found, deadline, notice = dict[str, Any](), time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
         while True:
             found |= {k: json.loads(self.store.get(k)) for k in keys if k not in found and self.store.check([k])}
@@ -116,12 +133,16 @@ class Exchange:
 
 
 def _try_to_open(file: str) -> None:
-    with contextlib.suppress(OSError), Path(file).open("ab"):  # The store itself says best what is wrong.
+    # The store itself reports best what is wrong.
+    with contextlib.suppress(OSError), Path(file).open("ab"):
         pass
 
 
 def _diagnosis(address: str, port: int) -> str:
-    """Whether the name, the address or the port is wrong; torch does not distinguish them."""
+    """Describe whether the name, the address or the port is wrong.
+
+    torch does not distinguish them.
+    """
     try:
         found = within(_DIAGNOSIS_SECONDS, f"looking up {address}", lambda: socket.getaddrinfo(address, port))
         where = ", ".join(sorted({str(entry[4][0]) for entry in found}))

@@ -1,4 +1,7 @@
-"""What a rank finds by itself: software, device, folders, memory, threads and limits; CHECKS is the table of them."""
+"""What a rank finds by itself: software, device, folders, memory, threads and limits.
+
+CHECKS is the table of these checks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,11 @@ _BATCHES_AHEAD, _FEW_FILES, _FREE_SHARE, _NCCL_BYTES = 4, 16, 0.9, 2**30
 
 @dataclass(frozen=True)
 class Context:
-    """What a check works with. `threads`: torch's in this process; `mark`: rank 0's file in the checkpoint folder."""
+    """The input of a check.
+
+    `threads` is torch's number in this process, and `mark` names rank 0's file in the checkpoint
+    folder.
+    """
 
     config: Config
     group: Group
@@ -48,7 +55,10 @@ class Context:
 
 
 def versions(_: Context) -> RankFinding:
-    """Software of this process; other versions of torch or NCCL form no group, or compute something else."""
+    """Report the software of this process.
+
+    Different versions of torch or NCCL cannot form a group, or compute different results.
+    """
     nccl = "none"
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         found: Any = torch.cuda.nccl
@@ -56,7 +66,7 @@ def versions(_: Context) -> RankFinding:
     try:
         trainer = importlib.metadata.version("ddpjob")
     except importlib.metadata.PackageNotFoundError:
-        trainer = "none"  # It runs from a checkout that is not installed.
+        trainer = "none"  # The trainer runs from a checkout that is not installed.
     same = {"torch": str(torch.__version__), "CUDA": torch.version.cuda or "none", "NCCL": nccl, "trainer": trainer}
     same["Python"] = platform.python_version()
     shown = ("torch", "Python") if nccl == "none" else ("torch", "NCCL", "Python")
@@ -64,13 +74,19 @@ def versions(_: Context) -> RankFinding:
 
 
 def _implementation() -> str:
-    """Which of torch's two backends for NCCL "nccl" means: nccl2 from torch 2.15 on. Ranks need the same."""
+    """Return which of torch's two backends "nccl" means: nccl2 from torch 2.15 on.
+
+    All ranks need the same.
+    """
     has_new = hasattr(torch.distributed.distributed_c10d, "_create_nccl2_process_group")
     return " (nccl2)" if has_new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else ""
 
 
 def device(context: Context) -> RankFinding:
-    """The one that training would choose, opened. Raises ConfigError or RuntimeError when there is none."""
+    """Open the device that training would choose.
+
+    Raises ConfigError or RuntimeError if there is none.
+    """
     placement = devices.choose_for(context.config, context.group.local_rank)
     kind = placement.device.type
     if kind == "cpu":
@@ -91,7 +107,10 @@ def _driver() -> str:
 
 
 def master_address(context: Context) -> RankFinding:
-    """FAIL where a node would search for rank 0 on itself. Raises OSError when the name is not known here."""
+    """Return FAIL if a node would look for rank 0 on itself.
+
+    Raises OSError if the name is not known here.
+    """
     if context.group.world == 1 or meeting().file:
         return RankFinding("not needed: one rank" if context.group.world == 1 else "a file")
     name = meeting().address
@@ -101,14 +120,18 @@ def master_address(context: Context) -> RankFinding:
     if not any(map(is_loopback, found)):
         return RankFinding(value, same={"address": shown})
     if network_stack() == context.rank_0_stack:
-        # Debian's /etc/hosts gives a node's own name a loopback address: right for the ranks that are there.
+        # Debian's /etc/hosts gives a node's own name a loopback address, which is right for the
+        # ranks on that node.
         return RankFinding(value)
     remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the network that the nodes share"
     return RankFinding(f"{name} is each node itself", Status.FAIL, remedy)
 
 
 def checkpoint_folder(context: Context) -> RankFinding:
-    """Write, sync and read back a small file where training would write; rank 0's stays until the end."""
+    """Write, sync and read back a small file where training would write.
+
+    Rank 0's file stays until the end.
+    """
     folder, rank = context.config.checkpoint_dir, context.group.rank
     own = folder / (f"{context.mark}-{rank}" if rank else context.mark)
     try:
@@ -136,7 +159,7 @@ def _size(path: Path) -> int:
 
 
 def data_folder(context: Context) -> RankFinding:
-    """List the folder, read a byte of one file, and count files for half a step's time at most."""
+    """List the folder, read a byte of one file, and count files for at most half a step's time."""
     data = context.config.data
     url = data.url if data.name == DataName.SHARDS else None
     own = data.dir is None and ":" in data.name
@@ -157,9 +180,10 @@ def data_folder(context: Context) -> RankFinding:
 
 
 def count(root: Path, seconds: float) -> dict[str, str]:
-    """Entries of the first two levels and files of all, as far as the time suffices: level by level.
+    """Count the entries of the first two levels and the files of all, level by level.
 
-    Hidden entries, the index of shards and lost+found are no data. Raises PreflightError when there is no file.
+    If the time is too short, only finished counts are returned. Hidden entries, the index of shards
+    and lost+found are not data. Raises PreflightError if there is no file.
     """
     deadline = time.monotonic() + seconds
     upper = files = 0
@@ -185,15 +209,20 @@ def count(root: Path, seconds: float) -> dict[str, str]:
 
 
 def shared_memory(context: Context) -> RankFinding:
-    """/dev/shm against what loader processes hold in it: some batches ahead of each rank's, as uint8."""
+    """Compare the size of /dev/shm with what loader processes keep there.
+
+    They keep some batches ahead of each rank's, as uint8.
+    """
     group, data, needed = context.group, context.config.data, 0
     if data.size_key and data.workers:
         pixels = math.ceil(data.batch / group.world) * data.image_size**2
-        pixels += context.config.train.eval_batch * (data.size_tested or data.image_size) ** 2  # It has a pool too.
+        # The test set has a pool of its own.
+        pixels += context.config.train.eval_batch * (data.size_tested or data.image_size) ** 2
         per_rank = _BATCHES_AHEAD * 3 * pixels
         needed = group.local_world * per_rank
     usage = shutil.disk_usage(_SHARED_MEMORY)
-    unknown = data.workers and ":" in data.name  # Only its function knows the size of a sample.
+    # Only the function of data.name knows the size of a sample.
+    unknown = data.workers and ":" in data.name
     need = (
         f"what data.workers need for data.name={data.name} is not known"
         if unknown
@@ -201,17 +230,21 @@ def shared_memory(context: Context) -> RankFinding:
     )
     value = f"{gigabytes(usage.free)} free of {gigabytes(usage.total)}; {need}"
     remedy = "set storage.sharedMemory of the DDPJob to {} (docker: --shm-size{})"
-    if usage.free < needed:  # Loader processes would die of a bus error.
+    if usage.free < needed:  # Otherwise loader processes would die of a bus error.
         remedy = remedy.format(gigabytes(2 * needed).replace(" ", "").removesuffix("B"), "")
         return RankFinding(value, Status.FAIL, f"{remedy}, or lower data.workers or data.batch")
-    if torch.cuda.is_available() and group.local_world > 1 and usage.free < _NCCL_BYTES:  # Docker gives 64 MiB.
+    # Docker's default is 64 MiB.
+    if torch.cuda.is_available() and group.local_world > 1 and usage.free < _NCCL_BYTES:
         remedy = remedy.format("1Gi or more", "=1g")
         return RankFinding(value, Status.WARN, f"{remedy}: NCCL between a node's GPUs uses it")
     return RankFinding(value)
 
 
 def cpu_threads(context: Context) -> RankFinding:
-    """WARN when a node's ranks have more threads than cores: they take turns, and OpenMP's barriers wait for all."""
+    """Return WARN if a node's ranks have more threads than cores.
+
+    They then take turns, and OpenMP's barriers wait for all of them.
+    """
     ranks, cores = context.group.local_world, devices.usable_cores()
     if context.threads * ranks > max(math.ceil(cores), ranks):
         remedy = "set train.threads (or OMP_NUM_THREADS) to cores / ranks per node, or raise the container's CPU limit"
@@ -220,7 +253,10 @@ def cpu_threads(context: Context) -> RankFinding:
 
 
 def limits(context: Context) -> RankFinding:
-    """WARN for few open files (connections to ranks, pipes to loaders), and for InfiniBand without locked memory."""
+    """Return WARN for few open files, and for InfiniBand without locked memory.
+
+    Connections to ranks and pipes to loaders need open files.
+    """
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
     if files != resource.RLIM_INFINITY and files < needed:
@@ -234,9 +270,11 @@ def limits(context: Context) -> RankFinding:
 
 @dataclass(frozen=True)
 class Check:
-    """What each rank, or each node's first rank, finds by itself; what `find` raises is a FAIL with this `remedy`.
+    """A check that each rank, or each node's first rank, makes by itself.
 
-    `same`: the values of findings that must not differ, and the status and remedy if they do ({norm}: what most have).
+    If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the values of
+    findings that must not differ, with the status and remedy if they do; {norm} stands for the
+    value that most have.
     """
 
     name: str

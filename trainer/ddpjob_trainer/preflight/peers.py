@@ -1,4 +1,4 @@
-"""What ranks measure with each other: a connection in each direction, the other clock, and an all-reduce."""
+"""Measurements between ranks: connections in each direction, clocks, and an all-reduce."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.preflight.addresses import NodeAddress
 
 _PAYLOAD = 64 * 1024
-"""Bytes sent each way: a path that drops full packets (a wrong MTU) lets those through that begin a connection."""
+"""Bytes sent each way. A path that drops full packets (a wrong MTU) passes the small ones that open
+a connection."""
 _AT_A_TIME, _ROUND_TRIPS = 64, 5
 _SMALL, _LARGE = 2**18, 2**22  # float32 elements: 1 MiB, 16 MiB
 _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
@@ -32,7 +33,11 @@ _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
 
 @dataclass(frozen=True)
 class Contact:
-    """One direction between two nodes: why it failed, or ""; seconds that the other clock is ahead, within `bound`."""
+    """One direction between two nodes.
+
+    `problem` is the reason why it failed, or "". `ahead` is the number of seconds by which the
+    other clock is ahead, within `bound`.
+    """
 
     problem: str
     ahead: float | None = None
@@ -40,12 +45,15 @@ class Contact:
 
 
 def now() -> float:
-    """Seconds since the epoch by this node's clock."""
+    """Return the seconds since the epoch by this node's clock."""
     return time.time()
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Answers those who know the token in the background, on this address and a port that the system chooses."""
+    """Answers peers that know the token, in the background.
+
+    It listens on this address and a port that the system chooses.
+    """
 
     daemon_threads, block_on_close, request_queue_size = True, False, 1024
 
@@ -56,10 +64,13 @@ class Listener(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, args=(0.05,), name="preflight: listener", daemon=True).start()
 
     def handle_error(self, *_: object) -> None:
-        """Ignore who ends a connection or is no rank: the one that connects reports what went wrong."""
+        """Ignore peers that end a connection or are not ranks.
+
+        The connecting side reports what went wrong.
+        """
 
     def close(self) -> None:
-        """Also ends the thread that waits for connections."""
+        """Close the listener, and end the thread that waits for connections."""
         self.shutdown()
         self.server_close()
 
@@ -83,7 +94,10 @@ def _exactly(connection: BufferedIOBase, size: int) -> bytes:
 
 
 def connect(where: NodeAddress, seconds: float) -> Contact:
-    """Ask a listener for its time, by the shortest of some round trips (Cristian 1989), then send full packets."""
+    """Ask a listener for its time, then send full packets.
+
+    The time comes from the shortest of some round trips (Cristian 1989).
+    """
     try:
         peer = socket.create_connection((where.address, where.port), timeout=seconds)
     except TimeoutError:
@@ -117,7 +131,7 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
 
 
 def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> dict[int, Contact]:
-    """Try all other nodes, many at the same time; each node begins with another one."""
+    """Try all other nodes, many at the same time. Each node begins with a different one."""
     others = sorted(listeners, key=lambda target: (target < me, target))
     others = [target for target in others if target != me]
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
@@ -126,7 +140,11 @@ def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> d
 
 @dataclass(frozen=True)
 class Sum:
-    """`problem`: why there was no right sum; bytes per all-reduce, its bus bandwidth in GB/s (10^9), latency in ms."""
+    """The outcome of an all-reduce.
+
+    `problem` is the reason why there was no right sum, or "". `bytes` is the size of one
+    all-reduce, `bandwidth` its bus bandwidth in GB/s (10^9), and `latency` is in ms.
+    """
 
     problem: str = ""
     bytes: int = 0
@@ -135,10 +153,13 @@ class Sum:
 
 
 def all_reduce(config: Config, group: Group, store: Any, seconds: float) -> Sum:
-    """On every rank: form a group over `store`, add up, leave it. Raises what the backend raises."""
+    """Form a group over `store`, add up, and leave it; runs on every rank.
+
+    Raises the backend's errors.
+    """
     placement = devices.choose_for(config, group.local_rank)
-    # NCCL's watchdog ends the process when the group's time is over; who waits for this has a deadline of its own,
-    # and a table to show.
+    # NCCL's watchdog ends the process when the group's time is over, but the caller has a deadline
+    # of its own, and a table to show.
     patience = seconds if placement.device.type == "cpu" else 10 * seconds + _WATCHDOG_SECONDS
     timeout = datetime.timedelta(seconds=patience)
     dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)
@@ -155,10 +176,13 @@ def all_reduce(config: Config, group: Group, store: Any, seconds: float) -> Sum:
 
 
 def _speed(group: Group, device: torch.device) -> Sum:
-    """Bus bandwidth as nccl-tests define it: 2 (n - 1) / n times the bytes, by the time."""
+    """Measure latency and bus bandwidth.
+
+    Bus bandwidth is defined as in nccl-tests: 2 (n - 1) / n times the bytes, divided by the time.
+    """
     number, small, large = (torch.zeros(size, device=device) for size in (1, _SMALL, _LARGE))
     latency = statistics.median(_timed(group, number) for _ in range(20))
-    # The slowest rank decides for all: each must take the same size.
+    # The slowest rank decides for all, because all must use the same size.
     patient = torch.tensor([max(_timed(group, small) for _ in range(2))])
     tensor = small if group.sum(patient).item() > _PATIENT_SECONDS * group.world else large
     took = statistics.median(_timed(group, tensor) for _ in range(3))
@@ -168,5 +192,5 @@ def _speed(group: Group, device: torch.device) -> Sum:
 
 def _timed(group: Group, tensor: torch.Tensor) -> float:
     began = time.perf_counter()
-    group.sum(tensor)[0].item()  # Waits for an accelerator, too.
+    group.sum(tensor)[0].item()  # Reading the value also waits for an accelerator.
     return time.perf_counter() - began

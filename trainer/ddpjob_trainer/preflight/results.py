@@ -1,4 +1,4 @@
-"""What checks come to: findings of single ranks, rank 0's results, and the table, as plain lines or JSON."""
+"""The outcome of checks: findings of single ranks, rank 0's results, and the table or JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpjob_trainer.errors import PreflightError
 
 
 class Status(enum.StrEnum):
-    """How a check ended, worst first."""
+    """Outcomes of a check, worst first."""
 
     FAIL = "FAIL"
     WARN = "WARN"
@@ -27,7 +27,7 @@ _COLOURS = {Status.FAIL: "1;31", Status.WARN: "33", Status.SKIPPED: "2", Status.
 
 @dataclass(frozen=True)
 class RankFinding:
-    """What one rank found. `same`: values, by name, that must not differ between ranks."""
+    """A finding of one rank. `same` has values, by name, that must not differ between ranks."""
 
     value: str
     status: Status = Status.OK
@@ -48,14 +48,17 @@ class Result:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which node each rank that is here runs on; a node's leader is its first rank."""
+    """The node of each rank that is here. A node's leader is its first rank."""
 
     leader: dict[int, int]
     name: dict[int, str]
 
     @classmethod
     def of(cls, hellos: dict[int, dict[str, Any]]) -> Layout:
-        """From each rank's host and leader; nodes of one name (several on one machine) are named with their leader."""
+        """Return the layout from each rank's host and leader.
+
+        If several nodes have the same name (on one machine), the name includes their leader.
+        """
         nodes = {rank: (hello["host"], hello["leader"]) for rank, hello in hellos.items()}
         hosts = [host for host, _ in set(nodes.values())]
         name = {r: host if hosts.count(host) == 1 else f"{host} (rank {first})" for r, (host, first) in nodes.items()}
@@ -63,26 +66,26 @@ class Layout:
 
     @property
     def leaders(self) -> list[int]:
-        """The first ranks of those nodes whose first rank is here."""
+        """The first ranks of the nodes whose first rank is here."""
         return sorted(rank for rank, leader in self.leader.items() if rank == leader)
 
     def nodes(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """The names of the ranks' nodes, each once."""
+        """Return the names of the ranks' nodes, each once."""
         return tuple(dict.fromkeys(self.name[rank] for rank in sorted(ranks)))
 
     def ranks(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Names such as `rank 3 on node-b`."""
+        """Return names such as `rank 3 on node-b`."""
         return tuple(f"rank {rank} on {self.name[rank]}" for rank in sorted(ranks))
 
 
 def worst_first(results: Iterable[Result]) -> list[Result]:
-    """Sorted by status; the order of the checks among equals."""
+    """Sort results by status; equal ones keep the order of the checks."""
     return sorted(results, key=lambda result: list(Status).index(result.status))
 
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """All results, worst first."""
+    """All results of a preflight, worst first."""
 
     ranks: int
     nodes: int
@@ -91,7 +94,7 @@ class PreflightReport:
 
     @property
     def failure(self) -> str:
-        """The worst result in one sentence; empty when no check failed."""
+        """The worst result in one sentence; empty if no check failed."""
         worst = self.results[0]
         if worst.status is not Status.FAIL:
             return ""
@@ -99,7 +102,10 @@ class PreflightReport:
         return f"preflight: {worst.check}{where}: {worst.value}" + (f"; {worst.remedy}" if worst.remedy else "")
 
     def print(self) -> None:
-        """A headline, a line for each result, and its remedy in a line of its own; in colour on a terminal."""
+        """Print a headline, then a line for each result and one for its remedy.
+
+        It uses colours on a terminal.
+        """
         statuses = [result.status for result in self.results]
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in Status if status in statuses)
         lines = [f"preflight of {self.ranks} rank(s) on {self.nodes} node(s): {counts} ({self.seconds:.1f} s)"]
@@ -112,7 +118,7 @@ class PreflightReport:
         print("\n".join(lines), flush=True)
 
     def write(self, path: Path) -> None:
-        """Write JSON. Raises PreflightError when the file cannot be written."""
+        """Write the report as JSON. Raises PreflightError if the file cannot be written."""
         try:
             path.write_text(json.dumps(asdict(self) | {"failed": bool(self.failure)}, indent=2) + "\n")
         except OSError as error:
@@ -120,11 +126,11 @@ class PreflightReport:
 
 
 def listed(words: Iterable[str], more: str = ", ...", most: int = 4, by: str = ", ") -> str:
-    """The first few words, and `more`, which may count the others."""
+    """Join the first few words, and append `more`, which may count the others."""
     words = list(words)
     return by.join(words[:most]) + (more.format(len(words) - most) if len(words) > most else "")
 
 
 def gigabytes(size: float) -> str:
-    """`1.5 GiB`."""
+    """Format a size, such as `1.5 GiB`."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,1 +1,1 @@
-"""What a run reports: terminal, metrics.jsonl, the coordinator, the ledger, profiles and sinks."""
+"""A run's reports: terminal, metrics.jsonl, the coordinator, the ledger, profiles and sinks."""

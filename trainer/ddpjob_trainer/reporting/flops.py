@@ -1,4 +1,7 @@
-"""How much of a device's peak a training uses (MFU: model FLOPs utilization; Chowdhery et al., PaLM, 2022)."""
+"""The share of a device's peak that a training uses.
+
+It is known as MFU: model FLOPs utilization (Chowdhery et al., PaLM, 2022).
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 
 def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
-    """FLOP/s of a GPU by its name, as torch.cuda.get_device_name gives it, in a format; 0: unknown."""
-    if re.search(r"\bMIG\b", name):  # A part of the GPU, of a size of its own.
+    """Return a GPU's FLOP/s in a format, by its torch.cuda.get_device_name; 0 if unknown."""
+    if re.search(r"\bMIG\b", name):  # A MIG device is a part of the GPU, with a peak of its own.
         return 0.0
     for pattern, short, fast, whole in _PEAKS:
         if re.search(pattern, name):
@@ -42,16 +45,17 @@ def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
 
 
 def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """report.peak_flops, else by the device's name; 0: unknown."""
+    """Return report.peak_flops, or else the peak by the device's name; 0 if unknown."""
     if config.report.peak_flops or device.type != "cuda":
         return config.report.peak_flops
     return peak(torch.cuda.get_device_name(device), dtype, tf32=config.amp.tf32)
 
 
 def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
-    """`flops_per_sample`, kept in RUN/flops.json: counting takes most of a second, and each restart would wait for it.
+    """Return `flops_per_sample`, kept in RUN/flops.json.
 
-    Not of a model of one's own, whose code may be another one by then. On rank 0, which reports.
+    Counting takes most of a second, and every restart would wait for it. The count of a user's own
+    model is not kept, because its code may have changed by then. Runs on rank 0, which reports.
     """
     count = partial(flops_per_sample, config, shape, classes, whole_numbers=whole_numbers)
     if is_own(config.model):
@@ -63,16 +67,18 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
         if kept["of"] == of:
             return float(kept["flops"])
     found = count()
-    with suppress(OSError):  # The next start counts again.
+    with suppress(OSError):  # If this fails, the next start counts again.
         write_atomically(path, json.dumps({"of": of, "flops": found}).encode())
     return found
 
 
 def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
-    """Of a forward and a backward pass, by torch's counter (a multiplication and an addition are two); 0: unknown.
+    """Return the FLOPs of a forward and a backward pass, by torch's counter; 0 if unknown.
 
-    Nothing is computed: the model is made without values. Models of one's own may need them. Before the ranks have
-    joined: a model that wants its peers gets an error, and does not wait for those that count nothing.
+    A multiplication and an addition count as two. Nothing is computed, because the model is made
+    without values; a user's own model may need some, and then the result is 0. This must run before
+    the ranks have joined: a model that communicates with its peers then gets an error, instead of
+    waiting for ranks that do not count.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -84,6 +90,6 @@ def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, wh
                 images = torch.empty(2, *shape, dtype=torch.int64 if whole_numbers else None)
             with FlopCounterMode(display=False) as counter:
                 torch.autograd.backward(model(images).sum())
-        except Exception:  # Anybody's model.
+        except Exception:  # A user's own model may raise anything.
             return 0.0
     return float(counter.get_total_flops()) / len(images)

@@ -1,4 +1,4 @@
-"""What RUN/metrics.jsonl says of a run, by incarnation."""
+"""The history of a run by incarnation, as RUN/metrics.jsonl records it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass
 class History:
-    """Times in seconds since the first line."""
+    """A run's history. Times are in seconds since the first line."""
 
     title: str = ""
     incarnations: list[dict[str, Any]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class History:
 
     @property
     def worlds(self) -> list[tuple[float, float, int]]:
-        """(from, to, number of ranks) of each incarnation that made a step."""
+        """(from, to, number of ranks) of each incarnation that took a step."""
         return [
             (incarnation["time"], steps[-1]["time"], int(incarnation["world"]))
             for incarnation, steps in zip(self.incarnations, self.steps, strict=True)
@@ -45,7 +45,10 @@ class History:
 
 
 def read(run: Path) -> History:
-    """The history of a run, by its folder or its file. Raises TrainerError when it has no metrics."""
+    """Return the history of a run, by its folder or its file.
+
+    Raises TrainerError if it has no metrics.
+    """
     path = run / METRICS if run.is_dir() else run
     if not path.is_file():
         raise TrainerError(f"{path} does not exist: give the folder of a run, which holds {METRICS}")
@@ -62,7 +65,7 @@ def read(run: Path) -> History:
         except ValueError:
             continue  # A writer was killed in the middle of this line.
         if not isinstance(row, dict) or not {"event", "time"} <= row.keys():
-            continue  # Of another file than a run's.
+            continue  # The line is not from a run's file.
         began = row["time"] if began is None else began
         row["time"] -= began
         history.end = max(history.end, row["time"])

@@ -1,6 +1,7 @@
-"""The ledger: each rank records which samples each step takes, one JSON line, flushed before gradients are exchanged.
+"""The ledger: each rank records the samples of each step, one JSON line per step.
 
-A step that was executed anywhere is then recorded everywhere, even if a rank is killed in the middle of it.
+The line is flushed before gradients are exchanged. So a step that was executed anywhere is recorded
+everywhere, even if a rank is killed in the middle of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.errors import LedgerError
 
-if TYPE_CHECKING:  # They import torch, without which a ledger is read.
+if TYPE_CHECKING:  # They import torch, which reading a ledger does not need.
     from ddpjob_trainer.data.sampler import Step
     from ddpjob_trainer.distributed.process_group import Group
     from ddpjob_trainer.lifecycle.fence import Claim
@@ -88,7 +89,7 @@ class Ledger:
 
 @contextmanager
 def _writing(path: Path | str) -> Iterator[None]:
-    """Raise LedgerError where a line cannot be written: with a gap the ledger would prove nothing."""
+    """Raise LedgerError if a line cannot be written, because a ledger with a gap proves nothing."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,6 @@
-"""The live view of a training in a terminal: a progress bar, curves of loss, accuracy and speed,
-and the state of the job.
+"""The live view of a training in a terminal.
+
+It shows a progress bar, curves of loss, accuracy and speed, and the state of the job.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _REFRESHES_PER_SECOND, _POINTS_KEPT = 4, 512
 
 
 class LiveView:
-    """A panel at the bottom of the terminal that rich redraws in its own thread; notes stay above it."""
+    """A panel at the bottom of the terminal, which rich redraws in its own thread.
+
+    Notes stay above it.
+    """
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self._title = title
@@ -34,7 +38,7 @@ class LiveView:
         self._live.start()
 
     def show(self, status: TrainingStatus) -> None:
-        """Set what the next redraw shows."""
+        """Set the status that the next redraw shows."""
         self._status = status
         _keep(self._losses, status.loss)
         _keep(self._speeds, status.samples_per_second)
@@ -50,7 +54,7 @@ class LiveView:
         self._live.stop()
 
     def render(self) -> Panel:
-        """The panel as of now."""
+        """Return the panel for the current status."""
         status = self._status
         if status is None:
             return Panel(Text("waiting for the first step"), title=self._title, title_align="left", border_style="blue")
@@ -95,7 +99,7 @@ def _job(status: TrainingStatus) -> list[str]:
 
 
 def _keep(values: list[float], value: float) -> None:
-    """Append; every other value of a long history is dropped."""
+    """Append a finite value, and drop every other value of a long history."""
     if math.isfinite(value):
         values.append(value)
         if len(values) > _POINTS_KEPT:
@@ -103,7 +107,10 @@ def _keep(values: list[float], value: float) -> None:
 
 
 def sparkline(values: Sequence[float], width: int, *, from_zero: bool = False) -> str:
-    """At most `width` blocks, each the mean of its part of `values`, from the minimum (or zero) to the maximum."""
+    """Return at most `width` blocks, each for the mean of its part of `values`.
+
+    They scale from the minimum (or zero) to the maximum.
+    """
     if not values:
         return ""
     width = min(width, len(values))

@@ -1,5 +1,6 @@
-"""torch.profiler over some steps of a training: a trace of each rank, and a table of the operators
-that take most time.
+"""torch.profiler over some steps of a training.
+
+It gives a trace of each rank, and a table of the operators that take the most time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ _ROWS = 40
 
 
 class Profile:
-    """Profiles global steps START to START + COUNT - 1 of (START, COUNT); the step before warms the profiler up."""
+    """Profiles the global steps START to START + COUNT - 1 for (START, COUNT).
+
+    The step before them warms the profiler up.
+    """
 
     def __init__(self, steps: tuple[int, ...], run_dir: Path, rank: int) -> None:
         self._first, self._count = (steps[0], steps[1]) if steps else (0, 0)
@@ -23,7 +27,7 @@ class Profile:
         self._profiler: Any = None
 
     def before(self, step: int) -> None:
-        """Step number `step` (from 1) is about to begin."""
+        """Start or advance the profiler before step `step` (from 1)."""
         if not self._count or (self._profiler is None and not max(1, self._first - 1) <= step <= self._first):
             return
         if self._profiler is not None:
@@ -43,7 +47,7 @@ class Profile:
         self._profiler.start()
 
     def close(self) -> None:
-        """Write what there is, where training ends within the steps to profile."""
+        """Write the profile so far, if training ends within the steps to profile."""
         if self._profiler is not None:
             profiler, self._profiler, self._count = self._profiler, None, 0
             profiler.stop()

@@ -1,5 +1,7 @@
-"""Posts progress to the job's coordinator in the background, the newest only. Never delays
-training; errors are ignored.
+"""Posts progress to the job's coordinator in the background, only the newest.
+
+It never delays training, and errors are ignored. The job's token proves the sender without being
+sent, because someone else may have the coordinator's address by now.
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ _INTERVAL_SECONDS, _BRIEF_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 1.0, 15.0
 
 
 class ProgressClient:
-    """Posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port) with DDPJOB_TOKEN, at most every half second."""
+    """Posts progress to the coordinator, at most every half second.
+
+    It posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         self._poster = Poster(address, token)
         self._newest: dict[str, Any] | None = None
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
-        self._said: str | None = None  # of the activity, as the coordinator has it
-        self._stragglers: list[dict[str, float]] | None = None  # None: nothing was said of them yet
-        self._said_stragglers: Any = None  # and to which coordinator
+        self._said: str | None = None  # The activity that the coordinator knows.
+        # None: no stragglers have been posted yet.
+        self._stragglers: list[dict[str, float]] | None = None
+        self._said_stragglers: Any = None  # The last post of stragglers, and its coordinator.
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="coordinator-link", daemon=True)
@@ -34,31 +40,38 @@ class ProgressClient:
 
     @classmethod
     def from_env(cls) -> ProgressClient | None:
-        """The client that the environment describes, or None outside of a job."""
+        """Return the client that the environment describes, or None outside of a job."""
         job = JobEnvironment.read()
         return cls(job.coordinator, job.token) if job.coordinator else None
 
     def post(self, progress: dict[str, Any]) -> None:
-        """Send `progress` with the next post; it replaces what was not posted yet."""
+        """Send `progress` with the next post. It replaces progress that was not posted yet."""
         with self._changed:
             self._newest = progress
             self._changed.notify()
 
     def post_copies(self, copies: dict[str, float]) -> None:
-        """Send how far the copies in the bucket are: by itself, which is no sign of a step."""
+        """Send the state of the copies in the bucket.
+
+        It is posted by itself, because it is not a sign of a step.
+        """
         with self._changed:
             self._copies = copies
             self._changed.notify()
 
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
-        """Send who lags after the next post of progress, if that has changed, or is the first of this process."""
+        """Send the stragglers after the next post of progress.
+
+        They are only sent if they have changed, or have not been sent by this process.
+        """
         with self._changed:
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send what this process does beside steps (None: steps), unless that is over within a second.
+        """Send what this process does apart from steps (None: steps).
 
-        `again`: also if it was sent before, as a sign of life.
+        An activity that is over within a second is not sent. With `again`, send it even if it was
+        sent before, as a sign of life.
         """
         with self._changed:
             self._activity = activity
@@ -67,7 +80,7 @@ class ProgressClient:
             self._changed.notify()
 
     def close(self) -> None:
-        """Post what is left, waiting at most two seconds."""
+        """Post what remains, waiting at most two seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -96,7 +109,7 @@ class ProgressClient:
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send_stragglers(self) -> None:
-        """Send who lags, by itself and again until a coordinator has answered."""
+        """Send the stragglers by themselves, and again until a coordinator has answered."""
         stragglers = self._stragglers
         if stragglers is None or (self._poster.instance, stragglers) == self._said_stragglers:
             return
@@ -115,9 +128,11 @@ class ProgressClient:
         try:
             return self._poster.post(report)[0]
         except (OSError, ValueError, http.client.HTTPException):
-            return 0  # A coordinator that restarts or is gone must not disturb training; the operator notices it.
+            # A coordinator that restarts or is gone must not disturb training. The operator notices
+            # it.
+            return 0
 
 
 def wall_clock() -> float:
-    """Seconds since the Unix epoch, rounded to milliseconds for logs."""
+    """Return the seconds since the Unix epoch, rounded to milliseconds for logs."""
     return round(time.time(), 3)

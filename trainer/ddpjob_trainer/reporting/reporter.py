@@ -1,4 +1,4 @@
-"""Reports progress to RUN/metrics.jsonl, the terminal, the job's coordinator, and the configured sinks."""
+"""Reports progress to metrics.jsonl, the terminal, the coordinator and the configured sinks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from ddpjob_trainer.reporting.terminal import Display, ProgressLines, Silent, Tr
 
 _ALIVE_SECONDS = 5.0
 _RANKS = 64
-"""Ranks whose figures are logged each by itself."""
+"""Number of ranks whose figures are logged separately."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The extent of a training: epochs, steps in all, training samples per epoch; and the round of
-    restarts it is in.
+    """The extent of a training: its epochs, all steps, and training samples per epoch.
+
+    `round` is the current round of restarts.
     """
 
     epochs: int
@@ -45,12 +46,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Machines:
-    """What the ranks' machines did since the last report, by rank.
+    """Figures of the ranks' machines since the last report, by rank.
 
-    `own`: seconds of a rank's own work per step, 0 where it cannot be measured apart; `even`: the same for an even
-    share of the batch; `data`: shares of the time spent waiting for data; `memory`: the most bytes held so far.
-    `phases`: this rank's seconds per step. `flops` of a sample, and `peak` per second of all devices together; 0:
-    unknown. `stages`: as of `Strategy`.
+    `own` is a rank's seconds of its own work per step, 0 if it cannot be separated; `even` is the
+    same for an even share of the batch. `data` is the share of time spent waiting for data, and
+    `memory` the most bytes held so far. `phases` has this rank's seconds per step. `flops` is per
+    sample and `peak` per second of all devices together; 0 means unknown. `stages` is that of
+    `Strategy`.
     """
 
     own: Sequence[float]
@@ -63,21 +65,24 @@ class Machines:
     stages: int = 1
 
     def mfu(self, samples_per_second: float) -> float | None:
-        """Share of the peak."""
+        """Return the used share of the peak; None if unknown."""
         return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
 
     def logged(self) -> dict[str, Any]:
-        """For metrics.jsonl: each rank's figures, of many ranks the first."""
+        """Return each rank's figures for metrics.jsonl; of many ranks, only the first ones."""
         columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
         ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
         return {"ranks": ranks, "phases": {name: float(f"{value:.4g}") for name, value in self.phases.items()}}
 
 
 class MetricsLog:
-    """Appends JSON lines to RUN/metrics.jsonl, which survives restarts. `incarnations`: how many it records so far."""
+    """Appends JSON lines to RUN/metrics.jsonl, which survives restarts.
+
+    `incarnations` is the number of incarnations that the file recorded when it was opened.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises TrainingError where the file that is there cannot be continued, as one of another user."""
+        """Raises TrainingError if the file cannot be continued, for example another user's."""
         path = run_dir / METRICS
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -89,13 +94,15 @@ class MetricsLog:
                 " or set train.run_dir to another folder"
             ) from error
         self.incarnations = content.count(b'{"event": "start"')
-        self._truncated = bool(content) and not content.endswith(b"\n")  # A writer was killed within a line.
+        # A writer was killed within a line.
+        self._truncated = bool(content) and not content.endswith(b"\n")
         self._warned = False
 
     def write(self, event: str, **fields: Any) -> None:
-        """One line: the event, its time, and its numbers (null where not finite: JSON has no NaN).
+        """Write one line: the event, its time and its numbers.
 
-        On a full disk lines are lost, with one warning, and training continues.
+        Numbers that are not finite become null, because JSON has no NaN. On a full disk lines are
+        lost, with one warning, and training continues.
         """
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -117,14 +124,15 @@ class MetricsLog:
 
 
 class Reporter:
-    """Measures speed and reports. `writes`: this rank keeps the metrics log; rank 0 also prints,
-    posts, and feeds the sinks.
+    """Measures speed and reports.
+
+    With `writes`, this rank keeps the metrics log. Rank 0 also prints, posts, and feeds the sinks.
     """
 
     def __init__(
         self, plan: Plan, config: Config, group: Group, *, writes: bool, class_names: Sequence[str] | None = None
     ) -> None:
-        """Raises ConfigError when a configured sink is not available."""
+        """Raises ConfigError if a configured sink is not available."""
         check_report(config.report)
         self._plan, self._config, self._group = plan, config, group
         self._log = MetricsLog(config.run_dir) if writes else None
@@ -145,7 +153,7 @@ class Reporter:
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
         self.copies: Mapping[str, float] = {}
-        """What is known of the copies in checkpoint.url: copyStep, copyTime, copyBehind."""
+        """Known figures for the copies in checkpoint.url: copyStep, copyTime, copyBehind."""
 
     def start(
         self,
@@ -156,11 +164,12 @@ class Reporter:
         precision: str = "float32",
         notes: Sequence[str] = (),
     ) -> None:
-        """An incarnation begins after `step` steps, and `left` are still to do; `warning`: what slows it down.
-        `precision`: what it computes in; `notes`: what else is to be known.
+        """Report that an incarnation begins after `step` steps, with `left` still to do.
 
-        Together they are the training's steps: how many these are may change with the batch at a restart. A checkpoint
-        may have more epochs than are wanted.
+        `warning` says what slows it down, `precision` the format that it computes in, and `notes`
+        anything else worth knowing. `step` and `left` together are the training's steps, because
+        their number may change with the batch at a restart. A checkpoint may have more epochs than
+        are wanted.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -193,7 +202,7 @@ class Reporter:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Report to the coordinator what training stands still for, so that nobody takes it for a hang."""
+        """Report to the coordinator why training pauses, so that nobody takes it for a hang."""
         if self._link is None:
             yield
             return
@@ -206,13 +215,13 @@ class Reporter:
             self._link.post_activity(None)
 
     def alive(self) -> None:
-        """Report that the present activity makes progress, at most every few seconds."""
+        """Report that the current activity makes progress, at most every few seconds."""
         if self._link is not None and self._activity is not None and time.monotonic() - self._alive > _ALIVE_SECONDS:
             self._alive = time.monotonic()
             self._link.post_activity(self._activity, again=True)
 
     def waited(self, seconds: float) -> None:
-        """Add seconds that this rank waited for its batch."""
+        """Add the seconds that this rank waited for its batch."""
         self._waited += seconds
 
     def report(
@@ -229,7 +238,10 @@ class Reporter:
         corrupt_images: int = 0,
         machines: Machines | None = None,
     ) -> None:
-        """`samples` were trained on since the last report, with mean loss `loss`; `samples_left` are still to come."""
+        """Report the `samples` trained since the last report, with mean loss `loss`.
+
+        `samples_left` are still to come.
+        """
         self._note_stragglers(machines)
         elapsed = max(1e-9, time.perf_counter() - self._window_began)
         speed = samples / elapsed
@@ -277,7 +289,7 @@ class Reporter:
         self.restart_clock()
 
     def _note_stragglers(self, machines: Machines | None) -> None:
-        """Judge who lags; who is new among them is said once."""
+        """Update the stragglers, and report each new one once."""
         if machines is None:
             return
         before = {straggler.rank for straggler in self._lagging}
@@ -326,36 +338,42 @@ class Reporter:
                 )
 
     def checkpoint(self, step: int, seconds: float) -> None:
-        """A checkpoint is on disk; writing it took `seconds`."""
+        """Report that a checkpoint is on disk; writing it took `seconds`."""
         self._checkpoint_time = wall_clock()
         self._write("checkpoint", step=step, seconds=round(seconds, 4))
         self._sinks.write(step, {"checkpoint/time": self._checkpoint_time, "checkpoint/seconds": seconds})
 
     def copied(self, step: int) -> None:
-        """The checkpoint of `step` is in checkpoint.url."""
+        """Report that the checkpoint of `step` is in checkpoint.url."""
         self._write("copied", step=step)
         self._sinks.write(step, {"checkpoint/copied_time": self.copies.get("copyTime", wall_clock())})
         if self._last is not None:
             self._post(self._last)
 
     def post_copies(self, copies: Mapping[str, float]) -> None:
-        """Say what has come into checkpoint.url, whatever the step takes. From any thread."""
+        """Post what has reached checkpoint.url, independent of steps.
+
+        May be called from any thread.
+        """
         if self._link is not None:
             self._link.post_copies(dict(copies))
 
     def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
-        """Step `step` was skipped on all ranks; `samples` by rank that saw a loss that is not finite."""
+        """Report that step `step` was skipped on all ranks.
+
+        `samples` are by rank, for the ranks whose loss was not finite.
+        """
         self._write("skipped", step=step, samples=samples)
         self._display.note(f"warning: {text}")
 
     def stopped(self, step: int) -> None:
-        """All ranks agreed to stop after `step` steps."""
+        """Report that all ranks agreed to stop after `step` steps."""
         self._write("stop", step=step)
         self._display.note(f"stopped by SIGTERM after step {step}; a checkpoint is saved")
         self._sinks.close(complete=False)
 
     def end(self, step: int, seconds: float) -> None:
-        """Training is complete, after `seconds` in this incarnation."""
+        """Report that training is complete, after `seconds` in this incarnation."""
         self._write("end", step=step)
         found = f", {_found(self._evaluation)}".removesuffix(", ") if self._evaluation else ""
         self._display.note(
@@ -366,7 +384,7 @@ class Reporter:
             self._files.wait()
 
     def close(self) -> None:
-        """Post what is left and leave the terminal."""
+        """Post what remains, and leave the terminal."""
         self._display.close()
         if self._link is not None:
             self._link.close()
@@ -400,14 +418,17 @@ class Reporter:
 
 
 def _found(evaluation: Evaluation) -> str:
-    """The first numbers of a result in words: accuracy, or the errors of a regression. Ends in a comma."""
+    """Return the first numbers of a result in words, ending in a comma.
+
+    They are the accuracy, or the errors of a regression.
+    """
     if evaluation.accuracy is not None:
         return f"test accuracy {evaluation.accuracy:.2%}, "
     return "" if evaluation.mae is None else f"test mae {evaluation.mae:.4f}, test rmse {evaluation.rmse:.4f}, "
 
 
 def _optional(status: TrainingStatus) -> dict[str, float]:
-    """Numbers that are reported only when there are any, by their names in metrics.jsonl."""
+    """Return the numbers that are reported only if present, by their names in metrics.jsonl."""
     norm = {} if status.gradient_norm is None else {"gradientNorm": status.gradient_norm}
     skipped = {"skippedSteps": status.skipped_steps} if status.skipped_steps else {}
     share = {} if status.mfu is None else {"mfu": round(status.mfu, 4)}
@@ -415,7 +436,7 @@ def _optional(status: TrainingStatus) -> dict[str, float]:
 
 
 def _values(status: TrainingStatus) -> dict[str, float | None]:
-    """Numbers for the sinks."""
+    """Return the numbers for the sinks."""
     return {
         "train/step": status.step,
         "train/epoch": status.epoch,
@@ -437,7 +458,7 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Each rank's own seconds per step, for the sinks; of many ranks the first."""
+    """Return each rank's own seconds per step, for the sinks; of many ranks, the first ones."""
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}
 
@@ -447,11 +468,12 @@ def _as_numbers(stragglers: Sequence[Straggler]) -> list[dict[str, float]]:
 
 
 def open_display(first_rank: bool, interval: float, title: str) -> Display:
-    """The live view on a TTY, plain lines elsewhere, nothing on ranks other than 0."""
+    """Return the live view on a TTY, plain lines elsewhere, and nothing on ranks other than 0."""
     if not first_rank:
         return Silent()
     if not sys.stdout.isatty():
         return ProgressLines(interval)
-    from ddpjob_trainer.reporting.live_view import LiveView  # rich takes a tenth of a second.
+    # Importing rich takes a tenth of a second.
+    from ddpjob_trainer.reporting.live_view import LiveView
 
     return LiveView(title)

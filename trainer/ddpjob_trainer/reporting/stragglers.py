@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 8
-"""Ranks that are named at most, the slowest first; more than these are no exception."""
+"""Number of ranks that are named at most, the slowest first. More of them are not an exception."""
 _REPORTS = 3
 _RECENT = 0.3
 """Weight of the newest report in a rank's slowdown."""
@@ -46,18 +46,19 @@ class _Rank:
     slowdown: float = 1.0
     named: bool = False
     since: float | None = None
-    """When it began to be on the other side, slow for one that is not named, fast for one that is."""
+    """Time at which its state began to contradict `named`: slow but not named, or fast but
+    named."""
     reports: int = 0
 
 
 class Stragglers:
     """Names a rank that is slower than the median by `factor` for `seconds` and three reports.
 
-    It is named no longer when it has been half as much slower, or less, for as long.
+    It is no longer named once its excess has been at most half of that for as long.
     """
 
     def __init__(self, factor: float, seconds: float) -> None:
-        """`factor` 0: nobody is named."""
+        """With `factor` 0, no rank is named."""
         self._factor, self._seconds = factor, seconds
         self._back = 1 + (factor - 1) / 2
         self._ranks: dict[int, _Rank] = {}
@@ -65,13 +66,15 @@ class Stragglers:
     def add(
         self, now: float, own: Sequence[float], even: Sequence[float] | None = None, stages: int = 1
     ) -> tuple[Straggler, ...]:
-        """`own`: each rank's own seconds per step since the last call, `even`: for equal shares of the batch; 0:
-        unknown. Ranks r, r + stages, ... are compared with each other, and with no other.
+        """Return the ranks that lag, given the times since the last call.
 
-        A rank is as slow as the smaller of both says: one with more samples does not lag, and for one with fewer, each
-        of which takes longer because a pass takes some time for any number, nobody waits.
+        `own` has each rank's own seconds per step, and `even` the same for equal shares of the
+        batch; 0 means unknown. Ranks r, r + stages, ... are compared with each other only. `now` is
+        a clock in seconds that never goes back.
 
-        `now`: a clock in seconds that never goes back. Returns who lags.
+        The smaller slowdown counts: a rank with more samples does not lag, and no rank waits for
+        one with fewer samples, although each of these takes longer because a pass takes some time
+        for any number.
         """
         if not self._factor:
             return ()
@@ -99,7 +102,7 @@ class Stragglers:
 
 
 def _slowdowns(times: Sequence[float], stages: int) -> dict[int, float]:
-    """Each known time as a multiple of the median of its stage, where at least two are known."""
+    """Return each known time as a multiple of its stage's median, if at least two are known."""
     found = {}
     for stage in range(stages):
         known = {rank: times[rank] for rank in range(stage, len(times), stages) if times[rank] > 0}

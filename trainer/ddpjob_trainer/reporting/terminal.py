@@ -1,4 +1,7 @@
-"""Progress as plain lines, and what any display shows; `live_view` is the display for a TTY."""
+"""Progress as plain lines, and the status that any display shows.
+
+`live_view` is the display for a TTY.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from ddpjob_trainer.reporting.stragglers import Straggler
 
 @dataclass(frozen=True)
 class TrainingStatus:
-    """What is shown: counts begin at 1; `eta` in seconds; `data_wait` is the share of time spent waiting for data."""
+    """The status that is shown.
+
+    Counts begin at 1, `eta` is in seconds, and `data_wait` is the share of time spent waiting for
+    data.
+    """
 
     epoch: int
     epochs: int
@@ -26,30 +33,31 @@ class TrainingStatus:
     accuracy: float | None = None
     gradient_norm: float | None = None
     skipped_steps: int = 0
-    """Skipped because the loss or a gradient was not finite, in this incarnation of the job."""
+    """Steps skipped in this incarnation of the job, because the loss or a gradient was not
+    finite."""
     corrupt_images: int = 0
-    """Images that could not be read, in this epoch."""
+    """Images of this epoch that could not be read."""
     world: int = 1
     restarts: int = 0
     stragglers: tuple[Straggler, ...] = ()
     mfu: float | None = None
-    """Share of the devices' peak FLOP/s that the model's FLOPs take; None: unknown."""
+    """Share of the devices' peak FLOP/s that the model uses; None if unknown."""
     memory: float = 0.0
     """The most bytes that a rank has held."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Of a step of rank 0, in seconds."""
+    """Seconds of rank 0's step by phase."""
     checkpoint_time: float | None = None
     """time.time() when the newest checkpoint of this incarnation was on disk."""
 
     def line(self) -> str:
-        """One plain line."""
+        """Return one plain line."""
         accuracy = "" if self.accuracy is None else f"  accuracy {self.accuracy:.2%}"
         where = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps} ({self.step / self.steps:.0%})"
         speed = f"{self.samples_per_second:,.0f} samples/s  data wait {self.data_wait:.0%}  eta {duration(self.eta)}"
         return "  ".join([f"{where}  loss {self.loss:.4f}{accuracy}", speed, *self.extras()])
 
     def extras(self) -> list[str]:
-        """Parts that are shown only when there is something to show."""
+        """Return the parts that are shown only if there is something to show."""
         norm = [] if self.gradient_norm is None else [f"gradient norm {self.gradient_norm:.3g}"]
         skipped = [f"skipped steps {self.skipped_steps}"] if self.skipped_steps else []
         share = [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
@@ -60,14 +68,14 @@ class TrainingStatus:
 
 
 def duration(seconds: float) -> str:
-    """`75` -> `1:15`; `3675` -> `1:01:15`."""
+    """Format seconds: `75` -> `1:15`; `3675` -> `1:01:15`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Display(Protocol):
-    """Where progress is shown."""
+    """A place where progress is shown."""
 
     def show(self, status: TrainingStatus) -> None:
         """Show the current status."""
@@ -80,13 +88,13 @@ class Display(Protocol):
 
 
 class ProgressLines:
-    """For logs: at most one line per `interval` seconds."""
+    """Plain lines for logs, at most one per `interval` seconds."""
 
     def __init__(self, interval: float) -> None:
         self._interval, self._next = interval, 0.0
 
     def show(self, status: TrainingStatus) -> None:
-        """Print a line when one is due."""
+        """Print a line if one is due."""
         if (now := time.monotonic()) >= self._next:
             self._next = now + self._interval
             print(status.line(), flush=True)
@@ -96,11 +104,11 @@ class ProgressLines:
         print(text, flush=True)
 
     def close(self) -> None:
-        """A log needs no cleaning up."""
+        """Do nothing, because a log needs no cleaning up."""
 
 
 class Silent:
-    """For ranks that print nothing."""
+    """The display of ranks that print nothing."""
 
     def show(self, status: TrainingStatus) -> None:
         """Ignore the status."""
@@ -109,4 +117,4 @@ class Silent:
         """Ignore the line."""
 
     def close(self) -> None:
-        """A silent rank needs no cleaning up."""
+        """Do nothing, because a silent rank needs no cleaning up."""

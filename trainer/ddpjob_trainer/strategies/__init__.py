@@ -1,6 +1,7 @@
-"""Ways in which ranks share a training, one file each; `contrib` holds those with less support.
+"""The ways in which ranks share a training, one file each; `contrib` holds less supported ones.
 
-A new strategy is a subclass of `strategy.Strategy`, a name in `config.sections.StrategyName` and a line in `registry`.
+A new strategy is a subclass of `strategy.Strategy`, a name in `config.sections.StrategyName` and a
+line in `registry`.
 """
 
 from ddpjob_trainer.strategies.registry import enter, open_strategy

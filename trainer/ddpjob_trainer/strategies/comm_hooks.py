@@ -1,4 +1,4 @@
-"""What DistributedDataParallel sends instead of float32 gradients: PyTorch's communication hooks."""
+"""PyTorch's communication hooks: what DDP sends instead of float32 gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def check(config: DdpConfig) -> None:
-    """Raise ConfigError when the options exclude each other."""
+    """Raise ConfigError if the options exclude each other."""
     if config.comm_hook is CommHook.NONE:
         return
     if config.ordered:
@@ -29,10 +29,11 @@ def check(config: DdpConfig) -> None:
 
 
 def register(network: DistributedDataParallel, config: DdpConfig) -> Callable[[], None] | None:
-    """Have the network's gradients sent through the hook that `config.comm_hook` names.
+    """Send the network's gradients through the hook that `config.comm_hook` names.
 
-    Returns what clears the hook's memory, where it has any: after a step whose gradients were not finite it is not
-    either, and would make the gradients of all later steps so. All ranks must call it alike.
+    Returns a function that clears the hook's memory, or None if the hook has none. After a step
+    whose gradients were not finite, the memory is not finite either, and would spoil the gradients
+    of all later steps. All ranks must call the function alike.
     """
     match config.comm_hook:
         case CommHook.FP16 | CommHook.BF16:

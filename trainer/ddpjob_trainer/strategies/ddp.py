@@ -1,4 +1,7 @@
-"""strategy=ddp: one process per device, gradients averaged by DistributedDataParallel while they are computed."""
+"""strategy=ddp: one process per device.
+
+DistributedDataParallel averages gradients while they are computed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _BUFFERS = (
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-"""Its name depends on the version of torch."""
+"""The option's name depends on the version of torch."""
 
 
 class Ddp(Strategy):
@@ -35,7 +38,7 @@ class Ddp(Strategy):
 
     divides = True
     _forget: Callable[[], None] | None = None
-    """Clears the memory of the communication hook, where it has any."""
+    """Clears the communication hook's memory, if it has one."""
     _checked = False
     """Whether every weight is known to get gradients."""
 
@@ -45,28 +48,37 @@ class Ddp(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Where ranks exchange batch statistics in each layer, only if the clock sees these waits."""
+        """Whether a rank's own work is told apart from its waiting.
+
+        If ranks exchange batch statistics in each layer, that is only so if the clock sees these
+        waits.
+        """
         return self.clock.sees_waits or not (self.config.model.sync_batchnorm or self.parts)
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Raises ConfigError when options of ddp exclude each other."""
+        """Raises ConfigError if options of ddp exclude each other."""
         comm_hooks.check(self.config.ddp)
         if self.config.ddp.ordered and self.config.amp.level in (AmpLevel.O2, AmpLevel.O3):
             raise ConfigError(
                 "ddp.ordered: float32 sums that are exact to the bit; set amp.level=O0 or O1, or ddp.ordered=false"
             )
         super().prepare(model, shape)
-        if self.config.ddp.ordered and self.device.type == "cuda":  # Its faster kernels add up in no fixed order.
+        # cuDNN's and cuBLAS' faster kernels have no fixed order of addition.
+        if self.config.ddp.ordered and self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.deterministic = True
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def batch_statistics(self) -> BatchStatistics:
-        """With ddp.ordered, added up in order too."""
+        """Return the model's statistics; with ddp.ordered they are added up in order too."""
         return BatchStatistics(self.model, self.group, self.config.ddp.ordered)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """DDP without its broadcast of buffers at each step: batch statistics are exchanged exactly, by the trainer."""
+        """Wrap the model in DDP.
+
+        DDP's broadcast of buffers at each step is off, because the trainer exchanges batch
+        statistics exactly.
+        """
         if self.group.world == 1 or self.config.ddp.ordered:
             return model
         options: dict[str, Any] = {_BUFFERS: False}
@@ -76,30 +88,38 @@ class Ddp(Strategy):
 
     @property
     def device_ids(self) -> list[torch.device] | None:
-        """The device of the model; None where it is on several, or on the CPU."""
+        """The device of the model, or None if it is on several devices or on the CPU."""
         return None if self.device.type == "cpu" else [self.device]
 
     def weight(self, count: int) -> float:
-        """DDP averages over ranks."""
+        """Return the factor of a sample's loss. DDP averages over ranks."""
         return (1 if self.config.ddp.ordered else self.group.world) / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """DDP's no_sync."""
+        """Use DDP's no_sync in this `with`."""
         with self.network.no_sync() if isinstance(self.network, DistributedDataParallel) else nullcontext():
             yield
         self._arrived.clear()
 
     def update(self, rate: float) -> Update:
-        """A hook with a memory waits for the device here, to know whether the step was skipped."""
+        """Take the optimizer's step.
+
+        A hook with a memory waits for the device here, to learn whether the step was skipped.
+        """
         update = super().update(rate)
         if self._forget is not None and bool(update.skipped):
             self._forget()
         return update
 
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
-        """With ddp.ordered each micro-batch's gradients are kept apart until all ranks' are here."""
-        if not self.config.ddp.ordered or self.group.world == 1:  # Autograd adds each micro-batch's to those before.
+        """Compute the gradients of the mean loss on every rank.
+
+        With ddp.ordered, each micro-batch's gradients are kept apart until those of all ranks are
+        here.
+        """
+        # Autograd adds each micro-batch's gradients to the previous ones.
+        if not self.config.ddp.ordered or self.group.world == 1:
             if not isinstance(self.network, DistributedDataParallel):
                 return super().backward(micro_batches, count)
             if self._checked:
@@ -129,7 +149,7 @@ class Ddp(Strategy):
 
     @contextmanager
     def _watching_gradients(self) -> Iterator[None]:
-        """Notes which weights get a gradient in this rank's last micro-batch, where DDP sends them."""
+        """Record which weights get a gradient in this rank's last micro-batch, which DDP sends."""
         handles = [
             weight.register_post_accumulate_grad_hook(self._arrived.add)  # type: ignore[no-untyped-call]
             for weight in self.model.parameters()
@@ -142,8 +162,10 @@ class Ddp(Strategy):
                 handle.remove()
 
     def _check_gradients(self) -> None:
-        """Raise ConfigError in the first step where a weight got no gradient: DDP has then not exchanged those that
-        would be sent with it, and says so in the next step, by their numbers.
+        """Raise ConfigError if a weight got no gradient in the first step.
+
+        DDP has then not exchanged the gradients of its bucket, and would report it only in the next
+        step, by parameter numbers.
         """
         self._checked = True
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
@@ -166,8 +188,9 @@ class Ddp(Strategy):
         )
 
     def _check_exchange(self, network: DistributedDataParallel) -> None:
-        """Raise ConfigError in a later step where a weight got no gradient, before the optimizer takes those of this
-        rank alone.
+        """Raise ConfigError if a weight got no gradient in a later step.
+
+        This happens before the optimizer uses gradients of this rank alone.
         """
         try:
             network._check_reducer_finalized()  # type: ignore[no-untyped-call]

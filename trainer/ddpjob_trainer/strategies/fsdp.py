@@ -1,5 +1,6 @@
-"""strategy=fsdp: each rank keeps a shard of every weight and of its optimizer state; blocks are
-gathered to compute (FSDP2).
+"""strategy=fsdp: each rank keeps a shard of every weight and of its optimizer state (FSDP2).
+
+Blocks are gathered to compute.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from ddpjob_trainer.strategies.strategy import State, Strategy, refuse_scalars, 
 
 
 class Fsdp(Strategy):
-    """PyTorch's fully_shard on each block of the model and on the rest of it. A group of one needs no wrapper."""
+    """Applies PyTorch's fully_shard to each block of the model and to the rest of it.
+
+    A group of one needs no wrapper.
+    """
 
     equal = True  # Each forward pass gathers weights from all ranks.
     divides = True
@@ -32,16 +36,17 @@ class Fsdp(Strategy):
         super().__init__(config, group, device)
         if group.world > 1:
             if device.type == "cpu":
-                require_torch("2.7", "strategy=fsdp on the CPU")  # Before, FSDP2 asks every stream for events.
+                # Before 2.7, FSDP2 asks every stream for events.
+                require_torch("2.7", "strategy=fsdp on the CPU")
             self.precision = _Precision(config.amp, config.optim.clip_norm, device)
 
     @property
     def waits_apart(self) -> bool:
-        """Ranks wait for each block's weights."""
+        """Whether a rank's own work is told apart from its waiting for each block's weights."""
         return self.clock.sees_waits or self.group.world == 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The same module; its parameters become DTensors."""
+        """Return the same module, whose parameters become DTensors."""
         if self.group.world == 1:
             return model
         from torch.distributed.device_mesh import init_device_mesh
@@ -58,9 +63,11 @@ class Fsdp(Strategy):
             gathered = MixedPrecisionPolicy(param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
         places = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
-        # A weight that several modules share belongs to one set of weights: to the rest of the model.
+        # A weight that several modules share can belong to only one unit, so it stays in the rest
+        # of the model.
         apart = [block for block in blocks(model) if all(places[weight] == 1 for weight in block.parameters())]
-        for block in [*apart, model]:  # The model last: the rest of it. Its backward pass follows at once.
+        # The model, which is the rest of it, comes last, because its backward pass follows at once.
+        for block in [*apart, model]:
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [
                 module
@@ -73,12 +80,12 @@ class Fsdp(Strategy):
         return model
 
     def weight(self, count: int) -> float:
-        """FSDP averages over ranks."""
+        """Return the factor of a sample's loss. FSDP averages over ranks."""
         return self.group.world / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """Gradients stay whole, on each rank, until the last micro-batch."""
+        """Keep gradients whole on each rank until the last micro-batch."""
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(self.network, FSDPModule):
@@ -88,7 +95,10 @@ class Fsdp(Strategy):
             self.network.set_requires_gradient_sync(True)
 
     def train_mode(self, training: bool) -> None:
-        """Also frees gathered weights: an evaluation may have gathered the moving average instead of the weights."""
+        """Switch between training and evaluation, and free gathered weights.
+
+        An evaluation may have gathered the moving average instead of the weights.
+        """
         super().train_mode(training)
         if self.group.world > 1:
             from torch.distributed.fsdp import FSDPModule
@@ -98,18 +108,18 @@ class Fsdp(Strategy):
                     module.reshard()
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Weights and what belongs to them: as the weights."""
+        """Return the layout of a weight, or of a value that belongs to one; None for others."""
         own = self._weights
         found = next((own[name] for name in place if name in own), None)
         return found if found is not None and is_sharded(found) and found.shape == shape else None
 
     @cached_property
     def _weights(self) -> dict[str | int, nn.Parameter]:
-        """By all names that the model's state has for them: of a weight that two modules share, both."""
+        """The parameters by all names in the model's state; a shared weight has several."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def load(self, state: State) -> None:
-        """Each rank takes its shard of whole tensors."""
+        """Load whole tensors; each rank takes its shard."""
         if self.group.world == 1:
             super().load(state)
             return
@@ -123,19 +133,22 @@ class Fsdp(Strategy):
 
 
 class _Precision(Precision):
-    """O2: ranks keep shards of the float32 copy, and gather them in amp.dtype; there is nothing to convert."""
+    """At O2, ranks keep shards of the float32 copy and gather them in amp.dtype.
+
+    The model itself is not converted.
+    """
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """The model, not converted at O2."""
+        """Return the model, not converted at O2."""
         return model if self.config.level is AmpLevel.O2 else super().convert(model)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered one at a time: the members of a model's sequences of blocks,
-    else its largest modules.
+    """Return the modules that are gathered one at a time.
 
-    Such a sequence is an nn.Sequential or nn.ModuleList with members that have weights and are
-    themselves made of modules.
+    They are the members of a model's sequences of blocks, or else its largest modules. Such a
+    sequence is an nn.Sequential or nn.ModuleList with members that have weights and that themselves
+    contain modules.
     """
     found: list[nn.Module] = []
     for module in model.children():
@@ -155,8 +168,9 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def _shard(value: Any, parameter: Any) -> Any:
-    """This rank's shard of a whole tensor with the layout of `parameter`; anything else (a counter,
-    a buffer) unchanged.
+    """Return this rank's shard of a whole tensor with the layout of `parameter`.
+
+    Anything else (a counter, a buffer) is returned unchanged.
     """
     if not isinstance(value, torch.Tensor) or is_sharded(value) or parameter is None or value.shape != parameter.shape:
         return value

@@ -1,9 +1,9 @@
-"""strategy=pipeline: a replica's stages are on different ranks, and its micro-batches pass through
-them at the same time.
+"""strategy=pipeline: a replica's stages are on different ranks.
 
-Rank = replica * stages + stage. Micro-batches are the trainer's own, so that normalization
-statistics, dropout and mixed images are those of any other strategy; the schedules are PyTorch's
-(Huang et al., GPipe, 2019; Narayanan et al., PipeDream, 2019, for 1F1B).
+Its micro-batches pass through them at the same time. Rank = replica * stages + stage. Micro-batches
+are the trainer's own, so that normalization statistics, dropout and mixed images are those of any
+other strategy; the schedules are PyTorch's (Huang et al., GPipe, 2019; Narayanan et al., PipeDream,
+2019, for 1F1B).
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from ddpjob_trainer.strategies.strategy import State, Strategy, flat_gradients, 
 
 @dataclass
 class _Running:
-    """What is in the pipeline, for the functions that a schedule calls. `count`: samples of the global batch."""
+    """The contents of the pipeline, for the functions that a schedule calls.
+
+    `count` is the number of samples in the global batch.
+    """
 
     pairs: list[tuple[Micro, Batch]]
     count: int
@@ -42,19 +45,23 @@ class _Running:
     _entered: int = 0
 
     def enter(self) -> Micro:
-        """The next micro-batch whose forward pass begins: schedules begin them in order."""
+        """Return the next micro-batch whose forward pass begins. Schedules begin them in order."""
         self._entered += 1
         return self.pairs[self._entered - 1][0]
 
 
 class Pipeline(Strategy):
-    """Each rank has one stage of the model, with the whole model's names, and its part of the optimizer's state."""
+    """Each rank has one stage of the model, and that stage's part of the optimizer's state.
+
+    Stages use the whole model's names.
+    """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
         self.stages = _checked_stages(config, group)
         if self.stages > 1:
-            require_torch("2.7", "strategy=pipeline")  # Before, schedules divide gradients once more.
+            # Before 2.7, schedules divide gradients once more.
+            require_torch("2.7", "strategy=pipeline")
         replicas = group.world // self.stages
         self.replica, self.stage = divmod(group.rank, self.stages)
         timeout = config.train.timeout_seconds
@@ -67,21 +74,24 @@ class Pipeline(Strategy):
 
     @property
     def data_share(self) -> DataShare:
-        """The last stage has the losses."""
+        """The replica's share of the samples.
+
+        Only the last stage counts, because it has the losses.
+        """
         return DataShare(self.replica, self.group.world // self.stages, self.stage == self.stages - 1)
 
     @property
     def waits_apart(self) -> bool:
-        """Stages wait for each other's values."""
+        """Whether a rank's own work is told apart from its waiting for other stages."""
         return self.clock.sees_waits or self.group.world == 1
 
     @property
     def portions(self) -> int:
-        """Micro-batches that are in the pipeline at the same time."""
+        """The number of micro-batches that are in the pipeline at the same time."""
         return self.config.pipeline.micro_batches
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Of the model only this rank's stage is kept."""
+        """Take the model, and keep only this rank's stage of it."""
         if self.config.optim.layer_decay != 1:
             self.depths = depths(model)
         layers = to_sequential(model)
@@ -92,17 +102,22 @@ class Pipeline(Strategy):
         self._first_that_draws = next((stage for stage, part in enumerate(parts) if _draws(part)), 0)
         super().prepare(Stage(parts[self.stage]), shape)
         if self.stages > 1:
-            importlib.import_module("torch.distributed.pipelining")  # Takes more than a second: not in the first step.
+            # The import takes more than a second, so it is not left to the first step.
+            importlib.import_module("torch.distributed.pipelining")
             self.precision.over_parts = self._chain.sum
 
     def batch_statistics(self) -> BatchStatistics:
-        """Over the ranks with the same stage."""
+        """Return the stage's statistics, over the ranks with the same stage."""
         return BatchStatistics(self.model, self._peers)
 
     # ------------------------------------------------------------ training
 
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
-        """Micro-batches of one size go through the pipeline together, since its buffers have one shape."""
+        """Compute the gradients of the mean loss.
+
+        Only micro-batches of equal size go through the pipeline together, because its buffers have
+        one shape.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, equal in itertools.groupby(list(micro_batches), key=lambda pair: pair[1].images.shape):
             together = list(equal)
@@ -118,7 +133,10 @@ class Pipeline(Strategy):
         return total
 
     def _run(self, together: list[tuple[Micro, Batch]], count: int) -> torch.Tensor:
-        """All of `together` through the pipeline, forward and backward; returns the last stage's sum of losses."""
+        """Run `together` through the pipeline, forward and backward.
+
+        Returns the sum of losses, which is 0 except on the last stage.
+        """
         images = [batch.images for _, batch in together]
         losses = torch.zeros((), dtype=torch.float64, device=self.device)
         self._running = _Running(together, count, losses)
@@ -132,7 +150,7 @@ class Pipeline(Strategy):
         return losses
 
     def _schedule(self, number: int, shape: torch.Size) -> Any:
-        """The schedule for `number` micro-batches with images of a shape."""
+        """Return the schedule for `number` micro-batches with images of a shape."""
         if (number, shape) not in self._schedules:
             from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -155,7 +173,7 @@ class Pipeline(Strategy):
         return self._schedules[number, shape]
 
     def _boundaries(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input and output of this stage for images of a shape, on the meta device. All float32."""
+        """Return this stage's input and output for images of a shape, float32 on `meta`."""
         outputs = self._meta_model.outputs(shape)
         inputs = torch.empty(shape, device="meta")
         if self.stage > 0:
@@ -163,9 +181,9 @@ class Pipeline(Strategy):
         return inputs, torch.empty_like(outputs[self._ends[self.stage] - 1])
 
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
-        """One micro-batch through this stage.
+        """Run one micro-batch through this stage.
 
-        Where only one stage draws random numbers, they are those of the whole model.
+        If only one stage draws random numbers, they are those of the whole model.
         """
         assert self._running is not None
         micro = self._running.enter()
@@ -175,7 +193,7 @@ class Pipeline(Strategy):
         return outputs.float().contiguous()
 
     def _loss(self, scores: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """The last stage's loss of micro-batch `number` in the pipeline, as its backward pass needs it."""
+        """Return the last stage's loss of the pipeline's micro-batch `number`, for backward."""
         assert self._running is not None
         micro, batch = self._running.pairs[int(number)]
         loss = self.loss(scores, batch, micro)
@@ -183,7 +201,7 @@ class Pipeline(Strategy):
         return self.precision.scaled(loss * self.weight(self._running.count))
 
     def _sum_gradients(self) -> None:
-        """Add gradients up over the replicas."""
+        """Add up gradients over the replicas."""
         if self._peers.world == 1:
             return
         weights = list(self.model.parameters())
@@ -192,7 +210,7 @@ class Pipeline(Strategy):
     # ------------------------------------------------------------ evaluation
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """The scores, on every rank of the replica."""
+        """Return the scores, on every rank of the replica."""
         if self.stages == 1:
             return super().logits(images)
         found, sent = [], []
@@ -217,7 +235,7 @@ class Pipeline(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """All stages' state merged, on the CPU of every rank."""
+        """Return all stages' state merged, on the CPU of every rank."""
         own = super().state()
         if self.stages == 1:
             return own
@@ -232,20 +250,20 @@ class Pipeline(Strategy):
         return merged
 
     def load(self, state: State) -> None:
-        """Take this stage's part of the whole."""
+        """Load this stage's part of a whole state."""
         own = set(self.model.state_dict()) | {name for name, _ in self.model.named_parameters()}
         super().load(_without(state, self._names - own))
 
 
 class _Pass(nn.Module):
-    """What a schedule calls for each micro-batch."""
+    """The module that a schedule calls for each micro-batch."""
 
     def __init__(self, model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.model, self._run = model, run
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """One micro-batch."""
+        """Run one micro-batch."""
         return self._run(values)
 
 
@@ -280,7 +298,7 @@ def _draws(layers: list[Layer]) -> bool:
 
 
 def _merged(parts: list[Any]) -> Any:
-    """Dicts with the keys of all; anything else is the same in all."""
+    """Merge dicts by their keys. Any other value is the same in all parts."""
     if not isinstance(parts[0], dict):
         return parts[0]
     keys = dict.fromkeys(key for part in parts for key in part)

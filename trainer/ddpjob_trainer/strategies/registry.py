@@ -1,4 +1,4 @@
-"""The choice of a strategy by name; each is imported only when it is chosen."""
+"""Chooses a strategy by name, and imports only the module of that one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _CLASSES = {
 
 
 def enter(config: Config) -> None:
-    """Before ranks read their environment: translate that of a strategy with its own launcher. Raises ConfigError."""
+    """Translate the environment of a strategy with its own launcher, before ranks read theirs.
+
+    Raises ConfigError.
+    """
     if config.strategy is StrategyName.HOROVOD:
         from ddpjob_trainer.strategies.contrib import horovod
 
@@ -35,7 +38,10 @@ def enter(config: Config) -> None:
 
 
 def computes_on(config: Config, device: torch.device) -> int:
-    """On how many devices a process whose first one is `device` computes, of which several may be one CPU."""
+    """Return how many devices a process computes on, if its first one is `device`.
+
+    On the CPU it is one, because its devices are the same.
+    """
     if device.type == "cpu":
         return 1
     if config.strategy is StrategyName.DP:
@@ -44,9 +50,9 @@ def computes_on(config: Config, device: torch.device) -> int:
 
 
 def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
-    """The strategy that the configuration names.
+    """Return the strategy that the configuration names.
 
-    Raises ConfigError when it does not fit the ranks or the configuration.
+    Raises ConfigError if it does not fit the ranks or the configuration.
     """
     _check_that_ddp_applies(config)
     module, _, name = _CLASSES[config.strategy].partition(":")
@@ -62,7 +68,7 @@ _WITHOUT_ORDER = {
     StrategyName.FSDP: "adds gradients up inside its collectives",
     StrategyName.PIPELINE: "has no rank that holds all gradients",
 }
-"""Why ddp.ordered cannot be had."""
+"""Why a strategy cannot support ddp.ordered."""
 
 
 def _check_that_ddp_applies(config: Config) -> None:

@@ -23,5 +23,5 @@ class Single(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """There is nobody to wait for."""
+        """True, because there are no other ranks to wait for."""
         return True

@@ -27,15 +27,18 @@ from ddpjob_trainer.optim.optimizers import build_optimizer, set_learning_rate
 from ddpjob_trainer.optim.precision import Precision, Update
 
 State = dict[str, Any]
-"""`{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]}, "precision": {...},
-"average": {...}}`, the last with optim.ema_decay only.
+"""The whole training state, with "average" only if optim.ema_decay is set:
 
-Names and shapes are those of the whole model in one process, so that another strategy and another number of ranks can
-continue from it."""
+`{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]},
+"precision": {...}, "average": {...}}`.
+
+Names and shapes are those of the whole model in one process, so that a different strategy and a
+different number of ranks can continue from it.
+"""
 
 
 def require_torch(minimum: str, what: str) -> None:
-    """Raises ConfigError where torch is older than `minimum`, "MAJOR.MINOR"."""
+    """Raise ConfigError if torch is older than `minimum`, "MAJOR.MINOR"."""
     if TorchVersion(torch.__version__) < minimum:
         raise ConfigError(
             f"{what} needs torch {minimum} or later, and this is {torch.__version__}; install another torch, or choose"
@@ -44,7 +47,7 @@ def require_torch(minimum: str, what: str) -> None:
 
 
 def refuse_scalars(model: nn.Module, strategy: str) -> None:
-    """Raises ConfigError for a parameter without a dimension, along which it would be sharded."""
+    """Raise ConfigError for a parameter without a dimension, because it could not be sharded."""
     if names := [name for name, weight in model.named_parameters() if not weight.dim()]:
         raise ConfigError(
             f"strategy={strategy}: shards parameters along their first dimension, and {', '.join(names[:3])} of the"
@@ -58,25 +61,26 @@ class Strategy:
     model: nn.Module
     """The whole model or this rank's stage of it, not wrapped."""
     network: nn.Module
-    """What computes a micro-batch: `model`, or a wrapper around it."""
+    """The module that computes a micro-batch: `model`, or a wrapper around it."""
     optimizer: torch.optim.Optimizer
     statistics: BatchStatistics
     parameters: list[tuple[str, nn.Parameter]]
-    """What the optimizer works on, by the model's names: all that is not frozen."""
+    """The optimizer's parameters by the model's names; frozen ones are left out."""
     shape: tuple[int, ...]
-    """Of an image: (channels, height, width)."""
+    """The shape of an image: (channels, height, width)."""
     equal = False
-    """Whether a forward pass is a collective, so that all ranks need the same number of micro-batches."""
+    """Whether all ranks need the same number of micro-batches, because a forward pass is a
+    collective."""
     divides = False
     """Whether ranks may share micro-batches (see `sampler.Part`)."""
     parts: SharedParts | None = None
     stages = 1
-    """Ranks r, r + stages, r + 2 * stages, ... do the same work, and others another."""
+    """Ranks r, r + stages, r + 2 * stages, ... do the same work; other ranks do different work."""
     depths: dict[str, int] | None = None
-    """Of the whole model's parameters, where optim.layer_decay needs them."""
+    """Depths of all the model's parameters, if optim.layer_decay needs them."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
-        """Raises ConfigError when the configuration or the number of ranks does not fit the strategy."""
+        """Raises ConfigError if configuration or number of ranks does not fit the strategy."""
         self.config, self.group, self.device = config, group, device
         self.precision = Precision(config.amp, config.optim.clip_norm, device)
         self.clock = StepClock(device)
@@ -85,7 +89,7 @@ class Strategy:
 
     @property
     def data_share(self) -> DataShare:
-        """Which samples this rank takes."""
+        """The samples that this rank takes."""
         return DataShare(self.group.rank, self.group.world)
 
     @property
@@ -95,19 +99,20 @@ class Strategy:
 
     @property
     def portions(self) -> int:
-        """In how many portions a rank computes its share of a global batch."""
+        """The number of portions in which a rank computes its share of a global batch."""
         return self.config.train.accumulate
 
     # ------------------------------------------------------------ training
 
     def share_parts(self) -> None:
-        """From now on micro-batches may have parts; before the first step."""
+        """Allow micro-batches to have parts from now on. Must be called before the first step."""
         self.parts = SharedParts(self.model, self.group)
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Take a model for images of `shape` (channels, height, width), and build the optimizer. All ranks together.
+        """Take a model for images of `shape` (channels, height, width), and build the optimizer.
 
-        Its weights are the same on every rank, and on `self.device`.
+        The model's weights are the same on every rank, and on `self.device`. All ranks must call
+        this together.
         """
         self.shape = shape
         if self.depths is None and self.config.optim.layer_decay != 1:
@@ -124,7 +129,7 @@ class Strategy:
             self.network.compile()
 
     def moving_average(self) -> MovingAverage:
-        """Of the weights, and of running statistics."""
+        """Return a moving average of the weights and of running statistics."""
         running = [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.is_floating_point()]
         first: dict[torch.Tensor, str] = {}
         named = self.model.named_parameters(remove_duplicate=False)
@@ -132,18 +137,20 @@ class Strategy:
         return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running], others)
 
     def batch_statistics(self) -> BatchStatistics:
-        """Of the model, over the ranks that compute it."""
+        """Return the statistics of the model, over the ranks that compute it."""
         return BatchStatistics(self.model, self.group)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model with what exchanges gradients around it."""
+        """Return the model, wrapped in a module that exchanges gradients."""
         return model
 
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
-        """Gradients of the mean loss over the `count` samples of the global batch, on every rank. All ranks together.
+        """Compute the gradients of the global batch's mean loss on every rank.
 
-        Every micro-batch of `micro_batches`, this rank's of the step, must be taken. Returns this rank's sum of losses
-        (a float64 scalar on the device), without those of micro-batches that do not count.
+        The mean is over the global batch's `count` samples. Every micro-batch of `micro_batches`,
+        which are this rank's in the step, must be taken. Returns this rank's sum of losses (a
+        float64 scalar on the device), without those of micro-batches that do not count. All ranks
+        must call this together.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (micro, batch) in enumerate(micro_batches, 1):
@@ -153,11 +160,12 @@ class Strategy:
         return total
 
     def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
-        """Add one micro-batch's gradients to those before; returns its sum of losses, a scalar."""
+        """Add one micro-batch's gradients to the previous ones; return its sum of losses."""
         self.seed(micro.key)
         shared = self.parts.of_micro(micro) if self.parts else nullcontext()
         with self.statistics.of_micro(micro, count), shared, self.precision.autocast():
-            # Statistics of all ranks' samples: one that does not count must not be among them.
+            # With statistics over all ranks' samples, a micro-batch that does not count must not
+            # contribute.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
             loss = self.loss(self.network(images), batch, micro)
         weighted = loss * self.weight(count)
@@ -170,35 +178,43 @@ class Strategy:
         return loss.detach()
 
     def seed(self, key: int) -> None:
-        """Before a micro-batch: what dropout draws is a function of its key."""
+        """Seed dropout with the key of a micro-batch, before that is computed."""
         seed_torch(key, self.device)
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
-        """The sum of losses of a micro-batch; 0, with gradients of 0, for one that does not count."""
+        """Return a micro-batch's sum of losses, or 0 with gradients of 0 if it does not count."""
         total = self.criterion.sum(scores, batch)
         return total if micro.counts else total * 0.0
 
     def weight(self, count: int) -> float:
-        """The factor of a sample's loss, such that the ranks' reduction of gradients (sum, mean)
-        gives those of the global mean.
+        """Return the factor of a sample's loss.
+
+        With it, the ranks' reduction of gradients (sum or mean) gives the gradients of the global
+        mean.
         """
         return 1 / count
 
     def without_exchange(self) -> AbstractContextManager[Any]:
-        """Around all micro-batches of a rank but its last one: gradients are accumulated and not sent."""
+        """Accumulate gradients in this `with` without sending them.
+
+        It surrounds all micro-batches of a rank but the last.
+        """
         return nullcontext()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        For a step with unreadable samples, whose mean is over the others.
+        This is for a step with unreadable samples, whose mean is over the other samples.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def update(self, rate: float) -> Update:
-        """Take the optimizer's step at a learning rate, and clear the gradients. All ranks together."""
+        """Take the optimizer's step at a learning rate, and clear the gradients.
+
+        All ranks must call this together.
+        """
         set_learning_rate(self.optimizer, rate)
         update = self.precision.step(self.optimizer, [parameter for _, parameter in self.parameters])
         self.optimizer.zero_grad(set_to_none=True)
@@ -209,7 +225,7 @@ class Strategy:
     # ------------------------------------------------------------ evaluation
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """(n, channels, height, width) on the device -> (n, classes).
+        """Compute scores (n, classes) of images (n, channels, height, width) on the device.
 
         Ranks with the same `data_share.part` call it together.
         """
@@ -218,7 +234,10 @@ class Strategy:
         return outputs
 
     def train_mode(self, training: bool) -> None:
-        """As nn.Module.train. In evaluation a moving average of the weights, if there is one, is in their place."""
+        """Switch between training and evaluation, as nn.Module.train does.
+
+        In evaluation, a moving average of the weights, if there is one, takes their place.
+        """
         self.network.train(training)
         if self.average is not None:
             if training:
@@ -230,9 +249,9 @@ class Strategy:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """The whole state, for a checkpoint. All ranks together.
+        """Return the whole state, for a checkpoint. All ranks must call this together.
 
-        Its tensors may be the ones that training changes later, and DTensors.
+        Its tensors may be DTensors, and may change as training continues.
         """
         return {
             "model": self.precision.model_state(self.model),
@@ -242,19 +261,20 @@ class Strategy:
         }
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Of the tensor at a place of the state, with a whole `shape`: a DTensor laid out as `load` wants it; None:
-        `load` takes the whole.
+        """Return a DTensor laid out as `load` wants the tensor at a place of the state.
+
+        `shape` is that of the whole tensor. None means that `load` takes the whole tensor.
         """
         return None
 
     def load(self, state: State) -> None:
         """Continue from a state, on every rank.
 
-        Raises RuntimeError, ValueError or KeyError when it does not fit.
+        Raises RuntimeError, ValueError or KeyError if it does not fit.
         """
         self.precision.load_model(self.model, state["model"])
         if self.average is not None and "average" in state:
-            # What was frozen has no average beside its value.
+            # A weight that was frozen has no average, so its value is used.
             averages = {**state["model"], **state["average"]["averages"]}
             self.average.load({**state["average"], "averages": averages})
         frozen = {name for name, weight in self.model.named_parameters() if not weight.requires_grad}
@@ -262,11 +282,14 @@ class Strategy:
         self.precision.load(state["precision"])
 
     def close(self) -> None:
-        """Leave what was joined. All ranks together, at an orderly end."""
+        """Leave everything that was joined, at an orderly end.
+
+        All ranks must call this together.
+        """
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]]) -> State:
-    """An optimizer's state by parameter name instead of number."""
+    """Return an optimizer's state by parameter name instead of number."""
     state = {name: optimizer.state[parameter] for name, parameter in parameters if parameter in optimizer.state}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"state": state, "groups": groups}
@@ -278,22 +301,24 @@ def load_named_optimizer_state(
     state: State,
     frozen: Collection[str] = (),
 ) -> None:
-    """The reverse, without the state of weights that are `frozen` now.
+    """Load a state of `named_optimizer_state`, without weights that are `frozen` now.
 
-    Raises KeyError or ValueError when names differ.
+    Raises KeyError or ValueError if names differ.
     """
     names = {parameter: name for name, parameter in parameters}
     numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     saved = {name: values for name, values in state["state"].items() if name not in frozen}
     if unknown := set(saved) - set(numbered):
         raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model does not have")
-    groups, first = [], 0  # Learning rates, decays and so on are the configuration's, which may have changed.
+    # Learning rates, decays and so on come from the configuration, which may have changed.
+    groups, first = [], 0
     for group in optimizer.param_groups:
         groups.append({**group, "params": list(range(first, first + len(group["params"])))})
         first += len(group["params"])
     own = dict(parameters)
     if any(isinstance(values.get("momentum_buffer"), torch.Tensor) for values in saved.values()):
-        # One that was frozen has none, and fused SGD takes all of them or none: zero is what it begins with.
+        # A weight that was frozen has no momentum, and fused SGD takes it for all weights or none,
+        # so use zero, its first value.
         saved = {name: saved.get(name) or {"momentum_buffer": torch.zeros_like(own[name])} for name in numbered}
     by_number = {
         number: {key: laid_out_as(value, own[name]) for key, value in saved[name].items()}
@@ -304,9 +329,9 @@ def load_named_optimizer_state(
 
 
 def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
-    """A weight's gradient or moment, with the memory layout of the weight; other values unchanged.
+    """Return a weight's gradient or moment with the memory layout of the weight.
 
-    Fused optimizers step through both from end to end.
+    Other values are returned unchanged. Fused optimizers step through both tensors from end to end.
     """
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or is_sharded(weight):
         return value
@@ -316,26 +341,31 @@ def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
 
 
 def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The weights' gradients, concatenated, and then for each weight 1; both are 0 where it has none."""
+    """Concatenate the weights' gradients, and append a 1 for each weight.
+
+    Gradient and flag are 0 for a weight without a gradient.
+    """
     found = torch.tensor([weight.grad is not None for weight in weights]).to(weights[0])
     gradients = [(torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten() for weight in weights]
     return torch.cat([*gradients, found])
 
 
 def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-    """The reverse of `flat_gradients`, or of a sum of several.
+    """Set gradients from a result of `flat_gradients`, or from a sum of several.
 
-    A weight without a gradient in any stays so, as on one rank: one of zero would let the optimizer decay it.
+    A weight that has no gradient in any of them keeps none, as on one rank. With a gradient of
+    zero, the optimizer would decay it.
     """
     flat, found_by = flat[: -len(weights)], flat[-len(weights) :]
-    idle = any(weight.grad is None for weight in weights)  # Else all have one, and nothing waits for the device.
+    # Otherwise all have a gradient, and nothing waits for the device.
+    idle = any(weight.grad is None for weight in weights)
     numbers = found_by.tolist() if idle else [1] * len(weights)
     for weight, gradient, found in zip(weights, pieces_like(weights, flat), numbers, strict=True):
         weight.grad = gradient if found else None
 
 
 def pieces_like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The pieces of `flat` with the shapes, formats and devices of `tensors`."""
+    """Return the pieces of `flat` with the shapes, formats and devices of `tensors`."""
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [
         laid_out_as(piece.view_as(tensor).to(tensor), tensor) for piece, tensor in zip(pieces, tensors, strict=True)

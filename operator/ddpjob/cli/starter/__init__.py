@@ -1,4 +1,4 @@
-"""What `ddpjob init` writes: a manifest and a script to begin with."""
+"""The files that `ddpjob init` writes: a manifest and a script to begin with."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _PLAIN = re.compile(r"[A-Za-z][-\w./:@]*\w")
 
 
 def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int) -> Iterator[str]:
-    """Write job.yaml into the current folder, and `script` unless it is there. Yields what to print, line by line.
+    """Write job.yaml into the current folder, and `script` unless it exists.
 
-    Raises Mistake, and writes nothing, where job.yaml is there or the job would be refused.
+    Yields what to print, line by line. Raises Mistake, and writes nothing, if job.yaml exists or
+    the job would be refused.
     """
     if script.suffix != ".py":
         raise Mistake(f"{script}: the script's name must end in .py")
@@ -54,7 +55,10 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
 
 
 def _create(path: Path, text: str) -> None:
-    """Whole or not at all: on a full disk nothing is left that the next try would find. Raises OSError."""
+    """Create a file completely or not at all.
+
+    On a full disk, nothing is left that the next try would find. Raises OSError.
+    """
     with path.open("x", encoding="utf-8") as file:
         try:
             file.write(text)
@@ -65,11 +69,14 @@ def _create(path: Path, text: str) -> None:
 
 
 def _file(name: str) -> str:
-    """Named so that neither linters nor importers take it for a module of this package."""
+    """Return a template file.
+
+    Its name keeps linters and importers from taking it for a module of this package.
+    """
     return resources.files(__name__).joinpath(f"{name}-tpl").read_text(encoding="utf-8")
 
 
 def _scalar(text: str) -> str:
-    """As YAML: JSON's quotes where it could mean something else."""
+    """Return the text as YAML, in JSON's quotes if it could mean something else."""
     plain = _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str)
     return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())

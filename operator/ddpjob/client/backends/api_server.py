@@ -1,4 +1,7 @@
-"""A user's requests to the API server: the official client's kubeconfig, credentials and connections, plain JSON."""
+"""A user's requests to the API server, in plain JSON.
+
+Kubeconfig, credentials and connections are the official client's.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,18 @@ from ddpjob.client.backends.backend import Mistake, NoAnswer, NotKnown, Unreacha
 SECONDS = 30
 LARGEST_PAGE = 500
 LARGEST_ANSWER = 16 * 1024 * 1024
-"""Bytes, for the viewers of a dashboard in a cluster. Twice as much is read of the pods, or events, of a job: a
-thousand of its pods have some 20 MB."""
+"""Maximum number of bytes of an answer for the viewers of a dashboard in a cluster. Twice as much
+is read of a job's pods or events: a thousand of its pods have some 20 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
-"""Of a list, for those viewers, unless it is one object: as Python's objects it may take 30 times as much."""
+"""Maximum number of bytes of one page of a list for those viewers, unless it is one object. As
+Python objects it may take 30 times as much."""
 _parsing = threading.Lock()
-"""Held while objects are parsed and shaped: many viewers would have the same large object in memory at once."""
+"""Held while objects are parsed and shaped, because otherwise many viewers would have the same
+large object in memory at once."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds, and the number of questions without an answer. TCP_KEEPALIVE is macOS' TCP_KEEPIDLE."""
+"""Seconds, and the number of unanswered probes. TCP_KEEPALIVE is the name of TCP_KEEPIDLE on
+macOS."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -48,21 +54,27 @@ class ApiRefusal(Mistake):
 
 
 class AnswerTooLarge(Mistake):
-    """More was answered than is read."""
+    """The answer is larger than what is read."""
 
 
 class ApiServer:
-    """One API server, as the kubeconfig or the pod's service account names it. Raises Unreachable, ApiRefusal."""
+    """One API server, named by the kubeconfig or the pod's service account.
+
+    Raises Unreachable, ApiRefusal.
+    """
 
     largest_answer: int | None = None
-    """Bytes; None: those of a user's own process have no bound."""
+    """Maximum number of bytes of an answer; None: no limit, as in a user's own process."""
 
     def __init__(self, api: Any, namespace: str, context: str) -> None:
         self.client, self.namespace, self.context = api, namespace, context
 
     @classmethod
     def open(cls, kubeconfig: str | None = None, context: str | None = None) -> ApiServer:
-        """Connects as kubectl would: $KUBECONFIG or ~/.kube/config, else inside a pod its service account."""
+        """Connect as kubectl would.
+
+        It uses $KUBECONFIG or ~/.kube/config, or inside a pod its service account.
+        """
         from kubernetes import client, config
         from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigLoader, KubeConfigMerger
 
@@ -73,7 +85,8 @@ class ApiServer:
             merged = KubeConfigMerger(kubeconfig or os.environ.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION).config
             if merged is None:
                 raise config.ConfigException("No configuration found")
-            loader = KubeConfigLoader(merged, active_context=context)  # needs no current-context if one is given
+            # Needs no current-context if one is given.
+            loader = KubeConfigLoader(merged, active_context=context)
             loader.load_and_set(settings)
             chosen = loader.current_context
             return cls(client.ApiClient(settings), chosen["context"].get("namespace") or "default", chosen["name"])
@@ -97,14 +110,17 @@ class ApiServer:
         body: Json | None = None,
         content_type: str = "application/json",
     ) -> Json:
-        """The JSON response."""
+        """Return the JSON response."""
         response = self._send(method, path, query or {}, body, content_type, SECONDS)
         with self._answering():
             text = response.read()
         return self._parsed(response, text)
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
-        """The JSON response to GET; None where the object does not exist or must not be read."""
+        """Return the JSON response to GET.
+
+        None if the object does not exist or must not be read.
+        """
         try:
             return self.request("GET", path, query=query)
         except ApiRefusal as refusal:
@@ -113,7 +129,7 @@ class ApiServer:
             raise
 
     def items(self, path: str, query: Mapping[str, str] | None = None, *, of_a_job: bool = False) -> list[Json]:
-        """The items of a collection, as `listing` reads them."""
+        """Return the items of a collection, as `listing` reads them."""
         return self.listing(path, query, of_a_job=of_a_job)[0]
 
     def listing(
@@ -124,10 +140,11 @@ class ApiServer:
         of_a_job: bool = False,
         shape: Callable[[Json], Json] = lambda item: item,
     ) -> tuple[list[Json], str]:
-        """Return the items of a collection and its version. Pages are smaller where the objects are large.
+        """Return the items of a collection and its version.
 
-        `of_a_job`: the collection belongs to one job, whose owner can make it as large as they like. `shape` is called
-        with each item of a page before the next page is read, and returns what is kept of it.
+        Pages are smaller if the objects are large. `of_a_job` means that the collection belongs to
+        one job, whose owner can make it as large as they like. `shape` is called with each item of
+        a page before the next page is read, and returns the part that is kept.
         """
         found: list[Json] = []
         limit, total, more = LARGEST_PAGE, 0, ""
@@ -158,7 +175,10 @@ class ApiServer:
                 return found, str(metadata.get("resourceVersion", ""))
 
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
-        """Pieces of a response as they come, until it ends. `silence`: seconds without one, then it ends too."""
+        """Yield pieces of a response as they come, until it ends.
+
+        It also ends after `silence` seconds without a piece.
+        """
         import urllib3
 
         response = self._send("GET", path, query, None, "application/json", (SECONDS, silence))
@@ -171,7 +191,7 @@ class ApiServer:
             while piece := raw.read1(65536):
                 yield piece
         except (urllib3.exceptions.HTTPError, OSError):
-            return  # Whoever follows reads on where this one ended.
+            return  # The follower continues from the last piece.
         finally:
             raw.close()
 
@@ -204,9 +224,9 @@ class ApiServer:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raises NoAnswer where a request or its answer breaks off."""
+        """Raise NoAnswer if a request or its answer breaks off."""
         import urllib3
-        from kubernetes.client import ApiException  # which the client makes of TLS's faults
+        from kubernetes.client import ApiException  # raised by the client for TLS errors
 
         try:
             yield
@@ -235,9 +255,10 @@ class ApiServer:
 
 
 class BearerServer(ApiServer):
-    """One API server, asked with somebody's bearer token and nothing else: no kubeconfig, no account of this process.
+    """One API server, accessed only with somebody's bearer token.
 
-    `ca`: the file of the authorities that may have signed its certificate.
+    There is no kubeconfig, and no account of this process. `ca` is the file with the authorities
+    that may have signed its certificate.
     """
 
     largest_answer = LARGEST_ANSWER
@@ -256,10 +277,10 @@ class BearerServer(ApiServer):
         return self._url
 
     def close(self) -> None:
-        """Ends what is being read, also in other threads, and refuses what is asked later."""
+        """End all reads, also in other threads, and refuse later requests."""
         self._closed = True
         for response in list(self._open):
-            with suppress(RuntimeError, ValueError, OSError):  # It has ended by itself.
+            with suppress(RuntimeError, ValueError, OSError):  # It has already ended.
                 response.shutdown()
         self._pool.clear()
 
@@ -283,7 +304,10 @@ class BearerServer(ApiServer):
         return SimpleNamespace(response=response, status=response.status, read=partial(self._read, response, path))
 
     def _read(self, response: Any, path: str, most: int | None = None) -> bytes:
-        """An answer within bounds: many viewers share this process, and any of them may look at hostile objects."""
+        """Read an answer within bounds.
+
+        Many viewers share this process, and any of them may look at hostile objects.
+        """
         most = LARGEST_ANSWER if most is None else most
         text: bytes = response.read(most + 1, decode_content=True)
         if len(text) > most:
@@ -293,7 +317,10 @@ class BearerServer(ApiServer):
 
 
 def _noticing() -> list[tuple[int, int, int]]:
-    """Options of sockets that notice within half a minute, while they wait, that the other host cannot be reached."""
+    """Return options of sockets that notice when the other host is unreachable.
+
+    They notice within half a minute, while they wait.
+    """
     from urllib3.connection import HTTPConnection
 
     options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
@@ -302,7 +329,10 @@ def _noticing() -> list[tuple[int, int, int]]:
 
 
 def _trusting(ca: str) -> ssl.SSLContext:
-    """Trusts what kubectl trusts: also certificates without key identifiers, which many authorities have issued."""
+    """Return a context that trusts the certificates that kubectl trusts.
+
+    These include certificates without key identifiers, which many authorities have issued.
+    """
     try:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:
@@ -315,7 +345,10 @@ _OF_TLS = re.compile(r"\[SSL: \w+\] ")
 
 
 def _short(error: BaseException) -> str:
-    """The innermost reason: urllib3 wraps it several times, and the official client a fault of TLS once more."""
+    """Return the innermost reason of an error.
+
+    urllib3 wraps it several times, and the official client wraps a TLS error one more time.
+    """
     wrapped = error.__context__ if getattr(error, "status", None) == 0 else None
     text = _OF_TLS.sub("", str(wrapped or getattr(error, "reason", None) or error))
     return (

@@ -1,4 +1,4 @@
-"""`Backend`: reads and changes jobs in one place, a namespace of a cluster or this machine's runs."""
+"""`Backend`: reads and changes jobs in a namespace of a cluster, or in this machine's runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Protocol
 from ddpjob.api.job_spec import Json
 
 OUTAGE_SECONDS = 300.0
-"""Without an answer of the API server, after which `wait`, `logs -f` and others give up."""
+"""Seconds without an answer of the API server after which `wait`, `logs -f` and others give up."""
 
 LINE_BYTES = 1 << 20
-"""Of a line of a log: what follows in the line is cut off."""
+"""Maximum number of bytes of a log's line. The rest of the line is cut off."""
 
 SILENCE_SECONDS = 15.0
-"""How long a connection for a log that can be stopped waits for the next line before it is opened again."""
+"""How long a connection for a log that can be stopped waits for the next line before it is opened
+again."""
 
 METRICS = "run/metrics.jsonl"
-"""What the training measures, in the job's checkpoint folder."""
+"""The training's measurements, in the job's checkpoint folder."""
 METRICS_WRITERS = "the built-in trainer, and scripts that call ddpjob_report.report(step=...)"
 METRICS_BYTES = 8 << 20
 
@@ -32,7 +33,7 @@ class Mistake(Exception):
     passing = False
     """Whether the same request may succeed a little later."""
     denied = False
-    """Whether whoever asks may not read this, or is not known."""
+    """Whether the caller may not read this, or is unknown."""
 
 
 class Unreachable(Mistake):
@@ -56,17 +57,20 @@ class NoSuchJob(Mistake):
 
 
 class OutagePatience:
-    """Lets what takes long survive an API server that restarts or is overloaded, for OUTAGE_SECONDS."""
+    """Lets long operations survive an outage of the API server for OUTAGE_SECONDS.
+
+    The API server may restart or be overloaded.
+    """
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def answered(self) -> None:
-        """Ends an outage."""
+        """End an outage."""
         self._since = None
 
     def bear(self, mistake: Mistake) -> None:
-        """Raises the mistake, unless it may pass and the outage has not lasted for too long."""
+        """Raise the mistake, unless it may pass and the outage has not lasted too long."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if not mistake.passing or now - self._since > OUTAGE_SECONDS:
@@ -108,17 +112,17 @@ class Happened:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Which part of a log. `since` in seconds; None: all of it."""
+    """Which part of a log to read. `since` is in seconds; None: all of it."""
 
     follow: bool = False
     tail: int | None = None
     since: int | None = None
     previous: bool = False
-    """The ended container before the present one, of a pod that the kubelet has restarted."""
+    """Read the previous container, which has ended, of a pod that the kubelet has restarted."""
     stop: threading.Event | None = None
-    """Ends a log that is followed, within SILENCE_SECONDS: its reader is gone."""
+    """Ends a followed log within SILENCE_SECONDS after its reader is gone."""
     line_bytes: int = LINE_BYTES
-    """Of a line; the rest is cut off."""
+    """Maximum number of bytes of a line; the rest is cut off."""
 
     @property
     def stopped(self) -> bool:
@@ -126,15 +130,17 @@ class LogOptions:
 
 
 class Backend(Protocol):
-    """Every method raises Mistake with a text for the user."""
+    """Reads and changes jobs. Every method raises Mistake with a text for the user."""
 
     local: bool
     """Whether jobs run on this machine, with its files and its Python."""
     notes: list[str]
-    """What the last list of jobs has left out, and why `changes` gets no answer at present, for the user."""
+    """Notes for the user: what the last list of jobs has left out, and why `changes` currently gets
+    no answer."""
     whole: bool
-    """Whether `jobs` and `changes` give the large fields of specs that the operator refuses for their size. False at
-    first, because they take a hundred times as much memory as all other jobs."""
+    """Whether `jobs` and `changes` return the large fields of specs that the operator refuses for
+    their size. False at first, because they take a hundred times as much memory as all other
+    jobs."""
 
     @property
     def where(self) -> str:
@@ -142,57 +148,58 @@ class Backend(Protocol):
         ...
 
     def jobs(self) -> list[Json]:
-        """All jobs as objects, the oldest first."""
+        """Return all jobs as objects, the oldest first."""
         ...
 
     def job(self, name: str) -> Json:
-        """One job. Raises NoSuchJob."""
+        """Return one job. Raises NoSuchJob."""
         ...
 
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        """The jobs now, then each change as (object, whether it was deleted), for so long, None: without end.
+        """Yield the current jobs, then every change as (object, deleted).
 
-        `known`: jobs that the caller knows of. Those of them that are gone come first, and of one that is deleted no
-        more than its name may come: nothing else is kept for somebody who keeps what they need.
+        Stop after `seconds`; None means never. `known` are jobs that the caller already has. Those
+        that are gone come first. The object of a deleted job may consist of its name alone, because
+        nothing else is kept for callers, who keep what they need.
 
-        Raises NoSuchJob where there is no job `name`, also after its deletion.
+        Raises NoSuchJob if there is no job `name`, also after its deletion.
         """
         ...
 
     def pods(self, name: str) -> list[PodLine]:
-        """The job's pods, in the order of their index."""
+        """Return the job's pods, in the order of their index."""
         ...
 
     def events(self, name: str) -> list[Happened]:
-        """The job's events, the oldest first."""
+        """Return the job's events, the oldest first."""
         ...
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
-        """Pieces of a pod's log."""
+        """Yield pieces of a pod's log."""
         ...
 
     def metrics(self, name: str) -> str:
-        """The end of what rank 0 has written to metrics.jsonl, at most METRICS_BYTES."""
+        """Return the end of rank 0's metrics.jsonl, at most METRICS_BYTES."""
         ...
 
     def patch(self, name: str, spec: Json) -> None:
-        """Merges into `spec`, as `kubectl patch --type=merge`."""
+        """Merge into `spec`, as `kubectl patch --type=merge` does."""
         ...
 
     def create(self, manifests: list[Json]) -> str:
-        """Creates a job, with the objects that it needs before it. Returns its name."""
+        """Create a job, and first the objects that it needs. Returns its name."""
         ...
 
     def delete(self, name: str) -> None:
-        """Deletes a job and its pods. Checkpoints on volumes stay."""
+        """Delete a job and its pods. Checkpoints on volumes stay."""
         ...
 
     def kill(self, pod: str) -> None:
-        """Deletes a pod by force, as its machine's loss would."""
+        """Delete a pod by force, as the loss of its machine would."""
         ...
 
     def run_in(self, pod: PodLine, code: str) -> str:
-        """Runs Python code in a pod's trainer container; what it prints."""
+        """Run Python code in a pod's trainer container; return its output."""
         ...

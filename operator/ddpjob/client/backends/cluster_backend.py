@@ -47,21 +47,21 @@ _WATCH_SECONDS = 240
 _RETRY_SECONDS = 2.0
 _LEAVING_SECONDS = 30.0
 _WAITING_TO_START = 400
-"""The answer to a request for the log of a container that does not run yet."""
+"""HTTP status of the answer to a request for the log of a container that does not run yet."""
 _PREPARED = ("ContainerCreating", "PodInitializing")
-"""States of a pod whose containers say nothing of themselves yet."""
+"""States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
-"""Of which events are read: what one of them waits for, the others mostly do as well."""
+"""Pods whose events are read. Usually one pod's obstacle is the obstacle of the others too."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Bytes of a command's output that are read from a pod: twice the metrics."""
+"""Maximum number of bytes of a command's output that are read from a pod: twice the metrics."""
 _PRINTED = (b"\x01", b"\x02")
 """Channels of the WebSocket: standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")
 _METRICS_PODS = 4
-"""Pods that are asked for their metrics."""
+"""Number of pods that are asked for their metrics."""
 _METRICS_SECONDS = 60.0
-"""After which no other pod is asked."""
+"""Seconds after which no other pod is asked."""
 _METRICS_MARK = "metrics of this run:\n"
 _METRICS_PROBE = f"""
 import os
@@ -76,7 +76,11 @@ _T = TypeVar("_T")
 
 
 class ClusterBackend:
-    """Implements `Backend`. `namespace` None: that of the context; `everywhere`: jobs of all namespaces are listed."""
+    """Implements `Backend`.
+
+    `namespace` None is the context's namespace. With `everywhere`, jobs of all namespaces are
+    listed.
+    """
 
     local = False
 
@@ -92,10 +96,11 @@ class ClusterBackend:
         return f"{place}, context {self.api.context}"
 
     def path(self, plural: str, name: str | None = None, *, everywhere: bool = False) -> str:
-        """The path of an object of the namespace, or of the collection; of DDPJobs, events or a kind of the core API.
+        """Return the path of an object of the namespace, or of the collection.
 
-        Raises Mistake for what is no name: an empty one, of a shell's variable that is not set, would make a request to
-        delete one job a request to delete all.
+        `plural` is DDPJobs, events or a kind of the core API. Raises Mistake if `name` is not a
+        name. An empty one, from an unset shell variable, would turn a request to delete one job
+        into a request to delete all.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
             raise Mistake(f"{name!r} is not the name of an object")
@@ -111,7 +116,7 @@ class ClusterBackend:
         return sorted(listed, key=lambda job: str(job["metadata"].get("creationTimestamp")))
 
     def _shaped(self, job: Json) -> Json:
-        """A job as it is, or without the large fields of an oversized spec."""
+        """Return a job as it is, or without the large fields of an oversized spec."""
         spec = job.get("spec") or {}
         small = {} if self.whole or not oversized(spec) else {"spec": without_large_fields(spec)}
         return _typed({**job, **small})
@@ -145,7 +150,8 @@ class ClusterBackend:
         try:
             return ask()
         except ApiRefusal as refusal:
-            no_kind = refusal.status == 404 and not _names_object(refusal)  # which may be a namespace, too
+            # It may be a namespace that was not found, too.
+            no_kind = refusal.status == 404 and not _names_object(refusal)
             raise Mistake(NO_CRD) if no_kind else refusal from refusal
 
     def changes(
@@ -179,7 +185,7 @@ class ClusterBackend:
             for key in [key for key in seen if key not in there]:
                 yield seen.pop(key), True
             items.reverse()
-            while items:  # None of them is held for as long as the watch lasts.
+            while items:  # Do not hold any of them for as long as the watch lasts.
                 job = items.pop()
                 before = seen.get(_key(job), {}).get("metadata", {}).get("resourceVersion")
                 if before != job["metadata"]["resourceVersion"]:
@@ -199,7 +205,10 @@ class ClusterBackend:
     def _watched(
         self, path: str, query: Mapping[str, str], version: str, end: float | None
     ) -> Iterator[tuple[Json, bool]]:
-        """The changes until the watch ends, which it does after a while, or the connection breaks."""
+        """Yield the changes until the watch ends, or the connection breaks.
+
+        A watch ends after a while.
+        """
         left = _WATCH_SECONDS if end is None else max(1, min(_WATCH_SECONDS, round(end - time.monotonic())))
         watch = {**query, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(left)}
         try:
@@ -222,7 +231,7 @@ class ClusterBackend:
             try:
                 view = read_pod(body)
             except (KeyError, ValueError):
-                continue  # Somebody else's pod with the job's label.
+                continue  # It is somebody else's pod with the job's label.
             lines.append(_pod_line(view, [c["name"] for c in body["spec"]["containers"]]))
         lines.sort(key=lambda pod: (-1 if pod.index is None else pod.index, str(pod.created), pod.name))
         asked = 0
@@ -233,7 +242,10 @@ class ClusterBackend:
         return lines
 
     def _without_those_of_a_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
-        """They are there until they have ended, beside those of a new job of the same name."""
+        """Leave out pods of a deleted job.
+
+        Until they have ended, they exist together with those of a new job of the same name.
+        """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
             return pods
@@ -242,7 +254,10 @@ class ClusterBackend:
         return [pod for pod in pods if uid in (None, pod["metadata"]["labels"].get(LABEL_UID))]
 
     def _last_warning(self, pod: str) -> str:
-        """What a kubelet says of volumes and networks in events alone; empty: nothing, or nothing that may be read."""
+        """Return the last warning: kubelets report problems of volumes and networks only in events.
+
+        Empty if there is none, or none that may be read.
+        """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
         except ApiRefusal:
@@ -250,12 +265,12 @@ class ClusterBackend:
         return f"{found[-1].reason}: {found[-1].message}" if found else ""
 
     def events(self, name: str) -> list[Happened]:
-        # A cluster keeps those of an earlier job of the name as well.
+        # A cluster also keeps events of an earlier job of this name.
         uid = self.job(name)["metadata"]["uid"]
         return self._events(f"involvedObject.kind={KIND},involvedObject.name={name},involvedObject.uid={uid}")
 
     def _events(self, chosen: str) -> list[Happened]:
-        """The oldest first."""
+        """Return events, the oldest first."""
         found = [
             Happened(
                 parse_time(
@@ -271,7 +286,7 @@ class ClusterBackend:
         return sorted(found, key=lambda event: str(event.time))
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
-        # Others may come first: admission webhooks put sidecars there.
+        # Other containers may come first, because admission webhooks put sidecars there.
         own = (name for name in (TRAINER_CONTAINER, COORDINATOR_CONTAINER) if name in pod.containers)
         container = next(own, next(iter(pod.containers), ""))
         query = {"container": container} if container else {}
@@ -289,7 +304,8 @@ class ClusterBackend:
                     if options.stopped:
                         return
                     if not line.endswith(b"\n") and not ended:
-                        break  # A connection that was cut in a line: it is read again in whole.
+                        # The connection was cut within a line, which is read again as a whole.
+                        break
                     stamp, _, text = line.partition(b" ")
                     if read.is_new(stamp):
                         yield text
@@ -306,11 +322,13 @@ class ClusterBackend:
             except NoAnswer as failure:
                 if not options.follow:
                     raise
-                if options.stop is None:  # Else it may be a pod that writes nothing; the reader ends it.
+                if options.stop is None:
+                    # Otherwise it may be a pod that writes nothing, and the reader ends it.
                     patience.bear(failure)
             if options.stopped:
                 return
-            # The connection has ended before the pod, or between its last lines: read on from the last line.
+            # The connection has ended before the pod, or between its last lines: continue from the
+            # last line.
             time.sleep(_RETRY_SECONDS / 2)
             ended = self._has_ended(pod.name)
             if read.stamp:
@@ -320,9 +338,13 @@ class ClusterBackend:
             read.again()
 
     def metrics(self, name: str) -> str:
-        """Reads the file in the first of a few pods that run and have it: with folders of their own, only rank 0's."""
+        """Read the file in the first of a few running pods that has it.
+
+        If each pod has its own folder, only rank 0's has it.
+        """
         running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
-        pods = sorted(running, key=lambda pod: pod.role != "node")[:_METRICS_PODS]  # Spares have not trained.
+        # Spares have not trained.
+        pods = sorted(running, key=lambda pod: pod.role != "node")[:_METRICS_PODS]
         end = time.monotonic() + _METRICS_SECONDS
         for asked, pod in enumerate(pods):
             if time.monotonic() > end:
@@ -341,7 +363,7 @@ class ClusterBackend:
         except (KeyError, ValueError):
             return True
         except Mistake:
-            return False  # The next request for the log says what is wrong.
+            return False  # The next request for the log shows what is wrong.
 
     # --- acting, as the user
 
@@ -352,7 +374,10 @@ class ClusterBackend:
             raise self._no_job(name, refusal) from refusal
 
     def create(self, manifests: list[Json]) -> str:
-        """The job is the last one. It is created first, so that the ConfigMaps before it can name it as their owner."""
+        """Create the job, which is the last one.
+
+        It comes first, so that its ConfigMaps can name it as their owner.
+        """
         *needed, job = manifests
         created = self._explained(lambda: self.api.request("POST", self.path(PLURAL), body=job))
         name = str(created["metadata"]["name"])
@@ -370,7 +395,10 @@ class ClusterBackend:
         return name
 
     def _create_map(self, body: Json) -> None:
-        """Creates a ConfigMap, whose name holds a digest. That of an earlier job may not be deleted yet."""
+        """Create a ConfigMap, whose name contains a digest.
+
+        An earlier job's may not be deleted yet.
+        """
         end = time.monotonic() + _LEAVING_SECONDS
         while True:
             try:
@@ -387,7 +415,7 @@ class ClusterBackend:
             time.sleep(_RETRY_SECONDS / 2)
 
     def dry_run(self, plural: str, body: Json) -> Json:
-        """What the API server would store, admission included. Raises ApiRefusal."""
+        """Return what the API server would store, admission included. Raises ApiRefusal."""
         query = {"dryRun": "All", "fieldValidation": "Strict"}
         return self.api.request("POST", self.path(plural), query=query, body=body)
 
@@ -409,7 +437,9 @@ class ClusterBackend:
         from kubernetes.client import CoreV1Api
         from kubernetes.stream import stream
 
-        client = copy(self.api.client)  # `stream` puts WebSockets in place of its requests: not in those of others.
+        # `stream` replaces its requests by WebSockets, which must not affect other users of the
+        # client.
+        client = copy(self.api.client)
         try:
             answer = stream(
                 CoreV1Api(client).connect_get_namespaced_pod_exec, pod.name, self.namespace,
@@ -419,7 +449,7 @@ class ClusterBackend:
             return _output(answer.sock, pod.name)
         except Mistake:
             raise
-        except Exception as error:  # ApiException, and what websocket-client raises.
+        except Exception as error:  # ApiException, and the exceptions of websocket-client
             raise Mistake(f"pod {pod.name}: {_refusal(str(getattr(error, 'reason', None) or error))}") from error
 
 
@@ -430,10 +460,10 @@ NO_CRD = (
 
 
 def _output(sock: Any, pod: str) -> str:
-    """Return what a command in a pod prints until it ends, or for _EXEC_SECONDS. Raises Mistake for too much of it.
+    """Return the output of a command in a pod until it ends, or for _EXEC_SECONDS.
 
-    Each frame is counted as it comes: WSClient.update would keep all that a pod sends while it sends, and the python3
-    of a job's image may be anything.
+    Raises Mistake if it is too large. Each frame is counted as it comes, because WSClient.update
+    would keep everything that a pod sends, and the python3 of a job's image may be anything.
     """
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketTimeoutException
 
@@ -453,14 +483,17 @@ def _output(sock: Any, pod: str) -> str:
                     f" at what python3 is in the job's image"
                 )
     except (WebSocketConnectionClosedException, WebSocketTimeoutException):
-        pass  # What has come is shown.
+        pass  # Show what has arrived.
     finally:
         sock.shutdown()
     return b"".join(parts).decode(errors="replace")
 
 
 def _refusal(said: str) -> str:
-    """The API server's own words, where websocket-client wraps them in its view of the handshake."""
+    """Return the API server's own words.
+
+    websocket-client wraps them in its view of the handshake.
+    """
     between = " -+-+- "
     handshake, _, rest = said.partition(between)
     try:
@@ -470,18 +503,21 @@ def _refusal(said: str) -> str:
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Whole lines with their ends; what is left at the end of the stream too."""
+    """Yield whole lines with their ends, and the rest at the end of the stream."""
     rest = b""
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in whole)
-        rest = rest[: LINE_BYTES + 64]  # With its time: whoever reads it sees that it is too long.
+        rest = rest[: LINE_BYTES + 64]  # With its time stamp; a reader sees that it is too long.
     if rest:
         yield rest
 
 
 class _Read:
-    """How far a log was read. Times repeat, for lines that were written at once, and go back when a clock is set."""
+    """How far a log was read.
+
+    Times repeat for lines written at once, and go back when a clock is set.
+    """
 
     def __init__(self) -> None:
         self.stamp, self._lines, self._skip = b"", 0, 0
@@ -489,11 +525,11 @@ class _Read:
         self._skipping = False
 
     def again(self) -> None:
-        """The next lines are those from `stamp` on, which begin with lines that were read already."""
+        """Expect the lines from `stamp` on again, which begin with lines that were already read."""
         self._skipping, self._skip = bool(self.stamp), self._lines
 
     def is_new(self, stamp: bytes) -> bool:
-        """Whether the next line, of this time, was not read before."""
+        """Return whether the next line, with this time, was not read before."""
         if self._skipping:
             if _order(stamp) < _order(self.stamp):
                 return False
@@ -507,23 +543,23 @@ class _Read:
 
 
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
-    """Orders the times of log lines, whose fractions end without their last zeros."""
+    """Return a sort key for the times of log lines, whose fractions lack trailing zeros."""
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")
 
 
 def _names_object(refusal: ApiRefusal) -> bool:
-    """Whether a 404 is about one object, not about the kind."""
+    """Whether a 404 is about one object, and not about the kind."""
     return re.search(r'"[^"]+" not found', str(refusal)) is not None
 
 
 def _typed(job: Json) -> Json:
-    """An item of a list has neither apiVersion nor kind."""
+    """Return an item of a list with apiVersion and kind, which items lack."""
     return {"apiVersion": API_VERSION, "kind": KIND, **job}
 
 
 def _named(job: Json) -> Json:
-    """As much of a job as shows whether it has changed, or is gone."""
+    """Return the part of a job that shows whether it has changed or is gone."""
     return {"metadata": {part: job["metadata"].get(part, "") for part in ("namespace", "name", "resourceVersion")}}
 
 
@@ -549,7 +585,7 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
     elif view.phase == "Pending" and view.host:
         state = view.main.waiting_reason or "ContainerCreating"
     elif failed := {name: c.exit_code for name, c in view.containers.items() if c.exit_code}:
-        # kubectl shows such a pod as 1/2 and Error; its program runs.
+        # kubectl shows such a pod as 1/2 and Error, but its program runs.
         message = message or ", ".join(f"container {name} ended with exit code {code}" for name, code in failed.items())
     index = None if view.role is Role.COORDINATOR else view.index
     return PodLine(

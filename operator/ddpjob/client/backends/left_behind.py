@@ -1,4 +1,7 @@
-"""What a job has left in its checkpoint folder: its record of rounds, of which any line may be cut or hostile."""
+"""Reads what a job has left in its checkpoint folder: its record of rounds.
+
+Any line of it may be cut or hostile.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration, shown_progress
 
 _BYTES = 8 << 20
-"""Of the newest lines that are read; the runtime keeps at most two files of 4 MiB."""
+"""Bytes of the newest lines that are read; the runtime keeps at most two files of 4 MiB."""
 _SHOWN = 200
-"""Rounds that are shown, the newest."""
+"""How many of the newest rounds are shown."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """Of the job that has used the folder last."""
+    """What the last job that used a folder has left in it."""
 
     name: str
     namespace: str
@@ -49,18 +52,21 @@ class LeftBehind:
     unread: int
     """Lines that could not be read."""
     others: int
-    """Jobs that have used the folder before."""
+    """Number of jobs that used the folder before."""
     metrics: str
     """The end of metrics.jsonl; empty: there is none."""
 
     @property
     def reported(self) -> Line:
-        """The newest line with progress: a new coordinator knows none before the script's next report."""
+        """The newest line with progress.
+
+        A new coordinator knows none before the script's next report.
+        """
         return next((line for line in reversed(self.lines) if line.progress), self.lines[-1])
 
 
 def read_left_behind(folder: Path) -> LeftBehind:
-    """Of a checkpoint folder, or one of `ddpjob run`. Raises Mistake."""
+    """Read a checkpoint folder, or one of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
         raise Mistake(f"{folder}: no such folder here; give the folder of the job's checkpoints")
     place = _place(folder)
@@ -70,7 +76,7 @@ def read_left_behind(folder: Path) -> LeftBehind:
     for row in text[-_BYTES:].splitlines():
         try:
             found.append(_read(json.loads(row)))
-        except (ValueError, RecursionError):  # Cut off, or somebody else's.
+        except (ValueError, RecursionError):  # It is cut off, or somebody else's.
             unread += 1
     if not found and not metrics:
         raise Mistake(
@@ -84,14 +90,17 @@ def read_left_behind(folder: Path) -> LeftBehind:
 
 
 def _place(folder: Path) -> Path:
-    """Where the job has written: in the folder, or where it is a job's of `ddpjob run`, in the checkpoints in it."""
+    """Return where the job has written.
+
+    It is the folder, or the checkpoints in it if it is a folder of `ddpjob run`.
+    """
     names = (ROUNDS_FILE, f"{ROUNDS_FILE}.1", METRICS)
     inside = folder / "checkpoints"
     return inside if inside.is_dir() and not any((folder / name).exists() for name in names) else folder
 
 
 def _end_of(path: Path) -> str:
-    """At most METRICS_BYTES of a file; empty where there is none. Raises Mistake."""
+    """Return at most METRICS_BYTES of a file; empty if there is none. Raises Mistake."""
     try:
         if not path.is_file():
             return ""
@@ -103,7 +112,7 @@ def _end_of(path: Path) -> str:
 
 
 def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
-    """((name, namespace, uid), the line). Raises ValueError."""
+    """Return ((name, namespace, uid), the line). Raises ValueError."""
     if not isinstance(row, dict) or row.get("event") not in ("round", "end"):
         raise ValueError("no line of rounds")
     time, incidents = known_time(row.get("time")), row.get("incidents")
@@ -132,7 +141,10 @@ def _whole(row: Json, key: str) -> int:
 
 
 def in_words(found: LeftBehind) -> Iterator[str]:
-    """The job, its last progress, and its rounds in their order, with what ended them."""
+    """Yield lines about the job, its last progress, and its rounds.
+
+    Rounds are in order, with what ended them.
+    """
     lines = found.lines
     yield f"Job:       {found.namespace}/{found.name}" if found.namespace else f"Job:       {found.name}"
     if not lines:

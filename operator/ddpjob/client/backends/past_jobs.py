@@ -1,4 +1,4 @@
-"""Jobs that are gone, as a `Backend` of what they have left in their checkpoint folders: for the dashboard's pages."""
+"""Shows deleted jobs to the dashboard: a `Backend` of what they left in checkpoint folders."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ _READ_ONLY = "what a job has left can only be looked at"
 
 
 class PastJobs:
-    """Implements `Backend`: the job of a checkpoint folder, or those of the folders in it. Raises Mistake."""
+    """Implements `Backend`: the job of a checkpoint folder, or the jobs of the folders in it.
+
+    Raises Mistake.
+    """
 
     local = True
 
     def __init__(self, folder: Path) -> None:
         self._root, self._namespace = folder, ""
         self.notes: list[str] = []
-        self.whole = True  # Local files: nobody else sizes them.
+        self.whole = True  # Local files are the user's own, so they need no limit.
         self._known: dict[Path, tuple[tuple[float, ...], LeftBehind]] = {}
-        """By folder, with its stamp: of many folders those are read again that have changed."""
+        """Records by folder, with its stamp: of many folders only changed ones are read again."""
         self._found: dict[tuple[str, str], tuple[Path, LeftBehind]] = {}
         self.jobs()
 
     def within(self, namespace: str) -> PastJobs:
-        """The same, of which a name is that of the job of this namespace."""
+        """Return the same backend, in which names refer to jobs of this namespace."""
         scoped = copy(self)
         scoped._namespace = namespace
         return scoped
@@ -66,7 +69,8 @@ class PastJobs:
             name = next((name for name in (left.name, folder.name.lower()) if _NAME.fullmatch(name)), "")
             namespace = left.namespace or "default"
             if not name or (namespace, name) in found:
-                name = f"{name or 'job'}.{len(found)}"[-253:]  # Of several folders of one job the newest has its name.
+                # If a job has several folders, the newest has its name.
+                name = f"{name or 'job'}.{len(found)}"[-253:]
             found[namespace, name] = folder, left
         if len(folders) > _MOST_FOLDERS:
             notes.append(f"of {len(folders)} folders the newest {_MOST_FOLDERS} are shown")
@@ -75,14 +79,20 @@ class PastJobs:
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
 
     def _read_again(self, folder: Path) -> tuple[tuple[float, ...], LeftBehind]:
-        """Without the metrics: those of many jobs would fill the memory. Raises Mistake."""
+        """Read a folder without its metrics, since those of many jobs would fill the memory.
+
+        Raises Mistake.
+        """
         known, stamp = self._known.get(folder), _stamp(folder)
         if known is not None and known[0] == stamp:
             return known
         return stamp, replace(read_left_behind(folder), metrics="")
 
     def _folders(self) -> list[Path]:
-        """The folder itself, if a job has used it, else those in it that jobs have used, the newest first."""
+        """Return the folder itself, if a job has used it.
+
+        Otherwise return the used folders in it, the newest first.
+        """
         if _stamp(self._root) or not self._root.is_dir():
             return [self._root]
         try:
@@ -106,7 +116,10 @@ class PastJobs:
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        """A job that still trains writes on: its folder is read again when it has changed."""
+        """Yield changes.
+
+        A job that still trains continues to write, so its folder is read again when it has changed.
+        """
         end = None if seconds is None else time.monotonic() + seconds
         stamps: dict[Path, tuple[float, ...]] | None = None
         seen = _by_name(known or ())
@@ -158,7 +171,10 @@ class PastJobs:
 
 
 def _stamp(folder: Path) -> tuple[float, ...]:
-    """Times of change of what a job writes into its folder, the newest first, and sizes; empty: nothing is there."""
+    """Return change times of a job's files in its folder, the newest first, and sizes.
+
+    Empty if there are none.
+    """
     times, sizes = list[float](), list[float]()
     for place in (folder, folder / "checkpoints"):
         for file in (ROUNDS_FILE, METRICS):
@@ -172,7 +188,10 @@ def _stamp(folder: Path) -> tuple[float, ...]:
 
 
 def _as_job(name: str, left: LeftBehind) -> Json:
-    """A DDPJob with as much of its status as the record has. The spec was not recorded, but for the number of nodes."""
+    """Build a DDPJob with as much of its status as the record has.
+
+    Of the spec, only the number of nodes was recorded.
+    """
     metadata: Json = {"name": name, "namespace": left.namespace or "default", "uid": left.uid}
     spec: Json = {"image": "", "nodes": 1, "gpusPerNode": 0}
     body: Json = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
@@ -206,7 +225,10 @@ def _as_job(name: str, left: LeftBehind) -> Json:
 
 
 def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
-    """The breaks, each with the round that began with it. Whether they counted was not recorded."""
+    """Yield the breaks, each with the round that began with it.
+
+    Whether they counted was not recorded.
+    """
     for line in lines:
         for incident in line.incidents:
             entry: Json = {

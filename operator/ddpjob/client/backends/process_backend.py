@@ -1,4 +1,4 @@
-"""Jobs of this machine: the records that `ddpjob run` keeps, and requests to the processes that run them."""
+"""Jobs of this machine: the records of `ddpjob run`, and requests to its processes."""
 
 from __future__ import annotations
 
@@ -38,22 +38,26 @@ from ddpjob.local.pod import UID_VARIABLE
 from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner, write_atomically
 
 STOP_MARGIN = 15.0
-"""Seconds beyond the pods' grace for which `stop` waits for the runner."""
+"""Seconds beyond the pods' grace period for which `stop` waits for the runner."""
 _POLL = 0.3
 _STARTED_SECONDS = 30.0
 INTERRUPTED = "Interrupted"
 """Phase of a job whose `ddpjob run` was stopped or has died before the job's end."""
 _STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
-"""Of the condition Suspended then: there is nothing whose runPolicy.suspend could be set to false."""
+"""Message of the condition Suspended in that case, since there is no job whose runPolicy.suspend
+could be set to false."""
 
 
 def has_jobs() -> bool:
-    """Whether the folder of runs holds a job; other tools may keep a status.json in such a folder, too."""
+    """Whether the folder of runs holds a job.
+
+    Other tools may keep a status.json in such a folder, too.
+    """
     return any(_is_record(JobFolder(file.parent)) for file in runs_folder().glob("*/status.json"))
 
 
 _ALIVE = ("Running", "Pending", "Terminating")
-"""States of pods."""
+"""States of pods that have not ended."""
 _OF_POD = re.compile(rf"(\d+-\d+|coordinator-\d+(-\d+)?)(\.{COORDINATOR_CONTAINER})?")
 """What follows a job's name in the names of its pods and of their logs."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
@@ -65,7 +69,7 @@ _T = TypeVar("_T")
 
 
 def _named(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes a Mistake of what the disk refuses: programs expect no OSError of `Client`."""
+    """Turn errors of the disk into a Mistake, because programs expect no OSError from `Client`."""
 
     @functools.wraps(method)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -80,16 +84,17 @@ def _named(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class ProcessBackend:
-    """Implements `Backend`."""
+    """Implements `Backend` for the jobs of `ddpjob run`."""
 
     local = True
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.whole = True  # Local files: nobody else sizes them.
-        """The status.json files that are no records of jobs."""
+        """The status.json files that are not records of jobs."""
+        self.whole = True  # Local files are the user's own, so they need no limit.
         self._known: dict[Path, _Known] = {}
-        """Of the last list: who follows 1,000 jobs reads those that have changed."""
+        """Records of the last list, so that a follower of 1,000 jobs reads only those that have
+        changed."""
 
     @property
     def where(self) -> str:
@@ -122,7 +127,7 @@ class ProcessBackend:
         return _object(folder, record, _terminal(record))
 
     def folder(self, name: str) -> JobFolder:
-        """The folder of a job that was run here. Raises NoSuchJob."""
+        """Return the folder of a job that was run here. Raises NoSuchJob."""
         folder = job_folder(name)
         if "/" in name or _record(folder) is None:
             known = ", ".join(job["metadata"]["name"] for job in self.jobs())
@@ -155,7 +160,9 @@ class ProcessBackend:
         record = _record(job) or {}
         folder, lines = job.run(record["local"]["run"]).pods, []
         states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
-        if runner(job) is None:  # Which has ended all of them, and may have been killed before it could say so.
+        if runner(job) is None:
+            # The runner has ended all of them, and may have been killed before it could record
+            # that.
             states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
         for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
@@ -218,7 +225,10 @@ class ProcessBackend:
             raise Mistake(f"{path}: {error.strerror}") from error
 
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
-        """The job whose name the pod's name begins with: of exp and exp-1, exp-1-0 is a pod of exp."""
+        """Return the job whose name the pod's name begins with.
+
+        If exp and exp-1 exist, exp-1-0 is a pod of exp.
+        """
         jobs = [job["metadata"]["name"] for job in self.jobs()]
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
         if not fitting:
@@ -249,20 +259,24 @@ class ProcessBackend:
 
     @_named
     def create(self, manifests: list[Json]) -> str:
-        """Starts `ddpjob run` in the background. ConfigMaps before the job become files of its folder `code`."""
+        """Start `ddpjob run` in the background.
+
+        ConfigMaps before the job become files of its folder `code`.
+        """
         *code, job = manifests
-        name = str(with_defaults(job)["metadata"]["name"])  # which generateName begins
+        name = str(with_defaults(job)["metadata"]["name"])  # completed from generateName
         job = {**job, "metadata": {**job["metadata"], "name": name}}
         folder = job_folder(name)
         folder.path.mkdir(parents=True, exist_ok=True)
         with (folder.path / "submit.lock").open("w") as lock:
-            with suppress(OSError):  # A file system without locks runs no jobs, and `ddpjob run` says so.
-                fcntl.flock(lock, fcntl.LOCK_EX)  # Who submits it at the same moment finds it running.
+            with suppress(OSError):
+                # A file system without locks cannot run jobs, and `ddpjob run` reports that.
+                fcntl.flock(lock, fcntl.LOCK_EX)  # A concurrent submission finds it running.
             self._start(folder, code, job)
         return name
 
     def _start(self, folder: JobFolder, code: list[Json], job: Json) -> None:
-        """`ddpjob run` in the background; returns when it has written its record."""
+        """Start `ddpjob run` in the background; return when it has written its record."""
         if runner(folder) is not None:
             raise Mistake(f"job {folder.name} is running already; `ddpjob stop {folder.name}` stops it")
         for file, text in (item for body in code for item in body.get("data", {}).items()):
@@ -273,7 +287,8 @@ class ProcessBackend:
         before = (_record(folder) or {}).get("metadata", {}).get("uid")
         with output.open("wb") as log:
             run = subprocess.Popen(
-                # -P: what lies in this folder is the job's, as it is for the command `ddpjob` itself.
+                # -P, because files in this folder are the job's; the command `ddpjob` does the
+                # same.
                 [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
@@ -287,8 +302,10 @@ class ProcessBackend:
 
     @_named
     def delete(self, name: str) -> None:
-        """Stops the job and removes its record and logs. Data stay, and checkpoints unless all runs said Delete, those
-        that --fresh has set aside as well.
+        """Stop the job, and remove its record and logs.
+
+        Data stay. Checkpoints stay too, including those that --fresh has set aside, unless all runs
+        had whenDeleted Delete.
         """
         self.stop(name, now=True)
         folder = self.folder(name)
@@ -303,7 +320,8 @@ class ProcessBackend:
         for run in map(RunFolder, folder.path.iterdir()):
             if holds_checkpoints(run.earlier) and not (delete and run.disposable.exists()):
                 kept.append(run.earlier)
-        _empty(folder.path, kept, last=folder.status)  # The record last: what fails before can be tried again.
+        # The record is last, so a deletion that fails can be repeated.
+        _empty(folder.path, kept, last=folder.status)
         if folder.checkpoints.is_dir() and not folder.has_checkpoints():
             for path in folder.checkpoints.iterdir():
                 path.unlink()
@@ -333,7 +351,10 @@ class ProcessBackend:
         return ran.stdout + ran.stderr
 
     def stop(self, name: str, *, now: bool = False) -> bool:
-        """SIGTERM to the runner, then SIGKILL to every process of the job. Returns whether it was running."""
+        """Send SIGTERM to the runner, then SIGKILL to every process of the job.
+
+        Returns whether it was running.
+        """
         folder = self.folder(name)
         record = _record(folder) or {}
         pid = runner(folder)
@@ -372,7 +393,7 @@ class ProcessBackend:
 
 
 def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) -> None:
-    """Removes what is in a folder, of links the links alone. Raises OSError."""
+    """Remove the content of a folder, but not the targets of links. Raises OSError."""
     for path in sorted(folder.iterdir(), key=lambda path: path == last):
         if path in kept:
             continue
@@ -385,7 +406,10 @@ def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) 
 
 
 def _last_lines(log: BinaryIO, lines: int) -> bytes:
-    """The end of a log, which may be far larger than the memory: at most METRICS_BYTES. Leaves the log at its end."""
+    """Return the end of a log, which may be far larger than the memory: at most METRICS_BYTES.
+
+    Leaves the log at its end.
+    """
     end = log.seek(0, os.SEEK_END)
     text, begin = b"", end
     while begin > 0 and text.count(b"\n") <= lines and len(text) < METRICS_BYTES:
@@ -393,7 +417,7 @@ def _last_lines(log: BinaryIO, lines: int) -> bytes:
         log.seek(begin)
         text = log.read(end - begin)
     log.seek(end)
-    # Not splitlines(): the refreshes of a progress bar, which returns divide, are one line.
+    # Not splitlines(), because the refreshes of a progress bar, separated by returns, are one line.
     return b"".join(BytesIO(text).readlines()[-lines:]) if lines else b""
 
 
@@ -405,7 +429,10 @@ def _is_record(folder: JobFolder) -> bool:
 
 
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
-    """The record, read unless its file is the known one: a record is always replaced in whole."""
+    """Return the record.
+
+    It is read only if its file has changed, since a record is always replaced as a whole.
+    """
     try:
         now = folder.status.stat()
     except OSError:
@@ -426,7 +453,7 @@ def _record(folder: JobFolder) -> Json | None:
 
 
 def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
-    """The record as `kubectl get -o json` would show the job."""
+    """Return the record as `kubectl get -o json` would show the job."""
     interrupted = False
     if not ended and runner(folder) is None:
         record = _record(folder) or record  # The job may have ended since the record was read.
@@ -438,7 +465,10 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
 
 
 def _interrupted(status: Json) -> Json:
-    """Of a job whose run is gone, and with it all pods: a run that was killed could not write that down."""
+    """Return the status of a job whose run is gone, with all its pods.
+
+    A killed run could not record that.
+    """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")
     if isinstance(nodes, dict) and "wanted" in nodes:
@@ -458,7 +488,7 @@ def _terminal(record: Json) -> bool:
 
 
 def _merged(old: Json, patch: Json) -> Json:
-    """By RFC 7386."""
+    """Merge a patch by RFC 7386."""
     merged = dict(old)
     for key, value in patch.items():
         if value is None:
@@ -469,10 +499,11 @@ def _merged(old: Json, patch: Json) -> Json:
 
 
 def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
-    """Sends SIGTERM and waits, for each time of `patience` in seconds; then SIGKILL."""
+    """Send SIGTERM and wait, once for each time in `patience` (seconds); then send SIGKILL."""
     for seconds in patience:
         processes.send(pid, signal.SIGTERM)
-        processes.send(pid, signal.SIGCONT)  # Stopped by Ctrl-Z, it would not see the other, and be killed unsaved.
+        # If it was stopped by Ctrl-Z, it would not receive SIGTERM, and be killed unsaved.
+        processes.send(pid, signal.SIGCONT)
         deadline = time.monotonic() + max(seconds, 0.2)
         while time.monotonic() < deadline:
             if runner(folder) != pid:

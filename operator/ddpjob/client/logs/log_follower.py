@@ -1,4 +1,4 @@
-"""The logs of all pods of a job at the same time, line by line, over the replacement of pods."""
+"""The logs of all pods of a job at the same time, line by line, across the replacement of pods."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
 from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob, OutagePatience, PodLine
 
 MOST_PODS = 200
-"""Logs that are read at the same time."""
+"""Maximum number of logs that are read at the same time."""
 _QUEUE = 10_000
-"""Lines that were read and not yet taken."""
+"""Maximum number of lines that were read and not yet taken."""
 _QUEUE_OF_MANY = 500
-"""The same, of a log that can be stopped: its process reads many."""
+"""The same for a log that can be stopped, because its process reads many."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the condition Running with which the status does not say how many nodes the group has."""
+"""Reasons of the condition Running with which the status does not show how many nodes the group
+has."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
-"""How a line of a known rank begins: torchrun's --tee writes the local rank, PyTorch's messages the global one."""
+"""Prefix of a line of a known rank: torchrun's --tee writes the local rank, PyTorch's messages the
+global one."""
 
 
 def ranks_per_node(body: Json) -> int:
-    """How many ranks a node of this job has; 0: it runs a command, whose processes nobody numbers."""
+    """Return how many ranks a node of this job has.
+
+    0 if it runs a command, whose processes have no numbers.
+    """
     spec = body.get("spec") or {}
     if spec.get("command"):
         return 0
@@ -37,11 +42,12 @@ def ranks_per_node(body: Json) -> int:
 
 
 def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
-    """The global ranks of each pod that trains or has trained, in the order of the slots' indices or in that which the
-    status shows. Spares have none.
+    """Return the global ranks of each pod that trains or has trained. Spares have none.
 
-    Ranks change only when a new group has formed, which `body`'s status says. Until then each slot has those of
-    `known`, the result of the last look, and without them all slots are counted, also those whose pod has ended.
+    They are in the order of the slots' indices, or in the order that the status shows. Ranks change
+    only when a new group has formed, which `body`'s status shows. Until then each slot keeps its
+    ranks in `known`, the result of the last look. Without `known` all slots are counted, also those
+    whose pod has ended.
     """
     per_node = ranks_per_node(body)
     status = JobStatus.read(body.get("status") or {})
@@ -58,7 +64,10 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 
 
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
-    """The nodes in the order of their ranks; by index where the status shows the order of others."""
+    """Return the nodes in the order of their ranks.
+
+    They are ordered by index if the status shows the order of different nodes.
+    """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
         return nodes
@@ -66,7 +75,10 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 
 
 def _nodes_of_group(status: JobStatus) -> int | None:
-    """How many nodes train as one group or have finished in it; None: the status does not say, or none do."""
+    """Return how many nodes train as one group or have finished in it.
+
+    None if the status does not show it, or none do.
+    """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
     if not formed and not status.holds(ConditionType.COMPLETE):
@@ -75,12 +87,12 @@ def _nodes_of_group(status: JobStatus) -> int | None:
 
 
 def _slot(pod: str) -> str:
-    """What the names of a slot's pods have in common."""
+    """Return the common prefix of the names of a slot's pods."""
     return pod.rpartition("-")[0]
 
 
 def newest_pods(pods: Sequence[PodLine]) -> list[PodLine]:
-    """The last attempt of each slot, in the order of the slots."""
+    """Return the last attempt of each slot, in the order of the slots."""
     newest = {pod.index: pod for pod in sorted(pods, key=_attempt) if pod.index is not None}
     return [newest[index] for index in sorted(newest)]
 
@@ -91,7 +103,10 @@ def _attempt(pod: PodLine) -> int:
 
 
 def rank_of_line(line: bytes, ranks: range) -> int | None:
-    """The global rank that has written a line of a pod with these ranks; None: the line does not say."""
+    """Return the global rank that has written a line of a pod with these ranks.
+
+    None if the line does not show it.
+    """
     if len(ranks) == 1:
         return ranks[0]
     if (tag := _TAG.match(line)) is None or len(tag[2]) > 9:
@@ -102,12 +117,15 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which logs: of one pod, or of training pods, with the coordinators' or without; empty: all of them."""
+    """Which logs to read: those of one pod, or of training pods.
+
+    The coordinators' logs may be included. Empty: all logs.
+    """
 
     pod: str = ""
     indices: Collection[int] = ()
     ranks: Collection[int] = ()
-    """Global ranks: the pods that have them, and of their lines those that no other rank is known to have written."""
+    """Global ranks. Their pods are read, without lines that are known to come from other ranks."""
     coordinator: bool = False
 
 
@@ -119,14 +137,17 @@ class LogLine:
     text: bytes
     ranks: range
     rank: int | None
-    """Which has written it, as far as the line says."""
+    """The rank that has written it, if the line shows it."""
 
 
 _ALL = Chosen()
 
 
 def _shortened(line: bytes, limit: int) -> bytes:
-    """At most so many bytes, of a progress bar those that a terminal shows: after the last return."""
+    """Return at most `limit` bytes of a line.
+
+    Of a progress bar, it is the part after its last return, which a terminal shows.
+    """
     if len(line) <= limit:
         return line
     begin = line.rstrip(b"\r").rfind(b"\r") + 1
@@ -134,16 +155,22 @@ def _shortened(line: bytes, limit: int) -> bytes:
 
 
 class LogFollower:
-    """`lines()` yields the lines of the chosen pods; with follow until the job has ended."""
+    """Follows logs: `lines()` yields the lines of the chosen pods.
+
+    With follow, it yields them until the job has ended.
+    """
 
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
-        """`body`: the job, as just read. Raises Mistake for ranks of a job that has none."""
+        """Start with `body`, the job as just read.
+
+        Raises Mistake for ranks of a job that has none.
+        """
         self.job: str = body["metadata"]["name"]
         if chosen.ranks and not ranks_per_node(body):
             raise Mistake(f"rank: {self.job} runs a command, not torchrun, and has no ranks; choose by index")
         self.backend, self.options, self._chosen, self._body = backend, options, chosen, body
         self.ranks: dict[str, range] = {}
-        """Of the pods that train, as of the last look, and of ended ones those that they had."""
+        """Ranks of the training pods as of the last look, and the ranks that ended pods had."""
         self.notes: list[str] = []
         """What could not be read, for the user."""
         self.seen: set[str] = set()
@@ -151,14 +178,14 @@ class LogFollower:
         self._lines: queue.Queue[tuple[PodLine, bytes | None]] = queue.Queue(
             _QUEUE if options.stop is None else _QUEUE_OF_MANY
         )
-        """None: the end of the pod's log."""
+        """Pods and their lines; None is the end of the pod's log."""
         self._begun: set[str] = set()
-        """Pods whose log is read or has been."""
+        """Pods whose log is being read, or was read."""
         self._reading = 0
-        """Logs of which the end has not been taken."""
+        """Number of logs whose end has not been taken."""
 
     def lines(self) -> Iterator[LogLine]:
-        """The lines as they come; those of one pod in their order."""
+        """Yield the lines as they come; the lines of one pod stay in order."""
         for pod, text in self._all_lines():
             self.seen.add(pod.name)
             ranks = self.ranks.get(pod.name, range(0))
@@ -174,7 +201,7 @@ class LogFollower:
             try:
                 over, pods = self._is_over(), self._pods()
                 patience.answered()
-                # A pod of which only the log is there may be one that this machine is just starting: look twice.
+                # If only a pod's log exists, this machine may just be starting the pod: look twice.
                 gone = gone + 1 if self._chosen.pod in self._begun and all(pod.ended for pod in pods) else 0
             except Mistake as mistake:
                 if not self.options.follow:
@@ -182,7 +209,8 @@ class LogFollower:
                 patience.bear(mistake)
             for pod in pods:
                 if pod.name not in self._begun and pod.state not in _NOT_STARTED:
-                    # One that came later may have said everything before this look at the pods.
+                    # A pod that came later may have written everything before this look at the
+                    # pods.
                     self._start(pod, replace(self.options, tail=None) if looked else self.options)
             looked = looked or bool(pods)
             deadline, quiet = time.monotonic() + _POLL, True
@@ -200,7 +228,7 @@ class LogFollower:
                     break
             if (over or gone > 1) and not self._reading:
                 return
-            if gone > 1 and quiet and self.backend.local:  # whose logs end with the run
+            if gone > 1 and quiet and self.backend.local:  # local logs end with the run
                 return
 
     def _pods(self) -> list[PodLine]:
@@ -208,7 +236,8 @@ class LogFollower:
             every = self.backend.pods(self.job)
         except NoSuchJob:
             return []
-        # A pod that has ended or is about to keeps its ranks: its last lines may still be on their way.
+        # A pod that has ended or is about to keeps its ranks, because its last lines may still
+        # arrive.
         running = {pod.name for pod in every if pod.state == "Running"}
         gone = {name: ranks for name, ranks in self.ranks.items() if name not in running}
         self.ranks = gone | ranks_of_pods(every, self._body, self.ranks)
@@ -228,7 +257,7 @@ class LogFollower:
         )
 
     def why_nothing(self) -> str:
-        """Why there was no line, in words; empty: the notes say it."""
+        """Return why there was no line, in words; empty if the notes explain it."""
         if self.seen or self.notes:
             return ""
         if self._chosen.ranks:
@@ -243,7 +272,10 @@ class LogFollower:
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 
     def missing_slots(self) -> str:
-        """That no pod is of a slot that was asked for; empty: one is, or there are no pods."""
+        """Return a text that no pod has a requested slot.
+
+        Empty if one has, or if there are no pods.
+        """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 
     def _missing_slots(self, every: Sequence[PodLine]) -> str:

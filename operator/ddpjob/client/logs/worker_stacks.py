@@ -1,4 +1,4 @@
-"""The Python stacks of a job's ranks, on demand: a few lines of Python that run in each pod."""
+"""The Python stacks of a job's ranks, on demand, by a few lines of Python that run in each pod."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
-"""Of a rank's stack; a script may write into the file too."""
+"""Maximum number of characters of a rank's stack, because a script may write into the file too."""
 
 PROBE = (
     f"""
@@ -59,11 +59,11 @@ if not found:
     print("no worker in this pod writes stacks: it is starting, or runs a command without torchrun")
 """
 )
-"""Prints the stacks of the ranks in the pod in which it runs, by the signal that the launcher uses for a hang."""
+"""Prints the stacks of the ranks in its pod, by the signal that the launcher uses for a hang."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
-    """What each pod's ranks are doing right now. Training continues."""
+    """Return what each pod's ranks are doing right now. Training continues."""
 
     def one(pod: PodLine) -> tuple[PodLine, str]:
         try:

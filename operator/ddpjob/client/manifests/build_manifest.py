@@ -1,4 +1,4 @@
-"""Builds a DDPJob from a command line's words, with the user's code in a ConfigMap beside it."""
+"""Builds a DDPJob from a command line's words, and a ConfigMap with the user's code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from ddpjob.local.paths import job_folder
 
 CODE_FOLDER = "/ddpjob-code"
 SOURCE = "function.py"
-"""Of Request.source: a name that no module has, since the script's folder is on sys.path."""
+"""File name of Request.source. No module has this name, since the script's folder is on
+sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Of the files together: an object may have 1 MiB, its metadata included."""
+"""Maximum number of bytes of all files together: an object may have 1 MiB, its metadata
+included."""
 _LEFT_OUT = ("__pycache__", "node_modules", "runs", "wandb", "mlruns")
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -30,7 +32,7 @@ _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What a user asks for; the empty value of a field leaves it to the CRD's default."""
+    """A user's request; the empty value of a field leaves it to the CRD's default."""
 
     program: str
     source: str = ""
@@ -49,15 +51,19 @@ class JobRequest:
     cpu: str = ""
     memory: str = ""
     checkpoints: str | os.PathLike[str] = ""
-    """`claim:NAME`, `s3://BUCKET/FOLDER` or an absolute folder of every Kubernetes node."""
+    """`claim:NAME`, `s3://BUCKET/FOLDER`, or an absolute folder of every Kubernetes node."""
     entry: str | os.PathLike[str] = ""
-    """Of a folder: the script in it."""
+    """The script in a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Values by field below spec, such as recovery.maxRestarts. Mappings join what other options have set."""
+    """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with what other
+    options set."""
 
 
 def build(request: JobRequest, *, local: bool) -> list[Json]:
-    """The objects to create, the job last. `local`: code is used where it is, and no image is needed."""
+    """Return the objects to create, the job last.
+
+    If `local`, code is used where it is, and no image is needed.
+    """
     image = request.image or ("local" if local else "")
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
     spec: Json = {} if of_class and not image else {"image": image}
@@ -100,7 +106,7 @@ def _name(request: JobRequest) -> str:
 
 
 def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list[dict[str, bytes]]:
-    """Sets script or module, and returns the files that travel with the job."""
+    """Set script or module, and return the files that travel with the job."""
     program, path = request.program, Path(request.program)
     if not program:
         raise Mistake("the program's name is empty, as of a variable that is not set")
@@ -144,7 +150,7 @@ def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list
 
 
 _File = tuple[str, int, Callable[[], bytes]]
-"""Name, size, and what reads it."""
+"""Name, size, and a function that reads the content."""
 
 
 def _files(folder: Path) -> Iterator[_File]:
@@ -155,7 +161,7 @@ def _files(folder: Path) -> Iterator[_File]:
 
 
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
-    """The contents by name, of which none is read that would be too much."""
+    """Return the contents by name. Raises Mistake before it reads a file beyond the limit."""
     found, size = dict[str, bytes](), 0
     for name, length, read in files:
         size += length + len(name)
@@ -167,14 +173,15 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
 
 
 def _keys(files: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
-    """(key in the ConfigMap, path) of each file."""
+    """Yield (key in the ConfigMap, path) of each file."""
     for number, path in enumerate(files):
-        key = path if len(files) == 1 else f"{number}.{Path(path).name}"  # a.py may be in two folders, a_b beside a b
+        # a.py may be in two folders, and both "a_b" and "a b" may exist.
+        key = path if len(files) == 1 else f"{number}.{Path(path).name}"
         yield re.sub(r"[^-._a-zA-Z0-9]", "_", key)[:200], path
 
 
 def _config_map(name: str, files: dict[str, bytes]) -> Json:
-    """The code's ConfigMap."""
+    """Build the ConfigMap with the code."""
     data, binary = {}, {}
     for key, path in _keys(files):
         try:
@@ -188,7 +195,7 @@ def _config_map(name: str, files: dict[str, bytes]) -> Json:
 
 
 def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
-    """Lets the trainer's container see the files of the ConfigMap."""
+    """Mount the ConfigMap's files into the trainer's container."""
     items = [{"key": key, "path": path} for key, path in _keys(files)]
     template = _within(_within(spec, "podTemplate", dict), "spec", dict)
     source = {"name": code["metadata"]["name"], "items": items}
@@ -203,7 +210,10 @@ def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
 
 
 def _within(parent: Json, name: str, kind: type[_Kind]) -> _Kind:
-    """A field of podTemplate, made where it is absent or null. Raises Mistake where it has another type."""
+    """Return a field of podTemplate, created if it is absent or null.
+
+    Raises Mistake if it has a different type.
+    """
     found = parent[name] = parent.get(name) or kind()
     if not isinstance(found, kind):
         raise Mistake(f"{name}: must be a {'list' if kind is list else 'mapping'} (podTemplate in settings or --set)")
@@ -225,7 +235,7 @@ def _volume(text: str) -> Json:
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """`FIELD=VALUE`, the value as YAML."""
+    """Read `FIELD=VALUE` texts, with the value as YAML."""
     settings = {}
     for setting in texts:
         path, equals, text = setting.partition("=")
@@ -252,7 +262,10 @@ def _set(spec: Json, path: str, value: Any) -> None:
 
 
 def _joined(path: str, old: Any, value: Any) -> Any:
-    """The value, which joins a mapping. Raises Mistake where it would replace the list of another option."""
+    """Return the value, merged into a mapping.
+
+    Raises Mistake if it would replace the list of another option.
+    """
     if isinstance(old, list):
         raise Mistake(f"{path} (--set): is set by another option, too; write the whole list in one of them")
     if not isinstance(old, dict) or not isinstance(value, dict):
@@ -261,9 +274,12 @@ def _joined(path: str, old: Any, value: Any) -> Any:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """A copy of lists and mappings as JSON has them; paths become text. Raises Mistake for what JSON has not."""
+    """Return a copy of lists and mappings as JSON has them; paths become text.
+
+    Raises Mistake for types that JSON does not have.
+    """
     match value:
-        case int() if not -(2**63) <= value < 2**63:  # Python refuses to print the largest.
+        case int() if not -(2**63) <= value < 2**63:  # Python refuses to print the largest ones.
             raise Mistake(f"{where}: a number of more than 64 bits; write a smaller one, or text")
         case None | str() | bool() | int() | float():
             return value

@@ -1,4 +1,4 @@
-"""Translates PyTorchJobs, TrainJobs and torchrun command lines into DDPJobs, and notes what has no counterpart."""
+"""Translates PyTorchJobs, TrainJobs and torchrun lines into DDPJobs, and notes what is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ddpjob.objects.pod_group import QUEUE_ANNOTATION
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Resources that are counted in devices, and not in memory or shares of one, such as nvidia.com/gpumem."""
+"""Resources that are counted in devices, and not in memory or shares of a device, such as
+nvidia.com/gpumem."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
@@ -31,20 +32,21 @@ _MOST_SHOWN = 5
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
-"""What a shell acts on in double quotes, too."""
+"""Signs that a shell interprets within double quotes, too."""
 _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id))(=|\s+)["']?\$\S*(?=\s)"""
 )
-"""torchrun's options whose values are variables of another operator: its number of nodes, and where they meet."""
+"""torchrun's options whose values are variables of another operator: its number of nodes, and the
+rendezvous address."""
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""What a PyTorchJob gives to a pod, and a DDPJob's `command` does not get."""
+"""Variables that a PyTorchJob gives to a pod, and that a DDPJob's `command` does not get."""
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
 _ROOTS_TOOLS = re.compile(r"(?:^|[\s;&|(/])(apt-get|apt|yum|dnf|apk|chown|sshd|useradd)(?=[\s;&|)]|$)")
-"""Programs that root needs capabilities for, which a PyTorchJob's containers have by default."""
+"""Programs for which root needs capabilities that a PyTorchJob's containers have by default."""
 _OF_PYTORCH_JOB = {
     "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
     "spec.pytorchReplicaSpecs": ("Master", "Worker"),
@@ -60,23 +62,25 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The fields that are read, or need no counterpart since the operator decides; all others are named as left out."""
+"""The fields that are read, or that need no counterpart because the operator decides. All others
+are reported as left out."""
 
 
 @dataclass
 class Conversion:
-    """A DDPJob, and what could not be carried over, one sentence each."""
+    """A DDPJob, and notes on what could not be carried over, one sentence each."""
 
     job: Json
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    """Python alone starts the script: one process in a pod, whatever its GPUs."""
+    """Whether Python alone starts the script: one process in a pod, whatever its GPUs."""
     counted: bool = False
-    """torchrun's own line says how many processes a node has, which no variable changes."""
+    """Whether torchrun's own command line sets the number of processes of a node, which no variable
+    changes."""
 
 
 def convert(manifest: Mapping[str, Any]) -> Conversion:
-    """A manifest of another operator. Raises Mistake for a kind that is not known."""
+    """Convert a manifest of another operator. Raises Mistake for an unknown kind."""
     kind = str(manifest.get("kind", ""))
     try:
         if kind == "PyTorchJob":
@@ -89,7 +93,7 @@ def convert(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
-    """Names the fields that nothing here reads."""
+    """Note the fields that are not read here."""
     for path, names in known.items():
         here: Any = manifest
         for name in path.split("."):
@@ -102,7 +106,7 @@ def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str,
 
 
 def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") -> Conversion:
-    """A torchrun command line."""
+    """Convert a torchrun command line."""
     made = _empty({"name": name})
     made.job["spec"]["image"] = image
     if image == "IMAGE":
@@ -197,12 +201,15 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of the job that has pods: charts write `replicas: 0` for workers that a job does without."""
+    """Return a part of the job, if it has pods.
+
+    Charts write `replicas: 0` if a job needs no workers.
+    """
     return {} if part.get("replicas") == 0 else part
 
 
 def _differences(master: Any, worker: Any, path: str) -> Iterator[str]:
-    """Paths at which two templates differ."""
+    """Yield paths at which two templates differ."""
     if isinstance(master, Mapping) and isinstance(worker, Mapping):
         for key in dict.fromkeys((*master, *worker)):
             yield from _differences(master.get(key), worker.get(key), f"{path}.{key}")
@@ -276,7 +283,10 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _sharing(made: Conversion) -> None:
-    """Pods may share a Kubernetes node, as before: several of few GPUs each would wait for nodes of their own."""
+    """Let pods share a Kubernetes node, as before.
+
+    Otherwise several pods with few GPUs would wait for separate nodes.
+    """
     spec = made.job["spec"]
     affinity = _pod_spec(spec).get("affinity") or {}
     if max(spec["nodes"], (spec.get("elastic") or {}).get("maxNodes", 1)) > 1 and "podAntiAffinity" not in affinity:
@@ -309,7 +319,7 @@ def _procs(made: Conversion, count: Any) -> None:
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
-    """Of torchrun's rdzv_conf, the time to join alone: the operator decides the others."""
+    """Take the join timeout from torchrun's rdzv_conf; the operator decides the other settings."""
     for name, value in settings:
         if name.strip() == "join_timeout" and str(value).isdigit():
             made.job["spec"].setdefault("rendezvous", {}).setdefault("joinTimeoutSeconds", int(value))
@@ -385,7 +395,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
 
 
 def _their_labels(written: Any) -> list[str]:
-    """Labels of other operators' pods that are named anywhere in it."""
+    """Return labels of other operators' pods that occur anywhere in it."""
     return list(dict.fromkeys(found[0] for found in _THEIR_LABELS.finditer(json.dumps(written))))
 
 
@@ -395,7 +405,7 @@ def _pod_spec(spec: Json) -> Json:
 
 
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
-    """Notes what root cannot do in a container without capabilities."""
+    """Note what root cannot do in a container without capabilities."""
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
     command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))
     tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join([*command, *args]))) if command else {}
@@ -410,7 +420,10 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
 
 
 def _of_trainer(value: Any, name: str | None) -> Any:
-    """A copy in which what reads the resources of the container `name` reads the trainer's."""
+    """Return a copy in which references to a container's resources name the trainer.
+
+    The container is called `name`.
+    """
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
     if not isinstance(value, Mapping):
@@ -431,7 +444,7 @@ def _words(container: Json, name: str) -> list[str]:
 
 
 def _references(made: Conversion) -> None:
-    """Notes variables that Kubernetes put into arguments and other variables of a PyTorchJob's pods."""
+    """Note variables that Kubernetes put into a PyTorchJob's arguments and variables."""
     spec = made.job["spec"]
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
     texts["env"] = [str(variable.get("value", "")) for variable in spec.get("env", ())]
@@ -464,7 +477,7 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
 
 
 def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Sequence[Json]) -> None:
-    """A memory volume at /dev/shm becomes storage.sharedMemory."""
+    """Convert a memory volume at /dev/shm into storage.sharedMemory."""
     mounts = container.get("volumeMounts") or []
     shm = next((m for m in mounts if mounted_at(m) == "/dev/shm"), None)
     if shm is None:
@@ -501,7 +514,8 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         inner = words[2].replace("\\\n", " ").strip().removeprefix("exec ").strip()
         if inner and (not _SHELL.search(inner) or _reads_only_theirs(inner)):
             words = _shell_words(inner)
-    if not command and (not args or args[0].startswith("-") or "=" in args[0]):  # torchtune: dataset=...
+    if not command and (not args or args[0].startswith("-") or "=" in args[0]):
+        # torchtune: dataset=...
         made.notes.append("spec.script: the image's own entry point is not known here; write script, module or command")
         if args:
             spec["args"] = list(args)
@@ -556,14 +570,17 @@ def _shell_words(line: str) -> list[str]:
 
 
 def _signs_of_shell(line: str) -> list[str]:
-    """What a shell would act on and hand to nobody: pipes, redirections, lists of commands, variables."""
+    """Return signs that a shell would interpret and not pass on.
+
+    They are pipes, redirections, command lists and variables.
+    """
     bare = _QUOTED.sub(lambda quoted: " ".join(_SIGN_IN_QUOTES.findall(quoted[1] or "")), line)
     signs = re.findall(rf"[;&|<>()]+|(?<!\S)#|\n|{_SIGN_IN_QUOTES.pattern}", bare)
     return ["a line's end" if sign == "\n" else sign for sign in signs]
 
 
 def _after_launcher(words: list[str]) -> list[str] | None:
-    """The words after torchrun's name; None: it is not torchrun."""
+    """Return the words after torchrun's name; None if it is not torchrun."""
     if words[0].rpartition("/")[2] == "torchrun":
         return words[1:]
     if _PYTHON.fullmatch(words[0]):
@@ -574,7 +591,10 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 
 
 def _reads_only_theirs(line: str) -> bool:
-    """Whether a torchrun line needs a shell only for variables in options that the operator replaces."""
+    """Whether a torchrun line needs a shell only for options that are replaced.
+
+    Their values have variables, and the operator replaces them.
+    """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False
     launched = _after_launcher(_shell_words(line))
@@ -582,7 +602,7 @@ def _reads_only_theirs(line: str) -> bool:
 
 
 def _options(words: Sequence[str]) -> int:
-    """How many of the words after torchrun's name are its options and their values."""
+    """Return how many of the words after torchrun's name are its options and their values."""
     position = 0
     while position < len(words) and words[position].startswith("-"):
         if words[position] == "--":
@@ -626,7 +646,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
             pairs = (setting.partition("=") for setting in value.split(","))
             _rendezvous(made, ((key, given) for key, _, given in pairs))
         elif name in ("r", "t"):
-            own += [f"-{name}", value]  # --r would be the beginning of several names.
+            own += [f"-{name}", value]  # --r would be ambiguous: several names begin with it.
         elif name not in _OPERATORS and (value or name in _BARE):
             own.append(f"--{name}" if name in _BARE else f"--{name}={value}")
     if position >= len(words):

@@ -1,4 +1,4 @@
-"""The fields of a DDPJob in words, as `kubectl explain` prints them, and its JSON schema for editors."""
+"""The fields of a DDPJob in words, as in `kubectl explain`, and its JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _OBJECT = ("ddpjob", "ddpjobs", "ddp")
 
 
 def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
-    """Lines on a field by its path, such as spec.recovery.rules.cause. Raises Mistake for one that there is not."""
+    """Yield lines on a field by its path, such as spec.recovery.rules.cause.
+
+    Raises Mistake for an unknown field.
+    """
     names = [name.removesuffix("[]") for name in path.split(".") if name]
     if names and names[0] in _OBJECT:
         names = names[1:]
@@ -55,7 +58,10 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
 
 
 def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
-    """The rules of an object that are about its field of this path; about itself where it is empty."""
+    """Return the rules of an object that are about its field of this path.
+
+    If the path is empty, they are about the object itself.
+    """
     path = "".join(f".{name}" for name in names)
     return (rule for rule in schema.get("x-kubernetes-validations", ()) if rule.get("fieldPath", "") == path)
 
@@ -76,13 +82,13 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
 
 
 def _kubernetes(names: list[str]) -> str:
-    """The field in the words of `kubectl explain`: podTemplate holds what a pod holds."""
+    """Return the field in the words of `kubectl explain`: podTemplate has the fields of a pod."""
     at = names.index("podTemplate") + 1 if "podTemplate" in names else 0
     return ".".join(["pod", *names[at:]])
 
 
 def paths() -> list[str]:
-    """Every field by its path."""
+    """Return the path of every field."""
     found: list[str] = []
 
     def walk(schema: Schema, above: str) -> None:
@@ -95,13 +101,16 @@ def paths() -> list[str]:
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Paths of fields with this name, of spec if there are any."""
+    """Return paths of fields with this name; only those below spec, if there are any."""
     found = [path for path in paths() if path.rpartition(".")[2].lower() == name.lower()]
     return [path for path in found if path.startswith("spec.")] or found
 
 
 def _inner(schema: Schema) -> Schema:
-    """The object whose fields are those of this field: itself, a list's item, a map's value."""
+    """Return the object whose fields are those of this field.
+
+    It is the field itself, a list's item, or a map's value.
+    """
     if "items" in schema:
         return _inner(schema["items"])
     rest = schema.get("additionalProperties")
@@ -121,7 +130,7 @@ def _type(schema: Schema) -> str:
 
 
 def _limits(schema: Schema) -> Iterator[str]:
-    """What a value may be, and the default."""
+    """Yield the allowed values and the default."""
     inner = schema.get("items", schema)
     if "enum" in inner:
         yield f"One of: {', '.join(map(str, inner['enum']))}."
@@ -155,7 +164,10 @@ def _wrapped(text: str, indent: int, hanging: int = 0) -> Iterator[str]:
 
 
 def editor_schema() -> dict[str, Any]:
-    """The JSON schema of a manifest, with descriptions and defaults. Rules between fields (CEL) have no place in it."""
+    """Return the JSON schema of a manifest, with descriptions and defaults.
+
+    It has no place for rules between fields (CEL).
+    """
     schema = object_schema()
     made: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "DDPJob"}
     made |= _with_texts(to_json_schema(schema), schema)
@@ -168,7 +180,10 @@ def editor_schema() -> dict[str, Any]:
 
 
 def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """`made` from `schema`, with what people read of it, and with patterns as JavaScript reads them."""
+    """Return `made` from `schema`, with its texts for people.
+
+    Patterns are as JavaScript reads them.
+    """
     for word in ("description", "default"):
         if word in schema:
             made[word] = " ".join(schema[word].split()) if word == "description" else schema[word]

@@ -1,4 +1,7 @@
-"""A Python function as a script that travels with a job: its own source, and a call with its arguments as JSON."""
+"""Turns a Python function into a script that travels with a job.
+
+The script has the function's own source, and a call with its arguments as JSON.
+"""
 
 from __future__ import annotations
 import __future__
@@ -16,11 +19,15 @@ from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "A function travels alone"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
-"""What IPython adds to the builtins, and which the nodes do not have. Its lines with ! and % call get_ipython."""
+"""Names that IPython adds to the builtins, and that the nodes do not have. Its lines with ! and %
+call get_ipython."""
 
 
 def script_of(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
-    """A script that calls the function. Raises Mistake where the function needs more than its source and `args`."""
+    """Return a script that calls the function.
+
+    Raises Mistake if the function needs more than its source and `args`.
+    """
     name = _checked_name(function)
     try:
         source = inspect.getsource(function)
@@ -30,7 +37,7 @@ def script_of(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
             "write it into a file or a notebook's cell"
         ) from error
     if source[:1].isspace():
-        source = f"if True:\n{source}"  # Dedented text would change strings of several lines.
+        source = f"if True:\n{source}"  # Dedenting the text would change multi-line strings.
     if function.__code__.co_flags & __future__.annotations.compiler_flag:
         source = f"from __future__ import annotations\n{source}"
     _check_source(function, source)
@@ -39,7 +46,7 @@ def script_of(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 
 
 def _checked_name(function: Callable[..., Any]) -> str:
-    """The name of what is a plain function. Raises Mistake."""
+    """Return the name of a plain function. Raises Mistake for anything else."""
     name = getattr(function, "__qualname__", "") or repr(function)
     if inspect.ismethod(function) or (inspect.isfunction(function) and _in_class(function.__qualname__)):
         raise Mistake(f"{name}: a method needs its class; write a function that makes the object and calls the method")
@@ -62,7 +69,7 @@ def _in_class(qualified: str) -> bool:
 
 
 def _check_source(function: Callable[..., Any], source: str) -> None:
-    """Checks that the source defines the function, and every name that it uses. Raises Mistake."""
+    """Check that the source defines the function, and every name that it uses. Raises Mistake."""
     name = function.__name__
     _check_used(name, {*function.__code__.co_freevars} - {name})
     try:
@@ -101,21 +108,24 @@ def _check_used(name: str, outside: set[str]) -> None:
 
 
 def _changed(nodes: Sequence[ast.AST]) -> set[str]:
-    """The names that are assigned by `n += 1` and the like alone, which need a value before."""
+    """Return the names that are only assigned by `n += 1` and the like.
+
+    They need a value before.
+    """
     names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     changed = {node.target for node in nodes if isinstance(node, ast.AugAssign)}
     return {name.id for name in names if name in changed} - {name.id for name in names if name not in changed}
 
 
 def _below(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    """The scopes within a scope."""
+    """Yield the scopes within a scope."""
     for child in table.get_children():
         yield child
         yield from _below(child)
 
 
 def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
-    """The keyword arguments as JSON. Raises Mistake."""
+    """Return the keyword arguments as JSON. Raises Mistake."""
     name = function.__name__
     try:
         inspect.signature(function).bind(**args)
@@ -135,7 +145,10 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 
 
 def _other_keys(value: Any) -> Iterator[object]:
-    """The keys at any depth that are no text: json.dumps makes them text, or the same as another."""
+    """Yield keys at any depth that are not text.
+
+    json.dumps would make them text, or equal to another key.
+    """
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))
         value = list(value.values())

@@ -1,7 +1,7 @@
-"""Finds what the API server accepts in a DDPJob and refuses in its pods, or the kubelet in them: for people who check.
+"""Finds what passes a DDPJob's schema but is refused in its pods by the API server or the kubelet.
 
-The operator does not use it: it creates the pods and shows the API server's own answer, which a check
-here can only anticipate.
+It serves `ddpjob validate`. The operator does not use it: it creates the pods and shows the API
+server's own answer, which a check here can only anticipate.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
-    """What keeps a job that fits the schema from running anywhere; with paths into the manifest."""
+    """Return what keeps a job that fits the schema from running anywhere.
+
+    Paths point into the manifest.
+    """
     spec = manifest["spec"]
     if too_large := oversized(spec):
         return [Problem(*size_fault(too_large).split(": ", 1))]
     template = spec.get("podTemplate") or {}
-    whole = "className" not in spec  # What a class gives is known to a cluster's operator alone.
+    whole = "className" not in spec  # Only a cluster's operator knows what a class gives.
     faulty = [Problem(*fault.split(": ", 1)) for fault in problems(template, whole=whole)] if template else []
     pod = without_nulls(template).get("spec") or {}
     found = [*_metadata(manifest["metadata"], "metadata"), *_spec(spec)]
@@ -103,7 +106,7 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _one_file(script: str) -> Iterator[Problem]:
-    """A whole command line in place of the script's name, or a script that is not Python's."""
+    """Report a whole command line in place of the script's name, or a script that is not Python."""
     if script.endswith((".sh", ".bash")):
         command = json.dumps(["bash", script])
         yield Problem(
@@ -125,7 +128,7 @@ def _one_file(script: str) -> Iterator[Problem]:
 
 
 def _few_bytes(value: Any, path: str) -> Iterator[Problem]:
-    """Kubernetes takes 512m of memory, which is half a byte, and 64, which is 64 bytes."""
+    """Report a tiny amount of memory: for Kubernetes 512m is half a byte, and 64 is 64 bytes."""
     number, text = amount(value), str(value)
     if number is not None and 0 < number < _LEAST_BYTES:
         digits = text.removesuffix("m")

@@ -1,4 +1,7 @@
-"""Manifests of files, folders and standard input, checked as `ddpjob validate` and `ddpjob run` check them."""
+"""Reads and checks manifests of files, folders and standard input.
+
+`ddpjob validate` and `ddpjob run` use it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ class BadInput(Mistake):
 
 
 def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
-    """Each DDPJob of files, of the files of folders, and of standard input (`-`), or why it cannot be read."""
+    """Yield each DDPJob of the sources, or why it cannot be read.
+
+    Sources are files, folders, and standard input (`-`).
+    """
     for source in sources:
         try:
             yield from _read(str(source))
@@ -32,7 +38,10 @@ def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
 
 
 def standard_input() -> str:
-    """All of it, which is UTF-8 as a file is, whatever the terminal's encoding. Raises BadInput."""
+    """Read all of standard input as UTF-8, like a file, whatever the terminal's encoding.
+
+    Raises BadInput.
+    """
     if not isinstance(sys.stdin, TextIOWrapper):
         return str(sys.stdin.read())
     try:
@@ -43,7 +52,7 @@ def standard_input() -> str:
 
 
 def refuse_address(source: str, command: str) -> None:
-    """Raises BadInput for an address of the web, which `ddpjob COMMAND -` takes from another program."""
+    """Raise BadInput for a web address, which `ddpjob COMMAND -` takes from another program."""
     if source.startswith(("http://", "https://")):
         raise BadInput(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
 
@@ -67,7 +76,7 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
                     jobs += 1
                     yield manifest
             except ManifestError as error:
-                # A folder may hold other manifests beside jobs.
+                # A folder may hold other manifests in addition to jobs.
                 if "contains no DDPJob" not in str(error):
                     jobs += 1
                     yield BadInput(str(error))
@@ -78,7 +87,10 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that may hold manifests, without what `ddpjob run` has written of its jobs somewhere below."""
+    """Return the files that may hold manifests.
+
+    The records of `ddpjob run` anywhere below the folder are left out.
+    """
     above, records = folder.resolve(), {file.parent.resolve() for file in runs_folder().glob("*/status.json")}
     records = {record for record in records if above in record.parents}
     found = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
@@ -86,7 +98,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def checked(manifest: Manifest) -> Json:
-    """The manifest with its defaults, if a job of it can run. Raises BadInput."""
+    """Return the manifest with its defaults, if a job of it can run. Raises BadInput."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     try:
@@ -100,7 +112,7 @@ def checked(manifest: Manifest) -> Json:
 
 
 def check_made(body: Json, what: str = "the job that the options describe") -> None:
-    """Checks a job that has no text, such as that of a command line's options. Raises BadInput."""
+    """Check a job that has no text, such as one from a command line's options. Raises BadInput."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     faults = validate(body) or later_refusals(with_defaults(body))
@@ -109,7 +121,10 @@ def check_made(body: Json, what: str = "the job that the options describe") -> N
 
 
 def read_job(source: str | Path, name: str | None = None) -> Json:
-    """The one DDPJob of a source, or the one of this name, checked and with its defaults. Raises BadInput."""
+    """Return the only DDPJob of a source, or the one of this name, checked and with its defaults.
+
+    Raises BadInput.
+    """
     found = []
     for manifest in manifests([source]):
         if isinstance(manifest, BadInput):

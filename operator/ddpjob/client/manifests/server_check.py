@@ -1,4 +1,4 @@
-"""`ddpjob validate --server`: the API server's own verdict on a job, and on the pods that the operator would make."""
+"""`ddpjob validate --server`: the API server's own verdict on a job and on its pods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXISTS = 409
 
 
 def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
-    """What the API server refuses in dry runs, admission included; nothing is stored."""
+    """Yield what the API server refuses in dry runs, admission included; nothing is stored."""
     try:
         stored = _dry_run_job(backend, manifest)
     except ApiRefusal as refusal:
@@ -35,14 +35,17 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
     if job.spec.rendezvous.placement is Placement.DEDICATED:
         pods.append(build_coordinator(job, status, platform))
     if job.spec.class_name and job.status.job_class is None:
-        pods = []  # What the class gives them is known to the operator alone.
+        pods = []  # Only the operator knows what the class gives them.
     for pod in pods:
         yield from _refused(backend, pod)
     yield from _claims(backend, job)
 
 
 def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
-    """Claims that do not exist or cannot serve, and what the API server says of the one that the job would make."""
+    """Yield what is wrong with the job's claims.
+
+    They do not exist, cannot be used, or the API server refuses the claim that the job would make.
+    """
     for name in job.claims:
         found = backend.api.optional(backend.path("persistentvolumeclaims", name))
         if found is None and name == job.made_claim:
@@ -59,7 +62,10 @@ def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
 
 
 def _dry_run_job(backend: ClusterBackend, manifest: Json) -> Json:
-    """As `kubectl apply --server-side --dry-run=server`: rules for updates apply where the job exists."""
+    """Apply as `kubectl apply --server-side --dry-run=server` does.
+
+    Rules for updates apply if the job exists.
+    """
     kept = {key: value for key, value in manifest.items() if key != "status"}
     path = backend.path(PLURAL, manifest["metadata"]["name"])
     query = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "ddpjob", "force": "true"}
@@ -76,5 +82,5 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         other = as_non_root(pod) if "violates PodSecurity" in str(refusal) else None
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
-        elif refusal.status != _EXISTS:  # which is found after everything else
+        elif refusal.status != _EXISTS:  # this is checked after everything else
             yield f"its pod {name}: {refusal}"

@@ -1,4 +1,7 @@
-"""`ddpjob doctor`: whether client, definition, operator and rights fit together, with a remedy for what does not."""
+"""`ddpjob doctor`: checks whether client, definition, operator and rights fit together.
+
+It names a remedy for each failure.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from ddpjob.client.backends.api_server import ApiRefusal, ApiServer
 from ddpjob.missing_package import INSTALL
 
 SUPPORTED_MINOR = 29
-"""Of Kubernetes 1, the oldest that the chart accepts."""
+"""Oldest minor version of Kubernetes 1 that the chart accepts."""
 RIGHTS = (
     (GROUP, PLURAL, "", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "pods", "", ("get", "list", "create", "delete")),
     ("", "pods", "log", ("get",)),
-    ("", "pods", "exec", ("get", "create")),  # a WebSocket begins with GET; Kubernetes 1.35 asks for create too
+    # A WebSocket begins with GET; Kubernetes 1.35 asks for create too.
+    ("", "pods", "exec", ("get", "create")),
     ("", "events", "", ("list",)),
     ("", "configmaps", "", ("create",)),
 )
@@ -31,7 +35,7 @@ _NEEDED_BY = {"pods/exec": "stacks", "configmaps": "submit with code", "pods cre
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One line of the report. `ok` None: could not be found out."""
+    """One line of the report. `ok` None: it could not be found out."""
 
     ok: bool | None
     what: str
@@ -39,7 +43,7 @@ class Diagnosis:
 
 
 def client_version() -> str:
-    """The version of the installed package."""
+    """Return the version of the installed package."""
     try:
         return metadata.version("ddpjob")
     except metadata.PackageNotFoundError:
@@ -47,7 +51,10 @@ def client_version() -> str:
 
 
 def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
-    """All checks of a cluster, in the order in which the first failure explains the others. Raises Unreachable."""
+    """Yield all checks of a cluster, ordered so that the first failure explains the others.
+
+    Raises Unreachable.
+    """
     yield Diagnosis(True, f"client {client_version()}, Python {platform.python_version()}")
     try:
         version = api.request("GET", "/version")
@@ -94,7 +101,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
-    """Fields that only the client's definition has, and fields that only the cluster's has."""
+    """Return the fields that only the client's definition has, and only the cluster's."""
     here, there = ({*_fields(_schema(c), "")} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 

@@ -1,4 +1,7 @@
-"""A job in words, from its object, pods and events alone: a row, a description, and why it is not done yet."""
+"""A job in words: a row, a description, and why it is not done yet.
+
+They use only the job's object, pods and events.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +29,27 @@ from ddpjob.local.environment import HOST
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
 WIDE = ("DURATION", "REASON")
 NO_STATUS_SECONDS = 30
-"""Age from which a job without a status is one that no operator looks after."""
+"""Age from which a job without a status counts as one that no operator looks after."""
 QUIET_SECONDS = 30
-"""What a job reports has not changed for so long: worth a word."""
+"""Seconds without a change of a job's reports after which that is mentioned."""
 _SHOWN = 8
-"""Pods or restarts that are listed one by one."""
+"""Maximum number of pods or restarts that are listed one by one."""
 PAGE = "docs/troubleshooting.md"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns, as kubectl's."""
+    """Return lines with aligned columns, like kubectl's."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def header(*, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
-    """The titles of `row`."""
+    """Return the titles of `row`."""
     return (*(("NAMESPACE",) if namespaces else ()), *COLUMNS, *(WIDE if wide else ()))
 
 
 def row(body: Json, now: datetime, *, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
-    """A job's cells, as `kubectl get ddp` shows them."""
+    """Return a job's cells, as `kubectl get ddp` shows them."""
     stored, meta = body.get("status") or {}, body["metadata"]
     status = JobStatus.read(stored)
     progress = status.progress
@@ -61,12 +64,12 @@ def row(body: Json, now: datetime, *, wide: bool = False, namespaces: bool = Fal
 
 
 def phase(body: Json) -> str:
-    """The state in one word."""
+    """Return the state in one word."""
     return str((body.get("status") or {}).get("phase") or "Pending")
 
 
 def took(body: Json, now: datetime) -> str:
-    """How long it has run, or ran; suspended time at the beginning is not counted."""
+    """Return how long it has run, or ran; suspended time at the beginning is not counted."""
     status = JobStatus.read(body.get("status") or {})
     return _since(status.start_time, status.completion_time or now) if status.start_time else ""
 
@@ -77,7 +80,10 @@ def _since(then: datetime | None, now: datetime) -> str:
 
 @contextmanager
 def readable(body: Json) -> Iterator[None]:
-    """Around what reads a job. Raises Mistake for one of a newer release, with values that this one does not know."""
+    """Guard code that reads a job.
+
+    Raises Mistake for a job of a newer release with unknown values.
+    """
     try:
         yield
     except ValidationError as error:
@@ -90,7 +96,7 @@ def readable(body: Json) -> Iterator[None]:
 
 
 def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], now: datetime) -> Iterator[str]:
-    """Everything that matters of a job, on one screen however many nodes it has."""
+    """Yield everything important about a job, on one screen however many nodes it has."""
     with readable(body):
         job = DDPJob.read(body)
     status, spec, meta = job.status, job.spec, body["metadata"]
@@ -164,7 +170,7 @@ def _nodes(job: DDPJob) -> str:
 
 
 def _ranks(status: JobStatus) -> str:
-    """Which nodes have the ranks from 0 on, where they do not follow the indices."""
+    """Return which nodes have the ranks from 0 on, if they do not follow the indices."""
     runs: list[list[int]] = []
     for index in status.rank_order:
         if runs and index == runs[-1][-1] + 1:
@@ -186,18 +192,18 @@ def _progress(status: JobStatus) -> str:
 
 
 def time_is_left(status: JobStatus) -> bool:
-    """Whether the time left is worth a word: not of a job that has ended, or is suspended."""
+    """Whether the remaining time is worth mentioning: not if a job has ended or is suspended."""
     return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
 
 def restart_counts(status: JobStatus, most: int) -> str:
-    """How many restarts of how many; empty without any."""
+    """Return how many of the allowed restarts were used; empty without any."""
     counts = status.restarts
     return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
 
 
 def slot_lines(status: JobStatus) -> Iterator[str]:
-    """A line for each run of slots in the same state."""
+    """Yield a line for each run of slots in the same state."""
     numbered = list(enumerate(status.slots))
     for alike, group in groupby(numbered, key=lambda pair: (pair[1].state, pair[1].reason, pair[1].failures)):
         members = list(group)
@@ -214,7 +220,7 @@ def slot_lines(status: JobStatus) -> Iterator[str]:
 
 
 def _pods(pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
-    """The ones that need attention by name, the others by number."""
+    """Yield the pods that need attention by name, and the number of the others."""
     notable = [pod for pod in pods if pod.state not in ("Running", "Completed")]
     quiet = [pod for pod in pods if pod not in notable]
     listed = pods if len(pods) <= _SHOWN else notable[:_SHOWN]
@@ -239,7 +245,7 @@ def _tally(words: Iterable[str]) -> str:
 
 
 def restart_line(restart: Restart, now: datetime) -> str:
-    """A restart in one line: when, why, whether it counted, and how long it took."""
+    """Return a restart in one line: when, why, whether it counted, and how long it took."""
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
     consequence = ", a consequence" if restart.consequence else ""
@@ -250,7 +256,7 @@ def restart_line(restart: Restart, now: datetime) -> str:
 
 
 def event_line(event: Happened, now: datetime) -> str:
-    """An event in one line."""
+    """Return an event in one line."""
     mark = "!" if event.warning else " "
     times = f" (x{event.count})" if event.count > 1 else ""
     return f"{mark} {_since(event.time, now):>7}  {event.reason}: {_first_line(event.message)}{times}"
@@ -264,10 +270,11 @@ def _first_line(text: str) -> str:
 
 
 def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
-    """What a job waits for or why it failed, and what to do about it."""
+    """Yield what a job waits for or why it failed, and what to do about it."""
     yield from _state(body, pods, now)
     name, meta = body["metadata"]["name"], body["metadata"]
-    held = [it for it in meta.get("finalizers") or () if it not in ("foregroundDeletion", "orphan")]  # Kubernetes' own
+    # These are Kubernetes' own.
+    held = [it for it in meta.get("finalizers") or () if it not in ("foregroundDeletion", "orphan")]
     deleted = parse_time(meta.get("deletionTimestamp"))
     if held and deleted is not None:
         ago = _since(deleted, now)
@@ -285,7 +292,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     status = JobStatus.read(body.get("status") or {})
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
-    if state == "Interrupted" and body["spec"].get("image") == "":  # What it has left in its folder is all there is.
+    if state == "Interrupted" and body["spec"].get("image") == "":
+        # Only what it has left in its folder is known.
         yield f"{name}: no end was recorded. It was suspended, deleted or cut off, or it still trains."
         return
     if state == "Interrupted":
@@ -298,7 +306,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from _without_status(body, now)
         return
     if status.holds(ConditionType.COMPLETE):
-        ran = took(body, now)  # Not known of one that made its last step while it was suspended.
+        ran = took(body, now)  # It is unknown if the job made its last step while it was suspended.
         yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
         complete = status.condition(ConditionType.COMPLETE)
         doubt = complete.message.partition(", but ")[2] if complete is not None else ""
@@ -338,7 +346,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
         return
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
-    spent = last if main.reason == "RestartBudgetSpent" else None  # The last failure explains it, not the budget.
+    # The last failure explains it, not the budget.
+    spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
         yield f"Next: correct it, `ddpjob delete {name}`, and start the job again. It resumes from its last checkpoint."
@@ -348,11 +357,11 @@ _BESIDE = (
     *(ConditionType.FAST_RECOVERY, ConditionType.RANKS_ORDERED, ConditionType.ISOLATED, ConditionType.NODES_HEALTHY),
     *(ConditionType.CHECKPOINTS_COPIED, ConditionType.NOTIFIES, ConditionType.CLASS_APPLIED),
 )
-"""Conditions with which a job trains although they are false."""
+"""Conditions that may be false while a job trains."""
 
 
 def _notable(status: JobStatus) -> Iterator[Condition]:
-    """What the conditions of a job that trains say beside that."""
+    """Yield the conditions of a training job that report something else."""
     running = status.condition(ConditionType.RUNNING)
     if running is not None and running.status and running.reason not in ("GroupRuns", "NodesRun"):
         yield running
@@ -360,8 +369,9 @@ def _notable(status: JobStatus) -> Iterator[Condition]:
 
 
 def _explained(condition: Condition) -> Iterator[str]:
-    """What the page says of a condition's message, or else of its reason. Of a container's that it does not list it
-    says one thing.
+    """Yield the page's text about a condition's message, or otherwise about its reason.
+
+    For containers' reasons that the page does not list, it has one common text.
     """
     known, reason = remedies(), condition.reason
     texts = (name for name in known if name.startswith(_SAID) and name[len(_SAID) :] in condition.message)
@@ -375,13 +385,17 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 _SAID = "message "
-"""Begins the name of a remedy that is found by the text of an error."""
+"""Prefix of the name of a remedy that is found by the text of an error."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""Of a reason whose condition is true the page says so first."""
+"""A status in parentheses, with which the page's text begins if the reason belongs to a true
+condition."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:
-    """The condition that keeps a job from training, the first of several; None: it trains or is complete."""
+    """Return the first condition that keeps a job from training.
+
+    None if it trains or is complete.
+    """
     if status.holds(ConditionType.COMPLETE):
         return None
     refused, suspended = status.condition(ConditionType.CLASS_APPLIED), status.condition(ConditionType.SUSPENDED)
@@ -398,7 +412,8 @@ def main_condition(status: JobStatus) -> Condition | None:
     restarting = status.condition(ConditionType.RESTARTING)
     if not telling and restarting is not None and restarting.status:
         return restarting
-    lacks_class = refused if refused is not None and not refused.status else None  # Nothing else is looked at then.
+    # In that case nothing else is looked at.
+    lacks_class = refused if refused is not None and not refused.status else None
     return next(iter(telling or false), lacks_class)
 
 
@@ -419,7 +434,7 @@ def _without_status(body: Json, now: datetime) -> Iterator[str]:
 
 @cache
 def remedies() -> dict[str, dict[str, str]]:
-    """What each reason means and what to do, generated from docs/troubleshooting.md."""
+    """Return the meaning of each reason and what to do, generated from docs/troubleshooting.md."""
     text = resources.files(__package__).joinpath("remedies.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)
     return found
@@ -434,8 +449,10 @@ _CONDITION = re.compile(r"## Condition (\w+)")
 
 
 def read_remedies(page: str) -> dict[str, dict[str, str]]:
-    """The tables of the page: {reason: {meaning, remedy}}; a reason that more conditions have is there again for each
-    further one, as `CONDITION REASON`. Errors that are known by their text are there as `message TEXT`.
+    """Read the page's tables: {reason: {meaning, remedy}}.
+
+    If several conditions have a reason, it is repeated for each further one as `CONDITION REASON`.
+    Errors that are known by their text are listed as `message TEXT`.
     """
     found: dict[str, dict[str, str]] = {}
     titles: list[str] = []

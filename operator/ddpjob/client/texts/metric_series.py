@@ -1,4 +1,7 @@
-"""Reads metrics.jsonl, the built-in trainer's measurements, of which any line may be cut, foreign or hostile."""
+"""Reads metrics.jsonl, the built-in trainer's measurements.
+
+Any line may be cut, hostile, or somebody else's.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +14,43 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
 
 LARGEST = 1e300
-"""What is larger has no place in a curve: sums of it are infinite, and integers may be too long for a float."""
+"""Maximum of a number in a curve: sums of larger ones are infinite, and integers may be too long
+for a float."""
 _LAST_STEP = 2**63
 _NAMES = 40
-"""Different numbers of a step or an evaluation that are kept."""
+"""How many different numbers of a step or an evaluation are kept."""
 _NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
 
 
 @dataclass
 class MetricSeries:
-    """Numbers by name, then by step. A restart repeats steps: of the same step the newest counts."""
+    """Numbers by name, then by step.
+
+    A restart repeats steps, and the newest value of a step counts.
+    """
 
     steps: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Of training: loss, samplesPerSecond, ..."""
+    """Training: loss, samplesPerSecond, ..."""
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
-    """On the test set: accuracy, loss, ..."""
+    """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
     """The steps after which training began, the first time and after each restart."""
     not_finite: set[int] = field(default_factory=set)
     """Steps of training whose loss is NaN or infinite."""
     without_loss: set[int] = field(default_factory=set)
-    """Steps of training that name no loss; ddpjob_report.report writes one that is not finite so, too."""
+    """Steps of training without a loss. ddpjob_report.report also omits a loss that is not
+    finite."""
 
     def after_last_loss(self) -> str:
-        """What the newest steps have instead of a finite loss, in words; empty: they have one."""
+        """Return what the newest steps have instead of a finite loss, in words.
+
+        Empty if they have one.
+        """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
         if self.not_finite and max(self.not_finite) > last:
             return f"loss: not finite (NaN or infinite) at {_counted(self.not_finite)}"
-        # A script may report its loss at every tenth step alone.
+        # A script may report its loss only at every tenth step.
         usual = max((later - step for step, later in pairwise(known)), default=0)
         since = {step for step in self.without_loss if step > last}
         if since and max(since) - last > usual:
@@ -56,13 +67,13 @@ def _is_step(value: object) -> bool:
 
 
 def read_metrics(text: str) -> MetricSeries:
-    """All numbers of the lines that can be read."""
+    """Read all numbers of the lines that can be read."""
     series = MetricSeries()
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # Cut off at the beginning, or where the writer was killed.
+            continue  # It is cut off at the beginning, or where the writer was killed.
         event = row.get("event") if isinstance(row, dict) else None
         if event == "start":
             series.starts.append(row["step"] if _is_step(row.get("step")) else 0)

@@ -41,15 +41,15 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
-"""As in client-go."""
+"""The values of client-go."""
 assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must have stopped when another replica may act"
 _AGAIN_SECONDS = 0.5
-"""After a renewal that has failed."""
+"""Seconds until the next try after a failed renewal."""
 _RELEASE_SECONDS = 3.0
 
 
 class LeadershipLost(RuntimeError):
-    """Another replica may act soon: this one has stopped."""
+    """Another replica may act soon, so this one has stopped."""
 
 
 class Lease:
@@ -59,13 +59,14 @@ class Lease:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._own: Json | None = None
-        """As this replica has written it last, while nobody else is known to have written it."""
+        """The Lease as this replica wrote it last, while no other write is known."""
         self._version: str | None = None
         self._seen = 0.0
         """When this version was first seen (monotonic seconds)."""
         self._read = float("-inf")
         self.written = float("-inf")
-        """When this replica's last write of it was begun: no other one counts the time from earlier."""
+        """When this replica began its last write of the Lease. No other replica counts the Lease's
+        duration from an earlier time."""
 
     @property
     def read_lately(self) -> bool:
@@ -73,7 +74,7 @@ class Lease:
         return time.monotonic() - self._read < LEASE_SECONDS
 
     async def hold(self) -> bool:
-        """Takes or renews the Lease; False when another replica holds it or was quicker.
+        """Take or renew the Lease; return False if another replica holds it or was quicker.
 
         Raises ApiError and Unavailable.
         """
@@ -96,7 +97,10 @@ class Lease:
         return True
 
     async def _renewed(self) -> bool:
-        """Renews the Lease over this replica's own write, if that was the last; else it has to be read."""
+        """Renew the Lease over this replica's own write, if that was the last one.
+
+        Otherwise it has to be read.
+        """
         own, self._own = self._own, None
         if own is None:
             return False
@@ -121,7 +125,7 @@ class Lease:
             raise
 
     async def release(self) -> None:
-        """Releases the Lease if this replica holds it."""
+        """Release the Lease if this replica holds it."""
         self._own = None
         found = await self.rest.request("GET", f"{self.collection}/{self.name}")
         if found.get("spec", {}).get("holderIdentity") == self.identity:
@@ -130,7 +134,7 @@ class Lease:
             )
 
     def observe(self, found: Json | None) -> None:
-        """The Lease as the API server has it now; None: it has none."""
+        """Take note of the Lease as the API server has it now; None if it has none."""
         self._read = time.monotonic()
         version = found["metadata"]["resourceVersion"] if found is not None else ""
         if version != self._version:
@@ -141,7 +145,10 @@ class Lease:
         return not self.is_held_by_another(found)
 
     def is_held_by_another(self, found: Json | None) -> bool:
-        """Whether another replica has renewed the Lease within its duration, as far as this one has seen."""
+        """Whether another replica has renewed the Lease within its duration.
+
+        This is judged by what this replica has seen.
+        """
         spec = found.get("spec", {}) if found is not None else {}
         holder = spec.get("holderIdentity") or ""
         fresh = time.monotonic() - self._seen < (spec.get("leaseDurationSeconds") or LEASE_SECONDS)
@@ -155,14 +162,19 @@ class Lease:
         return taken
 
     async def _write(self, found: Json, spec: Json) -> Json:
-        """The resource version in the metadata makes the API server reject a write over another replica's."""
+        """Write the Lease.
+
+        The resource version in the metadata makes the API server reject a write over another
+        replica's.
+        """
         return await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Waits for the Lease and runs `act` while it is renewed; whenever it is lost, again. Ends with `act`.
+    """Wait for the Lease, and run `act` while it is renewed; repeat whenever it is lost.
 
-    However long the API server is away, the process stays: it has nothing to gain from a start.
+    Return when `act` ends. The process stays however long the API server is unreachable, because a
+    restart would not help.
     """
     while True:
         try:
@@ -172,7 +184,11 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
 
 
 async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Raises LeadershipLost when the Lease could not be renewed in time, and whatever `act` raises, after its end."""
+    """Act for one term.
+
+    Raises LeadershipLost if the Lease could not be renewed in time, and any exception of `act`,
+    both after `act` has ended.
+    """
     taken = await _acquire(lease)
     acting, renewing = asyncio.ensure_future(act()), asyncio.ensure_future(_renew(lease, taken))
     try:
@@ -183,12 +199,12 @@ async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
         for task in (acting, renewing):
             task.cancel()
         await asyncio.gather(acting, renewing, return_exceptions=True)
-        # Only now: the next holder must not act while this one still does.
+        # Not earlier: the next holder must not act while this one still does.
         await _release(lease)
 
 
 async def _acquire(lease: Lease) -> float:
-    """Returns when the Lease was written (monotonic seconds)."""
+    """Wait for the Lease, and return when it was written (monotonic seconds)."""
     while True:
         if await _try(lease, RENEW_SECONDS):
             return lease.written
@@ -209,11 +225,15 @@ async def _renew(lease: Lease, renewed: float) -> None:
 
 
 async def _try(lease: Lease, seconds: float) -> bool:
-    """Tries once, for at most `seconds`. No answer ends the process: one that renews may be on its way."""
+    """Try once, for at most `seconds`.
+
+    No failure ends the process, because the next try may succeed.
+    """
     try:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
-    except (ApiError, Unavailable, TimeoutError, KeyError) as error:  # KeyError: another server's object.
+    except (ApiError, Unavailable, TimeoutError, KeyError) as error:
+        # KeyError: the answer is a different server's object.
         log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no answer in time")
         return False
 
@@ -222,7 +242,8 @@ async def _release(lease: Lease) -> None:
     try:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
-    except (ApiError, Unavailable, TimeoutError, KeyError) as error:  # KeyError: another server's object.
+    except (ApiError, Unavailable, TimeoutError, KeyError) as error:
+        # KeyError: the answer is a different server's object.
         log.warning(
             "the Lease %s/%s was not released, it expires in %s s: %s",
             lease.namespace,

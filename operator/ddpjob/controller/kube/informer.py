@@ -49,29 +49,34 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.informer")
 View = TypeVar("View")
 Id = tuple[str, str]
-"""Namespace (empty: none) and name."""
+"""Namespace (empty if it has none) and name."""
 
 PAGE = 500
 PAGE_BYTES = 2 * 1024 * 1024
-"""Bytes of one page of a list: as Python's objects they may take 30 times as much. A larger page is asked for again in
-smaller ones, down to one object, whose size the API server bounds."""
+"""Maximum number of bytes of one page of a list. As Python objects they may take 30 times as much.
+A larger page is asked for again in smaller ones, down to one object, whose size the API server
+limits."""
 WATCH_SECONDS = 300
-"""After so long the API server ends a watch, and the next one continues."""
+"""Seconds after which the API server ends a watch, and the next one continues."""
 _SILENCE = 75.0
-"""Seconds without an event after which a watch is dead: the API server sends a bookmark each minute."""
+"""Seconds without an event after which a watch counts as dead: the API server sends a bookmark each
+minute."""
 TURN_SECONDS = 0.02
-"""For which one watch keeps everything else waiting, the Lease too, when thousands of events arrive at once."""
+"""Seconds for which one watch may keep everything else waiting, including the Lease, when thousands
+of events arrive at once."""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
-"""Seconds until the API server is asked again for an optional collection that may not be read, or is not served."""
+"""Seconds until the API server is asked again for an optional collection that may not be read or is
+not served."""
 
 
 class Cache(Generic[View]):
-    """A view of every object of a collection; calls `on_change(before, after)` where a view has changed.
+    """A view of every object of a collection.
 
-    `read` makes the view; an object for which it raises is left out, and so are those in namespaces for which `keep` is
-    false. What the operator writes itself goes into the cache by `take` and `forget`, so that the next look shows it,
-    however late the watch is: of two versions of an object the later one stays.
+    It calls `on_change(before, after)` when a view has changed. `read` makes the view. Objects for
+    which it raises are left out, and so are those in namespaces for which `keep` is false. The
+    operator's own writes enter the cache by `take` and `forget`, so the next look shows them even
+    if the watch is late: of two versions of an object the later one stays.
     """
 
     def __init__(
@@ -84,30 +89,31 @@ class Cache(Generic[View]):
     ) -> None:
         self.rest, self.path, self.read, self.on_change, self.keep = rest, path, read, on_change, keep
         self.listed = asyncio.Event()
-        """Set when the cache holds what there is: a list of the collection has been read."""
+        """Set when the cache is complete: a list of the collection has been read."""
         self.answered = asyncio.Event()
-        """Set when that is so, or when the API server has answered that the collection may not be read."""
+        """Set when `listed` is, or when the API server has answered that the collection may not be
+        read."""
         self.served = False
-        """Whether the last list was answered with what there is."""
+        """Whether the last list was answered with the collection's content."""
         self._views: dict[Id, View] = {}
         self._versions: dict[Id, int] = {}
         self._floor = 0
-        """Version of the last list: older events are known."""
+        """Version of the last list. Older events are known."""
         self._latest = 0
-        """The latest version of the collection that was seen."""
+        """The latest known version of the collection."""
         self._logged_forbidden = False
         self._errors = WATCH_ERRORS.labels(path.rpartition("/")[2])
 
     def get(self, namespace: str, name: str) -> View | None:
-        """The view of an object, or None."""
+        """Return the view of an object, or None."""
         return self._views.get((namespace, name))
 
     def views(self) -> tuple[View, ...]:
-        """All of them, as of now."""
+        """Return all current views."""
         return tuple(self._views.values())
 
     def take(self, body: Json) -> None:
-        """Takes an object as it is at its version, unless a later one is known."""
+        """Take an object as it is at its version, unless a later one is known."""
         self._take(body, self._floor)
 
     def _take(self, body: Json, floor: int) -> None:
@@ -116,7 +122,7 @@ class Cache(Generic[View]):
             return
         try:
             view = self.read(body)
-        except Exception as error:  # It was written by a user: it costs its own job only.
+        except Exception as error:  # A user wrote it, so it only costs that user's job.
             log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
             self._remove(key)
             self._versions[key] = version
@@ -124,7 +130,7 @@ class Cache(Generic[View]):
         self._keep(key, version, view)
 
     def take_view(self, key: Id, version: int, view: View) -> None:
-        """The view of an object at its version, unless a later one is known."""
+        """Take the view of an object at its version, unless a later one is known."""
         if version > self._versions.get(key, self._floor) and self.keep(key[0]):
             self._keep(key, version, view)
 
@@ -134,12 +140,8 @@ class Cache(Generic[View]):
         if before != view:
             self.on_change(before, view)
 
-    def version(self, namespace: str, name: str) -> int:
-        """Return the version of an object as it is known, or 0."""
-        return self._versions.get((namespace, name), 0)
-
     def forget(self, namespace: str, name: str) -> None:
-        """The object is gone, as the answer to a request has shown."""
+        """Remove an object that is gone, as the answer to a request has shown."""
         self._remove((namespace, name))
 
     def _remove(self, key: Id) -> None:
@@ -151,7 +153,7 @@ class Cache(Generic[View]):
     # --- reading
 
     async def pages(self, query: Mapping[str, str], page: int, accept: str) -> AsyncIterator[Json]:
-        """The collection as it is now, in pages of so many objects, or fewer where those are large."""
+        """Yield the current collection in pages of `page` objects, or fewer if they are large."""
         asked, limit = dict(query), page
         while True:
             asked["limit"], most = str(limit), PAGE_BYTES if limit > 1 else None
@@ -169,14 +171,18 @@ class Cache(Generic[View]):
             asked["continue"] = token
 
     def _note_version(self, version: int) -> None:
-        """Of a list. One before the latest that was seen: what is known counts as older than whatever there is."""
+        """Take note of a list's version.
+
+        If it is earlier than the latest known one, everything known counts as older than any object
+        of the store.
+        """
         if version < self._latest:
             log.warning("%s is at version %s after %s: restored from a backup?", self.path, version, self._latest)
             self._versions, self._floor = dict.fromkeys(self._versions, 0), 0
         self._latest = version
 
     def _remove_but(self, found: Collection[Id], version: int) -> None:
-        """What was known before this version and is not in a list of it is gone."""
+        """Remove objects known at this version that are not in its list."""
         for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
             self._remove(key)
 
@@ -189,7 +195,7 @@ class Cache(Generic[View]):
 class Informer(Cache[View]):
     """A cache that follows its collection by itself, with a list and a watch.
 
-    Of an `optional` collection that may not be read, or is not served, there is nothing.
+    If the collection is `optional` and may not be read, or is not served, the cache is empty.
     """
 
     def __init__(
@@ -211,12 +217,16 @@ class Informer(Cache[View]):
         self._page, self._optional = page, optional
         self._version = ""
         self._broken = False
-        """Whether the last watch has broken, perhaps since the API server's store was restored from a backup."""
+        """Whether the last watch has broken, perhaps because the API server's store was restored
+        from a backup."""
 
     # --- following
 
     async def run(self) -> None:
-        """Runs until cancelled. An API server that is unavailable is asked again; what is known stays."""
+        """Run until cancelled.
+
+        While the API server is unavailable it is asked again, and the known state stays.
+        """
         while True:
             pause = 0.0
             try:
@@ -245,8 +255,11 @@ class Informer(Cache[View]):
                 elif error.status != HTTPStatus.GONE:
                     log.warning("%s is listed again in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
-                    self._errors.inc()  # What may be withheld on purpose is asked for much later, and is no error.
-            except Exception as error:  # A proxy's page, for instance: whatever it is, the process stays.
+                    # A collection that may be withheld on purpose is asked for much later, and is
+                    # not an error.
+                    self._errors.inc()
+            except Exception as error:
+                # For instance a proxy's page. The process stays, whatever it is.
                 self._version = ""
                 pause = _RETRY
                 self._errors.inc()
@@ -254,13 +267,17 @@ class Informer(Cache[View]):
             await asyncio.sleep(pause)
 
     def _forbidden(self, error: ApiError) -> float:
-        """Seconds until the next try."""
-        # The right to an optional one may be withheld on purpose. A job that needs it says so in its conditions.
+        """Return the seconds until the next try."""
+        # The right to an optional collection may be withheld on purpose. A job that needs it shows
+        # that in its conditions.
         self._log_forbidden(error, logging.INFO if self._optional else logging.ERROR)
         return _UNREADABLE_RETRY if self._optional else _RETRY
 
     def _nothing_there(self) -> None:
-        """An optional collection cannot be read, or the API server does not serve it: there is nothing to wait for."""
+        """Empty the cache of an optional collection that may not be read or is not served.
+
+        There is nothing to wait for.
+        """
         self.served = False
         for key in list(self._views):
             self._remove(key)
@@ -268,22 +285,26 @@ class Informer(Cache[View]):
         self.answered.set()
 
     async def _has_gone_back(self) -> bool:
-        """Whether the API server's store has an earlier version than was seen. A watch from that one would be silent,
-        without an error, until the store has had as many changes again."""
+        """Whether the API server's store has an earlier version than the latest known one.
+
+        A watch from that one would be silent, without an error, until the store has had that many
+        changes again.
+        """
         query = {**self._query, "limit": "1"}
         page = await self.rest.request("GET", self.path, query=query, accept=METADATA_LIST)
         return int(page["metadata"]["resourceVersion"]) < self._latest
 
     async def list(self) -> None:
-        """Lists the collection, in pages; what is not in them is deleted.
+        """List the collection in pages, and remove objects that are not in them.
 
-        Only one page of all informers is in memory at a time, because nothing is awaited while there is one.
+        Only one page of all informers is in memory at a time, because nothing is awaited while
+        there is one.
         """
         found: set[Id] = set()
         async for page in self.pages(self._query, self._page, self._list_accept):
             version = int(page["metadata"]["resourceVersion"])
             self._note_version(version)
-            for body in page["items"] or ():  # null where there are none, in a list of metadata
+            for body in page["items"] or ():  # null if there are none, in a list of metadata
                 found.add(id_of(body))
                 self._take(body, -1)
                 del body
@@ -296,7 +317,7 @@ class Informer(Cache[View]):
         self.answered.set()
 
     async def _follow(self) -> None:
-        """Follows one watch, from the version that was seen last, until it ends."""
+        """Follow one watch, from the latest known version, until it ends."""
         query = {
             **self._query,
             "resourceVersion": self._version,
@@ -306,7 +327,8 @@ class Informer(Cache[View]):
         turn = time.perf_counter()
         async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
             if time.perf_counter() - turn > TURN_SECONDS:
-                await asyncio.sleep(0)  # Events that have arrived already are read without waiting for anything.
+                # Events that have already arrived are read without waiting for anything.
+                await asyncio.sleep(0)
                 turn = time.perf_counter()
             kind, body = event["type"], event["object"]
             if kind == "ERROR":
@@ -322,23 +344,24 @@ class Informer(Cache[View]):
             del event, body  # It may be large, and the next one may be late.
 
     def _drop(self, body: Json) -> None:
-        """The object has been deleted, at its version."""
+        """Remove an object that has been deleted at its version."""
         key = id_of(body)
         if self._versions.get(key, 0) <= version_of(body):
             if key in self._views:
-                self.take(body)  # What it was at last may say why it has ended.
+                self.take(body)  # Its last state may show why it has ended.
             self._remove(key)
 
 
 def id_of(body: Json) -> Id:
-    """Of an object."""
+    """Return the namespace and name of an object."""
     meta: Mapping[str, str] = body["metadata"]
     return meta.get("namespace", ""), meta["name"]
 
 
 def version_of(body: Json) -> int:
-    """The number of the change in the API server's store: versions of one collection can be compared.
+    """Return the number of the change in the API server's store.
 
-    Guaranteed since Kubernetes 1.35 (KEP-5504), and so with etcd since the beginning.
+    Versions of one collection can be compared. Kubernetes guarantees this since 1.35 (KEP-5504),
+    and etcd has always done so.
     """
     return int(body["metadata"]["resourceVersion"])

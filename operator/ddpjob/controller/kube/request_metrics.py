@@ -14,6 +14,6 @@ API_REQUESTS = Counter(
 )
 WATCH_ERRORS = Counter(
     "ddpjob_operator_watch_errors",
-    "Watches and lists that failed and were begun again, by the collection's resource",
+    "Watches and lists that failed and were started again, by the collection's resource",
     ["resource"],
 )

@@ -1,4 +1,7 @@
-"""JSON requests by the official asyncio client: its transport and authentication, without the cost of its models."""
+"""JSON requests by the official asyncio client: its transport and login, without its models.
+
+The models cost too much time.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,21 @@ from ddpjob.unavailable import Unavailable
 Json = dict[str, Any]
 REQUEST_SECONDS = 30
 LONGEST_PAUSE = 60.0
-"""Seconds for which an answer may have us wait: a proxy's page of maintenance names an hour, and is over sooner."""
+"""Maximum of seconds that an answer may make the operator wait: a proxy's maintenance page names an
+hour, but ends sooner."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _DEEPEST = 50_000
-"""Python's recursion limit for an object that is nested deeper than its usual one: the API server's limit is 10,000
-levels, at three calls each."""
+"""Python's recursion limit for an object that is nested too deep for its usual one. The API server
+allows 10,000 levels, which take three calls each."""
 _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class ApiError(Exception):
-    """A response of 4xx other than 429, with the server's message."""
+    """A 4xx response other than 429, with the server's message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -48,7 +52,10 @@ class TooLarge(Exception):
 
 
 class NoCredentials(Exception):
-    """There is neither a service account's token nor a kubeconfig; the message says what is missing of each."""
+    """There is neither a service account's token nor a kubeconfig.
+
+    The message names what each lacks.
+    """
 
 
 class Rest:
@@ -59,9 +66,9 @@ class Rest:
 
     @classmethod
     async def connect(cls, connections: int = 64) -> Rest:
-        """Connects with the service account inside a cluster, else with the kubeconfig of the environment.
+        """Connect with the service account inside a cluster, otherwise with the kubeconfig.
 
-        Raises NoCredentials.
+        The environment names the kubeconfig. Raises NoCredentials.
         """
         try:
             config.load_incluster_config()
@@ -77,10 +84,11 @@ class Rest:
 
     @classmethod
     def open(cls, settings: client.Configuration, connections: int) -> Rest:
-        """Connects as the settings say."""
+        """Connect with the given settings."""
         settings.connection_pool_maxsize = connections
         settings.disable_strict_ssl_verification = True  # As in ddpjob.controller.login.
-        # Once, and not for each request, in a thread, as aiohttp does. ~/.netrc is not for the API server.
+        # Once, whereas aiohttp does it for each request in a thread. ~/.netrc does not apply to the
+        # API server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
         return cls(client.ApiClient(configuration=settings))
@@ -99,10 +107,11 @@ class Rest:
         accept: str = JSON,
         most: int | None = None,
     ) -> Json:
-        """Return the JSON response. Raises TooLarge, before it has been read, if it has more than `most` bytes.
+        """Return the JSON response.
 
-        Raises ApiError for 4xx; Unavailable for 429, 5xx, failures of the connection, and an answer that is no object
-        of JSON: something between here and the API server has given it.
+        Raises TooLarge, before it has been read, if it has more than `most` bytes. Raises ApiError
+        for 4xx; Unavailable for 429, 5xx, failures of the connection, and an answer that is not a
+        JSON object, because it comes from something between here and the API server.
         """
         try:
             response = await self._send(
@@ -119,9 +128,9 @@ class Rest:
     async def watch(
         self, path: str, query: Mapping[str, str], silence: float, accept: str = JSON
     ) -> AsyncIterator[Json]:
-        """The events of a watch, until the server ends it.
+        """Yield the events of a watch, until the server ends it.
 
-        Raises as `request` does, and Unavailable after `silence` seconds without an event.
+        Raises the errors of `request`, and Unavailable after `silence` seconds without an event.
         """
         limits = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=silence)
         try:
@@ -144,8 +153,8 @@ class Rest:
         types: tuple[str, str],
         limits: aiohttp.ClientTimeout,
     ) -> Any:
-        """`types`: of the body, and of the answer."""
-        # Not compressed: it takes longer than sending a list within a cluster does, on both sides.
+        """Send a request. `types` are the content types of the body and of the answer."""
+        # Not compressed: on both sides that takes longer than sending a list within a cluster.
         headers = {"Content-Type": types[0], "Accept": types[1], "Accept-Encoding": "identity"}
         arguments = await self.api.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
@@ -160,20 +169,20 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
         async for part in response.content.iter_chunked(2**16):
             text += part
             if len(text) > most:
-                response.close()  # The rest is not read either: the connection ends.
+                response.close()  # The rest is not read either, because the connection ends.
                 raise TooLarge
     return bytes(text)
 
 
 def _words(error: Exception) -> str:
-    """aiohttp says nothing at its limit of a whole request."""
+    """Describe an error. aiohttp gives no text for the timeout of a whole request."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer within {REQUEST_SECONDS} s"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _proxy(host: str) -> str | None:
-    """The proxy that the environment names for this URL."""
+    """Return the proxy that the environment names for this URL."""
     url = urlsplit(host)
     proxies = getproxies()
     if url.hostname is None or proxy_bypass(url.hostname) or _in_a_network_of(proxies.get("no", ""), url.hostname):
@@ -182,9 +191,12 @@ def _proxy(host: str) -> str | None:
 
 
 def _in_a_network_of(no_proxy: str, host: str) -> bool:
-    """NO_PROXY may name networks (10.96.0.0/12), as kubectl reads it. Python knows names and single addresses only."""
+    """Whether NO_PROXY names a network (10.96.0.0/12) with this host, as for kubectl.
+
+    Python supports only names and single addresses.
+    """
     for word in no_proxy.split(","):
-        with contextlib.suppress(ValueError):  # What of both is a name.
+        with contextlib.suppress(ValueError):  # One of them is a name.
             if ip_address(host) in ip_network(word.strip(), strict=False):
                 return True
     return False
@@ -203,7 +215,10 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
 
 
 def _object(text: bytes, what: str) -> Json:
-    """What the API server has sent. Raises Unavailable for what it does not send: another server has."""
+    """Return the API server's object.
+
+    Raises Unavailable for anything that only a different server sends.
+    """
     found = _parse(text)
     if not found:
         raise Unavailable(f"{what}: the server sent {text[:100]!r}, which is not an object of Kubernetes")
@@ -219,8 +234,12 @@ def _parse(text: bytes) -> Json:
 
 
 def loads(text: bytes) -> Any:
-    """Read JSON as deep as the API server reads it: one user's object must not hide those of all others in its list."""
-    with contextlib.suppress(ValueError):  # It is deeper than 200, has half a surrogate pair, or is not JSON.
+    """Read JSON as deep as the API server does.
+
+    One user's object must not hide all others in its list.
+    """
+    with contextlib.suppress(ValueError):
+        # It is deeper than 200 levels, has half a surrogate pair, or is not JSON.
         return from_json(text)  # A pod takes a third of the time that json needs.
     try:
         return json.loads(text)
@@ -236,7 +255,9 @@ def loads(text: bytes) -> Any:
 def _loads_deep(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except RecursionError:  # From Python 3.12 on the limit is not that of C; slower, but without C's stack:
+    except RecursionError:
+        # Since Python 3.12, C code has a different limit. The Python parser is slower, but does not
+        # use C's stack.
         decoder = json.JSONDecoder()
         decoder.parse_object, decoder.parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
         decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]

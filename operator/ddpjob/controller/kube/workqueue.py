@@ -50,20 +50,23 @@ Key = TypeVar("Key", bound=Hashable)
 FIRST_BACKOFF = 0.5
 LONGEST_BACKOFF = 60.0
 INTERVAL = 1.0
-"""Seconds between two starts of the same key, unless the second one is urgent or was asked for by the first."""
+"""Seconds between two starts of the same key, unless the second is urgent or was requested by the
+first."""
 CROWDED_INTERVAL = 1.7
-"""The same while work that is more urgent than any second start waits. A status may be late by two seconds."""
+"""The same while more urgent work than any second start waits. A status may be late by two
+seconds."""
 HALF_LIFE = 10.0
-"""Seconds until a turn that a group has had counts half."""
+"""Seconds after which a group's turn counts half."""
 SLOW = 0.3
 """Seconds after which a turn is passed on although it has not ended."""
 
 
 class DelayQueue(Generic[Key]):
-    """Keys with the time at which they are due, by the event loop's clock. The earliest time requested wins.
+    """Keys with the time at which they are due, by the event loop's clock.
 
-    Of the keys that are due, those of the lowest `rank` come first, then those of the `group` with the fewest
-    workers, then the one that was scheduled first. `crowded`: whether second starts should be rarer.
+    The earliest requested time wins. Of the due keys, those of the lowest `rank` come first, then
+    those of the `group` with the fewest workers, then the one that was scheduled first. `crowded`
+    returns whether second starts should be rarer.
     """
 
     def __init__(
@@ -85,9 +88,10 @@ class DelayQueue(Generic[Key]):
         self._time: Callable[[], float] = lambda: 0.0
 
     def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
-        """Schedules `key` in `delay` seconds, or sooner, if an earlier wake-up is already scheduled.
+        """Schedule `key` in `delay` seconds, or sooner if an earlier wake-up is already scheduled.
 
-        Not urgent: at the earliest INTERVAL seconds after the last start, CROWDED_INTERVAL while it is crowded.
+        If not urgent, it starts at the earliest INTERVAL seconds after the last start, or
+        CROWDED_INTERVAL while it is crowded.
         """
         when = asyncio.get_running_loop().time() + delay
         if not urgent and key in self._began:
@@ -96,15 +100,21 @@ class DelayQueue(Generic[Key]):
             self._schedule(key, when)
 
     def depth(self) -> int:
-        """How many keys are due and wait. For any thread."""
+        """Return how many due keys wait. May be called from any thread."""
         return len(self._waiting())
 
     def age(self) -> float:
-        """Seconds for which the first of the keys that are due has waited; 0 where none is. For any thread."""
+        """Return for how many seconds the first due key has waited; 0 if none is due.
+
+        May be called from any thread.
+        """
         return max(0.0, self._time() - min(self._waiting(), default=math.inf))
 
     def _waiting(self) -> list[float]:
-        """When the keys that wait for a worker became due. `_ready` lacks those that came while none was free."""
+        """Return when the keys that wait for a worker became due.
+
+        `_ready` lacks keys that came while no worker was free.
+        """
         now = self._time()
         return [when for key, (when, _) in list(self._due.items()) if when <= now and key not in self._busy]
 
@@ -115,11 +125,11 @@ class DelayQueue(Generic[Key]):
         self._changed.set()
 
     async def work(self, handle: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
-        """Runs until cancelled, with at most `workers` keys at a time.
+        """Handle keys until cancelled, with at most `workers` at a time.
 
-        `handle` returns in how many seconds the key is due again, or None. An exception is logged,
-        and the key is due again after FIRST_BACKOFF seconds, doubled for each further failure up to
-        LONGEST_BACKOFF.
+        `handle` returns the number of seconds until the key is due again, or None. An exception is
+        logged, and the key is due again after FIRST_BACKOFF seconds, doubled for each further
+        failure up to LONGEST_BACKOFF.
         """
         self._time = asyncio.get_running_loop().time
         gate = asyncio.Semaphore(workers)
@@ -135,7 +145,7 @@ class DelayQueue(Generic[Key]):
             now = asyncio.get_running_loop().time()
             while self._heap and self._heap[0][0] <= now:
                 when, order, key = heapq.heappop(self._heap)
-                # Otherwise it was added again for an earlier time, or waits for its own end.
+                # Otherwise it was added again for an earlier time, or is still being handled.
                 if self._due.get(key) == (when, order) and key not in self._busy:
                     heapq.heappush(self._ready.setdefault(self._group(key), []), (self._rank(key), order, key))
             share = max(1, (workers - len(self._busy)) / 2)
@@ -191,8 +201,8 @@ class DelayQueue(Generic[Key]):
 class Turns:
     """At most `most` turns at a time, and as many again that have taken longer than SLOW seconds.
 
-    While several groups wait, the next turn is for the one that has had the fewest lately. A group that holds half of
-    all turns comes last.
+    While several groups wait, the next turn is for the group that has had the fewest lately. A
+    group that holds half of all turns comes last.
     """
 
     def __init__(self, most: int) -> None:
@@ -200,7 +210,7 @@ class Turns:
         self._slow = 0
         self._taken: Counter[Hashable] = Counter()
         self._had: dict[Hashable, float] = {}
-        """Turns of late: each counts half as much after HALF_LIFE."""
+        """Recent turns, each of which counts half as much after HALF_LIFE."""
         self._halved = 0.0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
@@ -210,7 +220,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, group: Hashable) -> AsyncIterator[None]:
-        """Waits for a turn of the group, which ends with the context."""
+        """Wait for a turn of the group, which ends with the context."""
         if self._free and not self._waiting:
             self._begin(group)
         else:
@@ -259,12 +269,12 @@ class Turns:
         if not self._taken[group]:
             del self._taken[group]
         if is_slow:
-            self._slow -= 1  # Its turn was passed on long ago.
+            self._slow -= 1  # Its slot was handed to another worker long ago.
         else:
             self._next()
 
     def _next(self) -> None:
-        """Free a turn, and give it to the group whose turn it is."""
+        """Free a turn, and give it to the group that comes next."""
         self._free += 1
         assert self._free <= self._most, "a turn was returned twice"
         while self._free and self._waiting:
@@ -278,5 +288,8 @@ class Turns:
                 self._begin(chosen)
 
     def _comes(self, group: Hashable) -> tuple[bool, float]:
-        """Order the waiting groups. Of equal ones the first wins: `_waiting` is in the order of their last turns."""
+        """Order the waiting groups.
+
+        Of equal ones the first wins: `_waiting` is in the order of their last turns.
+        """
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)

@@ -8,25 +8,27 @@ from ddpjob.api.job_status import AvoidedNode, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause
 
 WINDOW = timedelta(hours=1)
-"""How long a failure is remembered, and how long after its last one a host is avoided."""
+"""How long a failure is remembered, and how long a host is avoided after its last one."""
 RECENT = 10
-"""Entries kept in `status.restarts.recent`."""
+"""Maximum number of entries in `status.restarts.recent`."""
 FAILURES = 3
 LOSSES = 2
 _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Causes that are the job's on any host."""
+"""Causes that are the job's own on any host."""
 _MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
-"""What a host does to a pod before its program runs, or without its program's part: once is enough."""
+"""Faults of a host that hit a pod before its program runs, or without its program's part. One is
+enough."""
 
 
 def avoided(
     status: JobStatus, now: datetime, *, trained: bool, faults: tuple[Restart, ...] = ()
 ) -> tuple[AvoidedNode, ...]:
-    """Hosts to avoid, by name: those of before whose time is not over, and those that have become suspect.
+    """Return the hosts to avoid, by name.
 
-    `trained`: whether the job has made a step. Before that its failures say nothing of a host.
-    `faults`: of hosts that the restarts of the status do not name as such.
+    These are known ones whose time is not over, and newly suspect ones. `trained` is true
+    once the job has made a step; before that, its failures say nothing about a host. `faults` are
+    faults of hosts that the restarts of the status do not name.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}
@@ -34,10 +36,11 @@ def avoided(
 
 
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
-    """Hosts with a fault, lost LOSSES times, or the only host with failures if it had FAILURES.
+    """Return the hosts that have become suspect.
 
-    Failures on several hosts are the job's own fault, and so are memory and storage; the loss of a
-    host is always the host's.
+    These are hosts with a fault, hosts lost LOSSES times, and the only host with failures if it had
+    FAILURES. Failures on several hosts are the job's own fault, and so are memory and storage; the
+    loss of a host is always the host's.
     """
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]

@@ -50,7 +50,7 @@ from ddpjob.api.job_status import Restart
 from ddpjob.core.world import ContainerView, HostView, PodView, Role, is_down
 
 _TRACEBACK_LIMIT = 3000
-"""Characters of a traceback that are kept: its end, which names the error."""
+"""Maximum number of characters of a traceback. Its end is kept, which names the error."""
 
 
 class Cause(StrEnum):
@@ -89,24 +89,27 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 
 
 def names_pod(restart: Restart) -> bool:
-    """Whether it is of one pod. A hang, or a change of the spec, is of the whole group: there the job's name stands."""
+    """Whether it belongs to one pod.
+
+    A hang, or a change of the spec, belongs to the whole group, and the job's name is shown.
+    """
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
 
 def ranks_of(group_rank: int, procs: int) -> str:
-    """Name the ranks of a node: `rank 1`, or `ranks 2 to 3` where it has several processes."""
+    """Name the ranks of a node: `rank 1`, or `ranks 2 to 3` if it has several processes."""
     first = group_rank * procs
     return f"rank {first}" if procs == 1 else f"ranks {first} to {first + procs - 1}"
 
 
 def with_traceback(summary: str, traceback: str) -> str:
-    """The summary, and below it the end of the traceback, if there is one."""
+    """Return the summary, and below it the end of the traceback, if there is one."""
     tail = last_lines(traceback, _TRACEBACK_LIMIT)
     return f"{summary}\n{tail}" if tail else summary
 
 
 def without_wait(message: str) -> str:
-    """The message of a restart that is not made: nothing waits for it."""
+    """Return the message of a restart that is not made, without its waiting time."""
     return _WAIT.sub("", message)
 
 
@@ -117,11 +120,15 @@ _SHARED_MEMORY_FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
 _SAYS_SHARED_MEMORY = re.compile(
     r"(?:out of|insufficient|allocate) shared memory|write to file </torch_", re.IGNORECASE
 )
-"""torch's words: of a data loader whose worker SIGBUS has ended, and of a tensor that /dev/shm has no room for."""
+"""torch's messages for a data loader whose worker was ended by SIGBUS, and for a tensor that does
+not fit in /dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return the remedy of a full /dev/shm for a program that SIGBUS has ended, or whose error names shared memory."""
+    """Return the remedy of a full /dev/shm, if it may have ended the program.
+
+    SIGBUS has ended it, or its error names shared memory.
+    """
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
 
@@ -136,41 +143,44 @@ _DISRUPTIONS = {
 
 @dataclass(frozen=True)
 class End:
-    """Why a pod is of no more use."""
+    """Why a pod can no longer be used."""
 
     cause: Cause
     message: str
     traceback: str = ""
     exit_code: int | None = None
     time: datetime | None = None
-    """When its program ended, as reported by the kubelet; None where it was not."""
+    """When its program ended, as reported by the kubelet; None if it was not reported."""
     before_program: bool = False
-    """Whether the exit code is that of an init container, and says nothing of the program's configuration."""
+    """Whether the exit code is that of an init container, and says nothing about the program's
+    configuration."""
     rank: int | None = None
-    """The rank that failed, where torchrun in a `command` has ended with it."""
+    """The rank that failed, if torchrun in a `command` has ended with it."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
 """Reasons with which a kubelet ends a pod that has run."""
 _OWN_STORAGE = re.compile(r"exceed(s|ed) .*\blimit\b")
-"""Messages of a kubelet that evicts a pod for the pod's own limit (its pkg/kubelet/eviction/helpers.go). A disk of the
-host that runs full reads otherwise: "The node was low on resource"."""
+"""Messages of a kubelet that evicts a pod for the pod's own limit (its
+pkg/kubelet/eviction/helpers.go). The message for a full disk of the host is different: "The node
+was low on resource"."""
 _REJECTIONS = re.compile(
     r"UnexpectedAdmissionError|OutOf[\w./-]+|TopologyAffinityError|Node(?:Affinity|Ports|Name|Unschedulable)"
     r"|TaintToleration|AppArmor|SysctlForbidden|PodOS\w+"
 )
 """Reasons of a kubelet that does not admit a pod (its pkg/kubelet/lifecycle/predicate.go)."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
-"""Reason and exit code of a container that is gone after its host was started again: kubelet's, containerd's."""
+"""Reason and exit code of a container that is gone after its host was restarted: kubelet's,
+containerd's."""
 
 Hosts = Mapping[str, HostView] | None
 
 
 def vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
-    """The end of a pod whose object is gone: by the last that was known of it, where that shows a reason.
+    """Return the end of a pod whose object is gone, by its last known state if that shows a reason.
 
-    Else it was deleted by force, or with its host, or has no longer the labels by which it is known: a watch shows that
-    as the end of a pod whose deletion nobody has asked for.
+    Otherwise it was deleted by force or with its host, or it lost the labels by which it is known,
+    which a watch shows as the end of a pod whose deletion nobody has requested.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return why_ended(last, hosts, launcher=launcher)
@@ -181,10 +191,11 @@ def vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *,
 
 
 def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
-    """The end of a pod that failed, is being deleted or was evicted; `hosts` None: the state of hosts is not known.
+    """Return the end of a pod that failed, is being deleted or was evicted.
 
-    The pod's own conditions take precedence over exit codes: a container ended by an eviction has
-    an exit code too. `launcher`: whether the program is the launcher, whose exit codes have a meaning.
+    If `hosts` is None, the state of hosts is not known. The pod's own conditions take precedence
+    over exit codes, because a container ended by an eviction has an exit code too. `launcher` is
+    true if the program is the launcher, whose exit codes have a meaning.
     """
     end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
     if end.before_program:
@@ -195,7 +206,7 @@ def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> En
 
 
 def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
-    """By what Kubernetes says of the pod as a whole."""
+    """Judge by what Kubernetes reports about the pod as a whole."""
     if is_down(pod.host, hosts) and pod.disruption == "DeletionByTaintManager":
         return End(
             Cause.NODE_LOST,
@@ -224,15 +235,16 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
 
 
 def _is_rejected(pod: PodView) -> bool:
-    """Whether the kubelet did not admit the pod. One that runs may be rejected when its kubelet is started again.
+    """Whether the kubelet did not admit the pod.
 
-    Its container then ends with a code that says nothing.
+    A running pod may be rejected when its kubelet is restarted. The exit code of its container then
+    has no meaning.
     """
     return bool(_REJECTIONS.fullmatch(pod.status_reason)) or pod.status_message.startswith("Pod was rejected")
 
 
 def _by_container(pod: PodView, *, launcher: bool) -> End:
-    """By the exit code of its program, and what that wrote."""
+    """Judge by the exit code of the program and by its messages."""
     main = pod.main
     if (main.reason, main.exit_code) in _LOST_BY_HOST:
         why = f"{main.reason}, exit code {main.exit_code}"
@@ -255,7 +267,10 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Judge a pod of a `command` by its failed rank: by the rank's own words, or by torchrun's table in the log."""
+    """Judge a pod of a `command` by its failed rank.
+
+    The rank's own words are used, or torchrun's table in the log.
+    """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
     failed = failed_rank(pod.main.message)
@@ -271,7 +286,7 @@ def _by_rank(pod: PodView) -> End | None:
 
 
 def _by_launcher(pod: PodView) -> End | None:
-    """By the exit codes that are the launcher's own."""
+    """Judge by the exit codes that are the launcher's own."""
     main = pod.main
     if main.exit_code == EXIT_INIT_FAILURE:
         written = termination_message(main)
@@ -308,7 +323,7 @@ def _by_program(pod: PodView) -> End:
 
 
 def _code(exit_code: int | None) -> str:
-    """The exit code; where a signal has ended the program, it is 128 and the signal's number."""
+    """Name the exit code; if a signal has ended the program, it is 128 plus the signal's number."""
     try:
         name = signal.Signals((exit_code or 0) - 128).name
         return f"exit code {exit_code} (128 + {name}{if_shared_memory_full('', name)})"
@@ -317,8 +332,12 @@ def _code(exit_code: int | None) -> str:
 
 
 def _never_began(pod: PodView) -> End:
-    """The end of a pod whose main container never ran: an init container failed, or the host rejected the pod."""
-    # They begin in their order, so that the last one has failed: the kubelet then ends sidecars, which begin before it.
+    """Return the end of a pod whose main container never ran.
+
+    An init container failed, or the host rejected the pod.
+    """
+    # Init containers begin in order, so the last one has failed. The kubelet then ends sidecars,
+    # which began before it.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
             written = termination_message(container)
@@ -337,9 +356,10 @@ def _never_began(pod: PodView) -> End:
 
 
 def names_entry_point(end: End, command: tuple[str, ...]) -> bool:
-    """Whether a START_ERROR says that the job's own program is missing: `exec: "python3": executable file not found`.
+    """Whether a START_ERROR means that the job's own program is missing.
 
-    Other programs that a container runtime names, such as its hooks for GPUs, belong to the node.
+    Example: `exec: "python3": executable file not found`. Other programs that a container runtime
+    names, such as its hooks for GPUs, belong to the node.
     """
     programs = (path.rpartition("/")[2] for path in _QUOTED.findall(end.message))
     wanted = command[0].rpartition("/")[2] if command else "python"
@@ -351,14 +371,14 @@ _QUOTED = re.compile(r"""["']([^"']+)["']""")
 
 @dataclass(frozen=True)
 class TerminationMessage:
-    """What a container wrote before its end."""
+    """The last message of a container before its end."""
 
     message: str
     traceback: str
 
 
 def termination_message(container: ContainerView) -> TerminationMessage:
-    """Reads a termination message: the launcher writes JSON, any other program its last lines."""
+    """Read a termination message: the launcher writes JSON, any other program its last lines."""
     text = container.message.strip()
     try:
         written = json.loads(text)
@@ -372,8 +392,10 @@ def termination_message(container: ContainerView) -> TerminationMessage:
 
 @dataclass(frozen=True)
 class FailedRank:
-    """The rank that ended torchrun in a `command`. `exit_code` is the one that a shell would show. `init`: it could not
-    begin, and a retry would not help.
+    """The rank that ended torchrun in a `command`.
+
+    `exit_code` is the one that a shell would show. `init` means that it could not begin, so a retry
+    would not help.
     """
 
     rank: int
@@ -385,11 +407,15 @@ class FailedRank:
 
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
 _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
-"""Lines of torchrun's table of failures. It is all that is known of a rank that a signal has ended."""
+"""Lines of torchrun's table of failures. Nothing else is known about a rank that a signal has
+ended."""
 
 
 def failed_rank(text: str) -> FailedRank | None:
-    """Read a rank's own account of its failure (worker.py), or torchrun's table at the end of a log; None: neither."""
+    """Read a rank's own account of its failure (worker.py), or torchrun's table of failures.
+
+    The table is at the end of a log. None if the text has neither.
+    """
     try:
         written = json.loads(text)
     except (ValueError, RecursionError):
@@ -422,28 +448,36 @@ _NO_SUCH_IMAGE = re.compile(
     r"failed to resolve (?:reference|image)\b.*: not found\W*$|manifest unknown|invalid reference",
     re.IGNORECASE | re.DOTALL,
 )
-"""A registry's answer that it has no such image, which does not change by itself. Denials and rate limits do, and so
-does a mirror that has the manifest and lacks a layer: containerd ends many different errors with "not found"."""
+"""A registry's answer that it has no such image, which does not change by itself. Denials and rate
+limits do change, and so does a mirror that has the manifest but lacks a layer: containerd ends many
+different errors with "not found"."""
 _WRONG_PLATFORM = re.compile(
     r"no match for platform|no matching manifest for|no image found in (?:manifest list|image index)|exec format error"
     r"|cannot be used on this platform",
     re.IGNORECASE,
 )
-"""What containerd, docker, CRI-O and the kernel write where an image is not for the host's architecture or system."""
+"""Messages of containerd, docker, CRI-O and the kernel for an image that does not fit the host's
+architecture or system."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
-"""A kubelet alternates between the two."""
+"""Reasons between which a kubelet alternates."""
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
 def wrong_platform(pod: PodView) -> End | None:
-    """The end of a pod that waits for an image which is not for its host; None: it does not."""
+    """Return the end of a pod that waits for an image that does not fit its host.
+
+    None if it does not.
+    """
     waiting = [c.waiting_message for c in (*pod.init_containers.values(), *pod.containers.values()) if c.waiting_reason]
     found = next((message for message in waiting if _WRONG_PLATFORM.search(message)), None)
     return _of_wrong_platform(pod, found) if found is not None else None
 
 
 def of_platform(end: End) -> bool:
-    """Whether a START_ERROR is of a host that the image is not for. Hosts of a different architecture may run it."""
+    """Whether a START_ERROR is caused by an image that does not fit the host.
+
+    Hosts of a different architecture may run it.
+    """
     return _WRONG_PLATFORM.search(end.message) is not None
 
 
@@ -469,11 +503,12 @@ class Stuck:
 
 
 def stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
-    """The first container of a pod that waits for something that may never come; None when all is well.
+    """Return the first container of a pod that waits for something that may never come.
 
-    Final are only an image name that is invalid, and a registry's answer that it has no such image,
-    for a job of which no pod has ever run. A registry that is away, denies access or limits the
-    rate is waited for, and so is an image that a host lacks.
+    None if all is well. Only two faults are final, and only for a job that has never run a pod: an
+    invalid image name, and a registry's answer that it has no such image. If a registry is
+    unreachable, denies access or limits the rate, the job waits, and so it does for an image that a
+    host lacks.
     """
     preparing = {} if pod.main.running or pod.main.ended else pod.init_containers
     for name, container in [*preparing.items(), *pod.containers.items()]:

@@ -34,13 +34,14 @@ from ddpjob.core.view import View
 from ddpjob.core.world import PodView, World
 
 ENDING_MARGIN = timedelta(seconds=5)
-"""How long a pod may take to end beyond its grace."""
+"""How long a pod may take to end beyond its grace period."""
 
 
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
-    """The moment from which a pod that has not ended has been silent; None while it is alive, or has ended.
+    """Return since when a pod that has not ended has been silent.
 
-    `now` where the beginning is not known: the caller remembers the first answer.
+    None if it is alive, or has ended. Returns `now` if the beginning is not known: the caller
+    remembers the first answer.
     """
     if pod.ended:
         return None
@@ -49,22 +50,29 @@ def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
 
 
 def out_of_service(pod: PodView, world: World) -> bool:
-    """Whether the pod's host was marked as down for good, and is not ready: waiting for it is pointless."""
+    """Whether the pod's host was marked as down for good, and is not ready.
+
+    Waiting for it is pointless.
+    """
     host = (world.hosts or {}).get(pod.host)
     return host is not None and host.out_of_service and not host.ready
 
 
 def given_up(view: View, pod: PodView, since: datetime | None) -> bool:
-    """Whether a pod that has been silent `since` then has had recovery.nodeLostAfterSeconds to return.
+    """Whether a pod that has been silent since `since` is given up.
 
-    Never for a pod that is alive (`since` None); at once where its host is out of service.
+    It has recovery.nodeLostAfterSeconds to return, unless its host is out of service. A pod that is
+    alive (`since` None) is never given up.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or out_of_service(pod, view.world))
 
 
 def is_overdue(pod: PodView, now: datetime) -> bool:
-    """Whether a pod is beyond its grace: only somebody's finalizer keeps it, or a dead host."""
+    """Whether a pod is beyond its grace period.
+
+    Only somebody's finalizer or a dead host then keeps it.
+    """
     return pod.deleted_at is not None and now >= pod.deleted_at + ENDING_MARGIN
 
 
@@ -82,14 +90,16 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
     if host.deleted:
         return host.since or now
     if not host.out_of_service and (host.ready or not any(other.ready for other in world.hosts.values())):
-        # Where no host is ready, the control plane is cut off from all of them, and there is none to move to.
+        # If no host is ready, the control plane is partitioned from all of them, and there is no
+        # host to move to.
         return None
     return now if host.ready or host.since is None else host.since
 
 
 def _member_lost(pod: PodView, world: World) -> datetime | None:
-    """The coordinator has lost its connection to the pod, although the kubelet reports that it runs.
+    """Return since when the coordinator has lost its connection to a running pod.
 
-    A coordinator that hears hardly anybody says nothing of the pods.
+    The kubelet reports that the pod runs. None if it hears hardly anybody, because its view of the
+    pods then means nothing.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

@@ -34,13 +34,14 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause, names_pod
 
 SAME_BREAK = timedelta(seconds=5)
-"""A pod's end and an incident no further apart belong to one break."""
+"""A pod's end and an incident that are at most this far apart belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""More than clocks differ by and kubelets round to."""
+"""More than the difference of clocks plus the rounding of kubelets."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Ends of pods that explain a failed worker rather than follow from it; so do all ends that do not count."""
+"""Ends of pods that explain a failed worker and do not follow from it. The same holds for all ends
+that do not count."""
 _NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
 
 
@@ -49,7 +50,7 @@ class Finding:
     """A failure before it is attributed: it may turn out to be a cause or a consequence."""
 
     restart: Restart
-    """What is recorded if it is a cause."""
+    """The restart to record if it is a cause."""
     made_in: int | None = None
     """The round in which the pod was made; None for incidents and for the coordinator's own end."""
     fails: str = ""
@@ -58,11 +59,14 @@ class Finding:
     """The rule that fails the job; empty for the defaults."""
     exit_code: int | None = None
     idle: bool = False
-    """Whether it is the end of a spare while the group trains without it: that breaks nothing."""
+    """Whether it is the end of a spare while the group trains without it, which breaks nothing."""
 
     @property
     def contestable(self) -> bool:
-        """Whether it matters that it may be a consequence. A program that cannot start is nobody's consequence."""
+        """Whether it matters that it may be a consequence.
+
+        A program that cannot start is never a consequence.
+        """
         return self.restart.counted or bool(self.fails and self.fails != Cause.INIT_FAILURE)
 
 
@@ -71,13 +75,15 @@ class Attributed:
     """The outcome of `attribute`."""
 
     restarts: tuple[Restart, ...]
-    """To be recorded, in this order: every finding, as a cause or as a consequence, with the number of its round."""
+    """Restarts to record, in this order: every finding, as a cause or as a consequence, with the
+    number of its round."""
     causes: tuple[Finding, ...]
-    """The findings that stand for breaks of their own; only these may fail the job."""
+    """The findings that are breaks of their own. Only these may fail the job."""
     seen_round: int
-    """The newest round whose break an incident has explained: a later incident is not merged into it again."""
+    """The newest round whose break an incident has explained. A later incident is not merged into
+    it again."""
     idle: tuple[Restart, ...] = ()
-    """Ends of spares beside a group that trains. They restart nothing, and are not recorded."""
+    """Ends of spares while the group trains. They restart nothing, and are not recorded."""
 
 
 @dataclass
@@ -92,24 +98,25 @@ class _Break:
 def attribute(
     status: JobStatus, ends: Sequence[Finding], incidents: Sequence[Finding], lost: Sequence[tuple[str, datetime]]
 ) -> Attributed:
-    """Merge what was found in one reconcile into breaks, each with one cause. Pure; nothing is recorded here.
+    """Merge the findings of one reconcile into breaks, each with one cause.
 
-    `status` holds the breaks of earlier reconciles (`restarts.recent`, `restarts.seen_round`,
-    `round`). `ends` are pods that ended since, in any order. `incidents` are the coordinator's, in
-    the order of their numbers. `lost` are the incidents (pod, time) that name no cause because the
-    end of a pod explains them.
+    The function is pure, and records nothing. `status` holds the breaks of earlier reconciles
+    (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are pods that ended since, in any
+    order. `incidents` are the coordinator's, in the order of their numbers. `lost` are the
+    incidents (pod, time) that name no cause because the end of a pod explains them.
 
     1. An end joins the last recorded break if its pod was made before it, and the group is still
-       down from it or the two are within SAME_BREAK. All other ends form one new break; its cause
-       is an end that does not count, if there is one, else the earliest.
+       down from it or the two are within SAME_BREAK. All other ends form one new break. Its cause
+       is an end that does not count, if there is one, otherwise the earliest.
     2. The first incident within SAME_BREAK of the new break joins it: as the cause, if the ends are
-       ordinary failures of a worker; else as a consequence of the eviction, deletion or lack of
-       memory. If it was clearly before one of the latter, it is a break of its own.
-    3. An incident within SAME_BREAK of the last recorded break, when none before it has explained
-       that one yet, is a consequence of it. Every other incident is a break of its own.
+       ordinary failures of a worker; otherwise as a consequence of the eviction, deletion or lack
+       of memory. If it was clearly before one of the latter, it is a break of its own.
+    3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
+       earlier incident has explained that break yet. Every other incident is a break of its own.
 
     New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
-    never count. Ends of idle pods that do not count are not restarts, have no round and explain nothing.
+    never count. Ends of idle pods that do not count are not restarts, have no round and explain
+    nothing.
     """
     idle = [end for end in ends if end.idle and not end.contestable]
     ends = [end for end in ends if end not in idle]
@@ -123,8 +130,10 @@ def attribute(
     losses = sorted(lost, key=lambda loss: loss[1])
 
     def explain_losses(until: datetime = _EVER) -> None:
-        """Take the losses reported up to this time as the incidents of their breaks. Not later ones: a failure that was
-        reported before, to a coordinator that had just begun, may be of the same break.
+        """Take the losses reported up to this time as the incidents of their breaks.
+
+        Later ones are left, because a failure that was reported before, to a coordinator that had
+        just begun, may belong to the same break.
         """
         nonlocal seen
         while losses and losses[0][1] <= until:
@@ -137,7 +146,7 @@ def attribute(
     for incident in incidents:
         explain_losses(incident.restart.time)
         if incident.restart.reason == Cause.JOINED and _scaling(status):
-            continue  # the operator has recorded it already
+            continue  # The operator has already recorded it.
         if here is not None and not here.incident and _close(incident, here):
             here.incident = True
             if not _join(incident, here):
@@ -189,7 +198,10 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to the break that ends of pods opened, as its cause or not. False: it is an earlier break."""
+    """Add an incident to the break that ends of pods opened, as its cause or not.
+
+    Return False if it is an earlier break.
+    """
     first = here.findings[0]
     if incident.restart.reason == Cause.JOINED:
         return False

@@ -20,7 +20,8 @@ _CAUSES = {
     IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
     IncidentKind.JOINED: Cause.JOINED,
 }
-"""The other kinds, PeerLost and Left, are explained by the end of a pod, unless the pod comes back."""
+"""Causes of incidents. The other kinds, PeerLost and Left, are explained by the end of a pod,
+unless the pod comes back."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,15 @@ class NewIncidents:
     """Incidents that were not seen before."""
 
     findings: tuple[Finding, ...] = ()
-    """Those that are causes by themselves, in the order of their numbers."""
+    """Incidents that are causes by themselves, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
-    """Pod and time of those that the end of a pod explains."""
+    """Pod and time of incidents that the end of a pod explains."""
     last: int = 0
     """The number of the newest incident that has been seen."""
 
 
 def new_incidents(view: View) -> NewIncidents:
-    """The incidents of the coordinator's report beyond the last one that the status has seen."""
+    """Return the incidents of the coordinator's report that the status has not seen yet."""
     restarts = view.status.restarts
     seen = restarts.seen_incident if restarts.seen_generation == view.status.rendezvous.generation else 0
     if view.report is None:
@@ -51,7 +52,10 @@ def new_incidents(view: View) -> NewIncidents:
 
 
 def _came_back(view: View) -> list[Finding]:
-    """The last break, where the group has lost a pod that did not end, and runs again: nothing else says so."""
+    """Return the last break, if the group lost a pod that did not end, and runs again.
+
+    Nothing else reports it.
+    """
     report, recent = view.report, view.status.restarts.recent
     if report is None or report.state != CoordinatorState.RUNNING or not report.incidents:
         return []
@@ -65,7 +69,7 @@ def _came_back(view: View) -> list[Finding]:
 
 
 def with_seen(status: JobStatus, new: NewIncidents, seen_round: int) -> JobStatus:
-    """The status after these incidents were evaluated; `seen_round` as in `Attributed`."""
+    """Return the status after these incidents were evaluated; `seen_round` as in `Attributed`."""
     generation = status.rendezvous.generation
     return replace(
         status,
@@ -86,7 +90,7 @@ def _finding(view: View, incident: Incident) -> Finding:
 
 
 def _restart(view: View, incident: Incident, cause: Cause, message: str, *, counted: bool) -> Restart:
-    slot = view.status.slot(incident.index)  # None: it is the group's, as a hang is.
+    slot = view.status.slot(incident.index)  # None: it belongs to the group, as a hang does.
     return Restart(
         time=incident.time,
         pod=incident.pod or view.job.name,
@@ -101,7 +105,10 @@ def _restart(view: View, incident: Incident, cause: Cause, message: str, *, coun
 
 
 def _is_everywhere(view: View, incident: Incident) -> bool:
-    """Whether ranks of several pods have failed alike, or several ranks of a job with one node, if it has several."""
+    """Return whether ranks of several pods have failed alike.
+
+    In a job with one node, several ranks are enough, if it has several.
+    """
     spec = view.job.spec
     ranks = spec.nodes * spec.procs_per_node
     return incident.alike_pods >= min(2, spec.nodes) and incident.alike_ranks >= min(2, ranks)
@@ -114,7 +121,8 @@ def _summary(cause: Cause, incident: Incident, procs: int) -> str:
     if incident.rank is None and cause is not Cause.INIT_FAILURE:
         return incident.message or f"{incident.kind} in pod {incident.pod}"
     if cause is Cause.WORKER_FAILED:
-        name = (incident.signal or "").removeprefix("signal ")  # of the system, or a number that has none
+        # The system's name, or a number without a name.
+        name = (incident.signal or "").removeprefix("signal ")
         how = f"signal {name}" if name else f"exit code {incident.exit_code}"
         said = incident.message.removeprefix(f"ended with {how}").removeprefix(f"killed by {how}")
         between = ": " if said == incident.message else ""

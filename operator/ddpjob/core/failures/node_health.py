@@ -41,13 +41,17 @@ from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
-"""How long a node must have been unhealthy, by the operator's clock: a signal that comes and goes moves nothing."""
+"""How long a node must have been unhealthy, by the operator's clock, so that a flapping signal
+moves nothing."""
 SHARE = 0.25
-"""Of the nodes of one kind. Where more are unhealthy, it is the agent that is broken, or there is no better place."""
+"""Maximum share of unhealthy nodes of one kind. If more are unhealthy, the agent is broken, or
+there is no better place."""
 MOVES = 3
-"""Restarts for this cause within an hour; further ones would cost more than they may save."""
+"""Maximum number of restarts for this cause within an hour. More would cost more than they may
+save."""
 LINK_LOSSES = 3
-"""Lost connections in a row after which a pod is replaced: one more than failures, because a switch may restart."""
+"""Lost connections in a row after which a pod is replaced: one more than failures, because a switch
+may restart."""
 _BEYOND = "the required affinity, spread constraints, claims or amounts of this job's podTemplate and resources"
 
 
@@ -57,15 +61,18 @@ class NodeVerdict:
 
     index: int
     end: End
-    """Its end, if it is moved."""
+    """The pod's end, if it is moved."""
     reason: str = ""
-    """Why it stays, one word; empty: it is moved."""
+    """Why it stays, in one word; empty if it is moved."""
     why: str = ""
     """Why it stays, for people."""
 
 
 def judge_nodes(view: View) -> list[NodeVerdict]:
-    """The pods of slots on unhealthy nodes, by index; none while the job finishes."""
+    """Return verdicts on the pods of slots on unhealthy nodes, by index.
+
+    None while the job finishes.
+    """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
         return []
@@ -80,7 +87,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         return []
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
-    often = len({r.round for r in recent}) >= MOVES or len(within) >= RECENT  # Others may have pushed moves out.
+    # Other restarts may have pushed moves out of the list.
+    often = len({r.round for r in recent}) >= MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
     wants = Wants.of(view.job.spec, view.status.queue)
@@ -91,7 +99,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     verdicts = []
     for index, pod, host, end in found:
         if storm:
-            # Without their number: a node that comes and goes would change the status each time.
+            # Without their number, because a flapping node would change the status each time.
             reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
         elif host.name in left:
             reason, why = "MovedBefore", "the job has left this node within the last hour, and found no better one"
@@ -115,7 +123,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 
 
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
-"""Failures in a pod that lives on and whose place may be their reason. Memory and storage are the job's."""
+"""Failures in a pod that stays alive, which its place may have caused. Memory and storage are the
+job's own."""
 _MOVES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY)
 
 
@@ -124,19 +133,22 @@ class Failing:
     """A pod that is replaced for a failure of its ranks."""
 
     number: int
-    """The position of the failure among those that were judged."""
+    """The position of the failure among the judged ones."""
     index: int
     failure: Restart
-    """As it is recorded: it counts once per job and Kubernetes node."""
+    """The failure as recorded: it counts once per job and Kubernetes node."""
     end: End
 
 
 def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
-    """The pods to replace for these new failures, which the view's status does not hold yet."""
+    """Return the pods to replace for these new failures.
+
+    The view's status does not hold these failures yet.
+    """
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     found: list[Failing] = []
     for number, failure in enumerate(failures):
-        earlier = [*within, *failures[:number]]  # An operator that was away sees several at once.
+        earlier = [*within, *failures[:number]]  # An operator that was down sees several at once.
         index = failure.index if view.status.slot(failure.index) is not None else None
         pod = view.pods[index] if index is not None else None
         if index is None or pod is None or pod.name != failure.pod or pod.ended or pod.deleted_at is not None:
@@ -155,7 +167,7 @@ def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
 
 
 def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> str:
-    """Why the failure ends its pod; empty: it does not."""
+    """Return why the failure ends its pod; empty if it does not."""
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
         return f"has lost its connection {LINK_LOSSES} times in a row while other pods did not" if often else ""
@@ -163,19 +175,19 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     if said:
         return f"has lost its device ({said})"
     if failure.everywhere and view.job.spec.nodes > 1:
-        return ""  # No place is the reason.
+        return ""  # No place is the cause.
     before = next((r for r in reversed(within) if r.reason in COUNTED and not r.consequence), None)
     again = before is not None and before.pod == failure.pod and before.reason in _OF_PLACES
     counts = view.status.restarts
     restored = before in counts.recent and before is not None and before.counted and not counts.counted
-    # After a restored budget the job has trained for long enough that the failures are not in a row.
+    # After a restored budget the job has trained long enough that the failures are not in a row.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
     return "" if _has_moved_too_often(view, within) else "has failed twice in a row while other pods did not"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether the pod's node is cut off time and again, and not the coordinator's."""
+    """Whether the pod's node is partitioned repeatedly, and not the coordinator's."""
     breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
     again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
     if not again or view.coordinator is None:
@@ -186,14 +198,16 @@ def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> boo
 
 def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
     moves = {r.round for r in within if r.reason in _MOVES}
-    left = [a for a in view.status.avoided_nodes if a.reason.startswith(_MOVES)]  # Later restarts may hide moves.
+    # Later restarts may hide moves.
+    left = [a for a in view.status.avoided_nodes if a.reason.startswith(_MOVES)]
     return max(len(moves), len(left)) >= MOVES
 
 
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether a failure on the same node has counted. Where many did not count of late, it counts all the same.
+    """Whether a failure on the same node has counted.
 
-    A pod's node may have been unknown at first.
+    If many recent ones did not count, it counts anyway. A pod's node may have been unknown at
+    first.
     """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
@@ -202,14 +216,20 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
 
 
 def _has_a_place(view: View, pod: PodView) -> bool:
-    """Whether a spare is there, or the pod's node could take a new one if no other has room."""
+    """Whether there is a spare, or the pod's node could take its replacement.
+
+    The node may have to, if no other node has room.
+    """
     host, members = (view.world.hosts or {}).get(pod.host), view.report.members if view.report is not None else ()
     spares = len({m.pod for m in members} & view.current_names - {pod.name}) >= view.job.spec.nodes
     return spares or host is None or Wants.of(view.job.spec, view.status.queue).admitted_to(host)
 
 
 def next_judgement(view: View) -> datetime | None:
-    """When a node of the job will have been unhealthy for long enough; None: none is about to be."""
+    """Return when a node of the job will have been unhealthy long enough.
+
+    None if none is about to be.
+    """
     hosts = view.world.hosts or {}
     begun = [hosts[p.host].unhealthy_since for p in view.pods if p is not None and p.host in hosts]
     return min((since + LASTS for since in begun if since is not None and since + LASTS > view.now), default=None)
@@ -221,15 +241,16 @@ def _lasts(view: View, host: HostView) -> bool:
 
 
 def _came_after(pod: PodView, host: HostView) -> bool:
-    """Whether the pod is younger than its node's sign: to move it would only ask the scheduler once more.
+    """Whether the pod is younger than its node's sign.
 
-    The clocks are the API server's and the operator's: a difference of theirs costs or adds a move, within the limits.
+    Moving it would only ask the scheduler again. The clocks are the API server's and the
+    operator's. A difference between them costs or adds a move, within the limits.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
 
 def _spares(view: View) -> int:
-    """Members that are ready beside a complete group, on nodes that are well."""
+    """Return the number of ready members outside a complete group, on healthy nodes."""
     report, hosts = view.report, view.world.hosts or {}
     if report is None or report.state != CoordinatorState.RUNNING or (report.world or 0) < view.job.spec.nodes:
         return 0
@@ -238,7 +259,10 @@ def _spares(view: View) -> int:
 
 
 def _places(view: View, wants: Wants) -> int:
-    """Places for pods of the job on nodes that may take one, as far as it is known: what others occupy is not."""
+    """Return the number of known places for pods of the job on nodes that may take one.
+
+    It ignores what others occupy.
+    """
     spec, hosts = view.job.spec, view.world.hosts or {}
     used = Counter(p.host for p in view.world.nodes() if not p.ended)
     on = [hosts[name] for name in used if name in hosts]
@@ -272,14 +296,18 @@ class Wants:
 
     labels: Mapping[str, str]
     devices: Mapping[str, int]
-    """Extended resources, by their names."""
+    """Number of extended resources, by name."""
     tolerations: tuple[Mapping[str, Any], ...]
     more: bool
-    """Whether there is anything that is not judged here, so that nobody but the scheduler can tell."""
+    """Whether there are requirements that are not judged here, so that only the scheduler can
+    tell."""
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
-        """`queue`: the quota that the job runs with, whose flavor adds to its pods."""
+        """Read a spec.
+
+        `queue` is the quota that the job runs with, whose flavor adds to its pods.
+        """
         added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))
@@ -301,16 +329,17 @@ class Wants:
         )
 
     def kind(self, host: HostView) -> bool:
-        """Whether a node is of the kind that the job runs on: it has such devices, or else such labels.
+        """Whether a node is of the kind that the job runs on.
 
-        Also where none of its devices is well, which leaves it the name of the resource.
+        It has the job's devices, or if the job requests none, the labels. This also holds if none
+        of its devices is healthy, because the name of the resource remains.
         """
         if self.devices:
             return self.devices.keys() <= host.devices.keys()
         return self.labels.items() <= host.labels.items()
 
     def admitted_to(self, host: HostView) -> bool:
-        """Whether it is not cordoned, and its taints are tolerated."""
+        """Whether a node is not cordoned, and its taints are tolerated."""
         return host.schedulable and all(any(_tolerates(t, *taint) for t in self.tolerations) for taint in host.taints)
 
 
@@ -325,7 +354,7 @@ def _tolerates(toleration: Mapping[str, Any], key: str, value: str, effect: str)
 
 
 def _extended(resources: Mapping[str, Any]) -> dict[str, Any]:
-    """A container's extended resources, whose names have a domain; requests equal limits."""
+    """Return a container's extended resources, whose names have a domain; requests equal limits."""
     asked = {**_dict(resources.get("requests")), **_dict(resources.get("limits"))}
     return {name: amount for name, amount in asked.items() if "/" in name}
 

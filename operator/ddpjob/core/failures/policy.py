@@ -58,17 +58,19 @@ COUNTED = frozenset(
         *(Cause.HANG, Cause.INIT_FAILURE),
     }
 )
-"""Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences do not use the budget."""
+"""Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences do not use
+the budget."""
 RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"
 _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
-"""Exit codes of a program that refuses its arguments or settings: argparse's, and those of sysexits.h."""
+"""Exit codes of a program that refuses its arguments or settings: argparse's, and those of
+sysexits.h."""
 
 PROGRAM_ERROR = "ProgramError"
 REPEATS = 3
-"""So often in a row the same error in the program's text ends a job that has made no step."""
+"""How many times in a row the same error in the program's text ends a job that has made no step."""
 APART = timedelta(seconds=10)
-"""Between failures that count as repeated: what passes may pass in this time."""
+"""Time between failures that count as repeated, in which a temporary fault may pass."""
 _OUTSIDE = re.compile(
     r"\b(?:OSError|IOError|EnvironmentError|BlockingIOError|BrokenPipeError|EOFError|InterruptedError|ChildProcessError"
     r"|ProcessLookupError|PermissionError|(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error)\b|\[Errno"
@@ -83,13 +85,15 @@ _PROGRAM_ERROR = re.compile(
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
     re.MULTILINE,
 )
-"""What Python raises for a wrong program or a name that is missing, and hardly for a network or a disk."""
+"""Errors that Python raises for a wrong program or a missing name, and hardly ever for a network or
+a disk."""
 _NO_GPU = re.compile(
     r"^rank .* ended with exit code 1: (\w+: (?:Found no NVIDIA driver|Torch not compiled with CUDA|No CUDA GPUs are"
     r"|Attempting to deserialize object on a CUDA device).*)$",
     re.MULTILINE,
 )
-"""What torch raises where there is no GPU: the program's fault in a job without them, else perhaps the machine's."""
+"""Errors that torch raises without a GPU: the program's fault in a job without GPUs, otherwise
+perhaps the machine's."""
 
 
 _LOST_DEVICE = re.compile(
@@ -100,12 +104,13 @@ _LOST_DEVICE = re.compile(
     r"|Device acquire failed",
     re.IGNORECASE,
 )
-"""What CUDA, ROCm, oneAPI and SynapseAI write in a container that has lost its device: no new process gets it back."""
+"""Messages of CUDA, ROCm, oneAPI and SynapseAI in a container that has lost its device. No new
+process gets it back."""
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the rules make of a cause."""
+    """The consequence of a cause according to the rules."""
 
     counted: bool
     """Whether it counts against recovery.maxRestarts."""
@@ -116,11 +121,11 @@ class Ruling:
 
 
 def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, trained: bool) -> Ruling:
-    """The first rule that matches decides, else the defaults.
+    """Return the ruling of the first matching rule, otherwise of the defaults.
 
-    `exit_code` as a shell shows it (128 + N for signal N, see `shell_code`). `trained`: whether the
-    job has made a step; before that, a program that cannot start or refuses its configuration fails
-    the job, since restarting cannot help.
+    `exit_code` is as a shell shows it (128 + N for signal N, see `shell_code`). `trained` is
+    true once the job has made a step. Before that, a program that cannot start or refuses its
+    configuration fails the job, since restarting cannot help.
     """
     for number, rule in enumerate(spec.recovery.rules):
         if _RULED.get(cause) is not rule.cause or (rule.exit_codes and exit_code not in rule.exit_codes):
@@ -138,9 +143,9 @@ def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, traine
 
 
 def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
-    """What is said of the last REPEATS counted failures, if they are one and the same error in the program.
+    """Return a message if the last REPEATS counted failures are the same error in the program.
 
-    Not where a rule says what follows from exit code 1: its author knows better.
+    None if a rule covers exit code 1, because its author knows better.
     """
     last = [r for r in recent if r.counted][-REPEATS:]
     if len(last) < REPEATS or _is_ruled(spec):
@@ -162,9 +167,10 @@ def _is_ruled(spec: JobSpec) -> bool:
 
 
 def repeated_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
-    """What is said of REPEATS counted failures in a row, APART from each other, with one and the same error everywhere.
+    """Return a message if repeated failures had the same error everywhere.
 
-    Whatever its type, but for errors of a network or a disk, which may pass.
+    They are REPEATS counted failures in a row, APART from each other. The error's type does not
+    matter, except that errors of a network or a disk may pass.
     """
     if _is_ruled(spec):
         return None
@@ -192,21 +198,27 @@ def _mark(restart: Restart) -> tuple[str, str]:
 
 
 def names_program_error(message: str) -> bool:
-    """Whether a worker's failure is one that the program's text has in every pod."""
+    """Return whether a worker's failure comes from the program's text.
+
+    It then occurs in every pod.
+    """
     return _PROGRAM_ERROR.search(without_wait(message)) is not None
 
 
 def lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
-    """Return the words of a failure's message which say that the container has lost its device; empty without any.
+    """Return the words in a failure's message that show a lost device; empty without any.
 
-    A job that asks for no device and has not made a step may never have had one.
+    A job that requests no device and has not made a step may never have had one.
     """
     found = _LOST_DEVICE.search(message) if trained or spec.gpus_per_node else None
     return found[0] if found else ""
 
 
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:
-    """The exit code that a shell would show for a process, for which torchrun gives -N or the name of signal N."""
+    """Return the exit code that a shell would show for a process.
+
+    torchrun gives -N or the name of signal N.
+    """
     if exit_code is not None:
         return exit_code if exit_code >= 0 else 128 - exit_code
     number = getattr(signal, signal_name, None) if signal_name else None

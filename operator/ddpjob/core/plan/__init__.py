@@ -1,4 +1,4 @@
-"""What there should be of a job: attempts of its slots, actions that create and remove pods, and how a job ends.
+"""The plan of a job: attempts of its slots, actions on its pods, and how the job ends.
 
 Imports `status`, `failures` and what is below them.
 """

@@ -1,4 +1,4 @@
-"""Decides the actions that bring a job's objects to what its status plans, and what the coordinator is notified of."""
+"""Decides the actions that bring a job's objects to its plan, and messages to the coordinator."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 
 def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
-    """What to create and remove, and until when something of it is held back (None: nothing is).
+    """Return what to create and remove, and until when a part of it is held back.
 
-    `lost`: names of pods to delete immediately (grace period 0). For a job whose claims cannot serve it
-    nothing is created, but its pods still end: a claim that is being removed waits for them. A job
-    whose podTemplate has faults gets no pods. Planned again from the same observation, the actions
-    are the same: creations have names, deletions uids.
+    None: nothing is held back. `lost` names pods to delete immediately (grace period 0). For a job
+    whose claims cannot be used, nothing is created, but its pods still end, because a claim that is
+    being removed waits for them. A job whose podTemplate has faults gets no pods. The same
+    observation always gives the same actions: creations have names, deletions uids.
     """
     job, status, world = view.job, view.status, view.world
     actions: list[Action] = []
@@ -54,7 +54,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
         actions.append(CreateRuntime())
     wants_budget = job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget
     if wants_budget and any(pod is not None and pod.main.running for pod in view.pods):
-        actions.append(CreateBudget())  # Not earlier: pods that do not run yet lose nothing, and need not wait for it.
+        # Not earlier: pods that do not run yet lose nothing, and need not wait for it.
+        actions.append(CreateBudget())
     pods: list[Action] = []
     held = [_held_until(view)]
     dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
@@ -65,11 +66,12 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
-        # After one node's pod, whose kind of machine it prefers, and not after all of a large job.
+        # After one node's pod, whose kind of machine it prefers, and not after all pods of a large
+        # job.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
-        # One that was refused is tried again with the next pod, not at every reconcile.
+        # A refused policy is tried again with the next pod, not at every reconcile.
         actions.append(CreatePolicy())
     if pods and status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
         actions.append(CreateGang())
@@ -88,7 +90,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
     """Whether a creation's back-off is over; if not, its end is added to `held`.
 
-    No back-off is longer than the longest: the clock was set back since, and the end would be as far away as that.
+    A back-off beyond the longest one means that the clock was set back, so it counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -98,9 +100,10 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Until when nodes of a new generation wait for those of the old one, which may be saving a checkpoint.
+    """Return until when nodes of a new generation wait for those of the old one.
 
-    Not beyond the grace of the old pods: their host may be dead.
+    The old ones may be saving a checkpoint. They do not wait beyond the grace period of the old
+    pods, because their host may be dead.
     """
     latest = None
     for pod in view.world.nodes():
@@ -113,7 +116,10 @@ def _held_until(view: View) -> datetime | None:
 
 
 def _lacks_token(view: View) -> bool:
-    """Whether a pod cannot start since the Secret with its token was deleted, which no user can make again."""
+    """Whether a pod is stuck because its token Secret was deleted.
+
+    Users cannot recreate that Secret.
+    """
     containers = (c for p in (view.coordinator, *view.pods) if p is not None for c in p.containers.values())
     waiting = [c.waiting_message for c in containers if c.waiting_reason == "CreateContainerConfigError"]
     secret = rf'"{re.escape(view.job.name)}-token-[0-9a-f]{{10}}"'
@@ -124,7 +130,10 @@ def _lacks_token(view: View) -> bool:
 
 
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
-    """Deletes pods that are not planned and still run, and failed pods beyond runPolicy.failedPodsKept."""
+    """Delete pods that are not planned and still run, and surplus failed pods.
+
+    Failed pods are surplus beyond runPolicy.failedPodsKept.
+    """
     job, world, generation = view.job, view.world, view.status.rendezvous.generation
     actions: list[Action] = []
     kept: dict[int, list[PodView]] = {}
@@ -154,7 +163,10 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
 
 
 def _labels(view: View) -> list[Action]:
-    """Role labels that follow the coordinator's choice of who trains, while a group runs."""
+    """Return role labels that follow the coordinator's choice of training pods.
+
+    They are changed only while a group runs.
+    """
     report = view.report
     if report is None or report.state != CoordinatorState.RUNNING or report.world is None:
         return []
@@ -172,9 +184,10 @@ def _labels(view: View) -> list[Action]:
 
 
 def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
-    """Messages to the coordinator: settings until its report shows them, and pods that are gone.
+    """Return messages to the coordinator.
 
-    A pod on a dead host cannot close its connections, so its peers would wait for it.
+    They are settings, until its report shows them, and pods that are gone. A pod on a dead host
+    cannot close its connections, so its peers would wait for it.
     """
     endpoint, report, spec = view.status.rendezvous.endpoint, view.report, view.job.spec
     if not spec.under_torchrun:
@@ -199,7 +212,8 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
         gone += [pod for pod in known if pod not in view.current_names and pod not in present]
         waits = report.state in (CoordinatorState.FORMING, CoordinatorState.RESTARTING)
         if waits and report.attempt and report.round <= report.attempt * NUMBERS_PER_ATTEMPT:
-            # It waits for the members of a round that an earlier coordinator began, and knows of no loss among them.
+            # It waits for members of a round that an earlier coordinator began, and knows of no
+            # loss among them.
             status = view.status
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
             gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
@@ -209,10 +223,11 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
-    """The end of a coordinator that was given up and may run all the same, such as on a host whose kubelet is dead.
+    """Return the message that ends a coordinator that was given up but may still run.
 
-    In a generation that continues its members then look for the next one; else they end. Not of one that still serves
-    pods which are saving: they are asked to end, and it goes last.
+    It may run on a host with a dead kubelet. In a generation that continues, its members then look
+    for the next coordinator; otherwise they end. A coordinator that still serves pods that are
+    saving is not ended: they are asked to end, and it goes last.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)

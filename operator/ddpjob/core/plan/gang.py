@@ -37,11 +37,12 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_GROUP
 
 YIELD = timedelta(seconds=30)
-"""How long a group that cannot train may hold its nodes while the scheduler finds no room for a missing pod."""
+"""How long a group that cannot train may hold its nodes while the scheduler finds no room for a
+missing pod."""
 
 
 def planned_gang(view: View) -> GangStatus | None:
-    """The gang of a generation that begins now; None: its pods are placed one by one."""
+    """Return the gang of a generation that begins now; None if its pods are placed one by one."""
     spec = view.job.spec
     wanted = spec.scheduling.gang
     if wanted is None:
@@ -54,14 +55,18 @@ def planned_gang(view: View) -> GangStatus | None:
 
 
 def not_served(view: View) -> bool:
-    """Whether the job waits for a gang that this cluster does not serve, because its user insists on it."""
+    """Whether the job waits for a gang that this cluster does not support.
+
+    Its user insists on a gang.
+    """
     return view.status.gang_waits and not view.world.serves_gangs
 
 
 def is_outdated(view: View) -> bool:
-    """Whether another gang is needed than the one that waits: a PodGroup does not follow a change of size.
+    """Whether the waiting gang has to be replaced by a different one.
 
-    A suspended job has no pods: what it resumes with is decided by the present.
+    A PodGroup does not follow a change of size. A suspended job has no pods, so the current
+    settings decide what it resumes with.
     """
     status = view.status
     if not status.gang_waits and not status.holds(ConditionType.SUSPENDED):
@@ -70,7 +75,10 @@ def is_outdated(view: View) -> bool:
 
 
 def with_placed(view: View) -> JobStatus:
-    """The status, in which the gang is placed as soon as all its pods have been seen on hosts at the same time."""
+    """Return the status, with the gang placed if it is complete.
+
+    The gang is placed once all its pods have been seen on hosts at the same time.
+    """
     status = view.status
     if status.gang is None or status.gang.placed:
         return status
@@ -83,20 +91,20 @@ def with_placed(view: View) -> JobStatus:
 
 
 def is_broken_up(view: View, kept: list[Slot]) -> bool:
-    """Whether a preempted group should become a gang again at once: what is left of it cannot train.
+    """Whether a preempted group should become a gang again at once.
 
-    The scheduler has taken its room because there was no other, so waiting for a single pod would be in vain. `kept`:
-    slots that have not lost their pod.
+    Its remaining pods cannot train. The scheduler has taken its room because there was no other, so
+    waiting for a single pod would be in vain. `kept` are the slots that have not lost their pod.
     """
     held = sum(bool(slot.node) and slot.state in (SlotState.CREATED, SlotState.RUNNING) for slot in kept)
     return view.status.gang is not None and view.status.gang.placed and held < view.job.spec.min_nodes
 
 
 def yields(view: View) -> str:
-    """Why the job gives up its nodes and waits as a gang again; empty: it does not.
+    """Return why the job gives up its nodes and waits as a gang again; empty if it does not.
 
-    It holds nodes and has not trained for YIELD, while the scheduler finds no room for a pod that it needs. That is
-    not judged while pods of its own end, which may be what keeps the room.
+    It holds nodes and has not trained for YIELD, while the scheduler finds no room for a pod that
+    it needs. This is not judged while its own pods end, because they may be what occupies the room.
     """
     status, spec, now = view.status, view.job.spec, view.now
     running, scheduled = (status.condition(kind) for kind in (ConditionType.RUNNING, ConditionType.SCHEDULED))

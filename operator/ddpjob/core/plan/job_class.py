@@ -1,7 +1,7 @@
 """Decides what a job takes of its class, and that it waits for one that is missing or refuses it.
 
-A class is taken when a job starts or is resumed, and kept in the status: nothing that the platform team changes later
-reaches a job that runs. Why: docs/decisions/0018.
+A class is taken when a job starts or is resumed, and kept in the status, so later changes by the
+platform team do not reach a running job. Why: docs/decisions/0018.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def class_fault(view: View) -> tuple[str, str] | None:
-    """Reason and message, where a job that begins cannot have its class; None: it can, or does not begin."""
+    """Return reason and message if a job that begins cannot have its class.
+
+    None if it can, or does not begin.
+    """
     job, offer = view.job, view.world.offer
     if not begins(job):
         return None
@@ -33,7 +36,10 @@ def class_fault(view: View) -> tuple[str, str] | None:
 
 
 def takes_class(view: View) -> JobStatus | None:
-    """The status with the class as it is now, of a job that begins without it; None: it has it already, or has none."""
+    """Return the status with the current class, for a job that begins without it.
+
+    None if it has it already, or has none.
+    """
     given, taken = view.world.offer.job_class, view.status.job_class
     if not begins(view.job) or given is None:
         return None
@@ -43,7 +49,10 @@ def takes_class(view: View) -> JobStatus | None:
 
 
 def with_class_applied(view: View) -> JobStatus:
-    """The status with its condition ClassApplied, of a job that runs; without both where it names no class."""
+    """Return the status with the condition ClassApplied for a running job.
+
+    A job that names no class gets neither the class nor the condition.
+    """
     job, status = view.job, view.status
     if not job.spec.class_name:
         return without_condition(replace(status, job_class=None), ConditionType.CLASS_APPLIED)
@@ -52,7 +61,7 @@ def with_class_applied(view: View) -> JobStatus:
         return status
     exceeded = violations(job, taken)
     if exceeded:
-        # It runs with what the class gives, and as many nodes as it allows.
+        # It runs with the values of the class, and with as many nodes as the class allows.
         message = "not applied: " + "; ".join(exceeded)
         return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
     message = f"the job has what class {taken.name} gave when it started; status.jobClass holds it"

@@ -42,7 +42,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import WorkloadView
 
 REPLACED = "WorkloadSliceReplaced"
-"""Kueue's reason for a finished Workload whose quota another one of the job takes over: it ends a moment earlier."""
+"""Kueue's reason for a finished Workload whose quota another one of the job takes over: it ends a
+moment earlier."""
 _NOT_SERVED = (
     "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
     "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
@@ -51,7 +52,7 @@ _NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed: it asks for 
 
 
 def shape_of(job: DDPJob) -> str:
-    """Identifies what the pods of a job need each, whatever their number."""
+    """Return a hash of what each pod of a job needs, whatever their number."""
     spec = job.spec
     needs = [spec.resources, spec.gpus_per_node, spec.gpu_resource, spec.pod_template]
     needs += [spec.rendezvous.resources, spec.rendezvous.placement]
@@ -59,7 +60,7 @@ def shape_of(job: DDPJob) -> str:
 
 
 def workload_name(job: DDPJob) -> str:
-    """The name of the Workload that asks for what the job's spec asks for."""
+    """Return the name of the Workload that requests the pods of the job's spec."""
     asked = f"{job.uid} {shape_of(job)} {job.spec.pods}"
     return f"{job.name}-queue-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
 
@@ -67,8 +68,9 @@ def workload_name(job: DDPJob) -> str:
 def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
-    A label that is added to a job that runs without a queue has an effect when the job is suspended: what trains is
-    not ended for it. So has one that is removed: what trains keeps its quota, which others would be granted.
+    A label that is added to a job running without a queue takes effect when the job is suspended,
+    so training is not ended for it. The same is true of a removed label: training keeps its quota,
+    which others would be granted.
     """
     status = view.status
     if view.world.serves_queues is None:
@@ -78,7 +80,10 @@ def is_queued(view: View) -> bool:
 
 
 def _holding(view: View) -> WorkloadView | None:
-    """The Workload whose quota the job has; the one that suits its spec, if there are two."""
+    """Return the Workload whose quota the job has.
+
+    If there are two, it is the one that suits the job's spec.
+    """
     job, shape, name = view.job, shape_of(view.job), workload_name(view.job)
     least = job.spec.elastic.min_nodes if job.spec.elastic else 1
     pending = any(not (w.finished or w.leaving) for w in view.world.workloads)
@@ -87,24 +92,29 @@ def _holding(view: View) -> WorkloadView | None:
         for w in view.world.workloads
         if w.admitted and not (w.evicted or w.leaving) and (not w.finished or (w.finished == REPLACED and pending))
         if w.shape == shape and w.grant is not None and w.grant.pods >= least
-        if view.status.queue is not None or w.asks == _asks(job)  # What the user changes has an effect on what begins.
+        # A user's change takes effect when the job begins.
+        if view.status.queue is not None or w.asks == _asks(job)
     ]
     return min(usable, key=lambda w: (bool(w.finished), w.name != name), default=None)
 
 
 def with_grant(view: View) -> View:
-    """The view with `status.queue` as Kueue has it. Of a job in no queue, or that waits, it is None."""
+    """Return the view with Kueue's current `status.queue`.
+
+    It is None for a job that is in no queue, or waits.
+    """
     status = view.status
     if not is_queued(view):
         return view.with_status(without_condition(replace(status, queue=None), ConditionType.ADMITTED))
     if not view.world.serves_queues:
-        return view  # Kueue was removed, or may not be read for the moment: what runs is left alone.
+        # Kueue was removed, or may not be read at the moment. Running jobs are left alone.
+        return view
     held = _holding(view)
     return view.with_status(replace(status, queue=held.grant if held is not None else None))
 
 
 def waits_for(view: View) -> tuple[str, str]:
-    """Reason and message of a job that waits in its queue."""
+    """Return reason and message of a job that waits in its queue."""
     job, world = view.job, view.world
     if not job.queue:
         return QUEUE_WAITS, _NO_LABEL
@@ -131,7 +141,7 @@ def _refusal(view: View) -> str:
 
 
 def with_admitted(view: View) -> JobStatus:
-    """The status with its condition Admitted, of a job in a queue."""
+    """Return the status of a job in a queue with its condition Admitted."""
     job, status, queue = view.job, view.status, view.status.queue
     if queue is None:
         reason, message = waits_for(view)
@@ -144,13 +154,15 @@ def with_admitted(view: View) -> JobStatus:
 
 
 def queue_actions(view: View) -> list[Action]:
-    """What is asked for and given back, of a job that has no pods or runs with quota.
+    """Return what to request and give back for a job that has no pods or runs with quota.
 
-    Not while pods of a job without quota still end: theirs is not given back before.
+    Nothing is returned while pods of a job without quota still end, because their quota is given
+    back after that.
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        old = [pod for pod in world.pods if pod.name not in view.current_names]  # Of when it was in a queue.
+        # They are from when the job was in a queue.
+        old = [pod for pod in world.pods if pod.name not in view.current_names]
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:
         return []
@@ -159,7 +171,7 @@ def queue_actions(view: View) -> list[Action]:
     for workload in world.workloads:
         held = queue is not None and workload.uid == queue.uid
         if workload.leaving or held or (replaced and not workload.finished):
-            continue  # What takes over is looked at when it has.
+            continue  # The successor is looked at once it has taken over.
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):
             actions.append(DeleteWorkload(workload.name, workload.uid))
         elif workload.evicted and workload.reserved:
@@ -181,12 +193,15 @@ def _asks(job: DDPJob) -> tuple[str, str]:
 
 
 def drop_workloads(view: View) -> list[Action]:
-    """The end of all requests for quota, of a job that shall not run or is in no queue."""
+    """Return the end of all requests for quota of a job that should not run or is in no queue."""
     return [DeleteWorkload(w.name, w.uid) for w in view.world.workloads if not w.leaving]
 
 
 def finish_workloads(view: View) -> list[Action]:
-    """Gives back the quota of a job that has ended, and leaves a record of it as other kinds of jobs do."""
+    """Give back the quota of a job that has ended.
+
+    A record of it stays, as for other kinds of jobs.
+    """
     failed = view.status.condition(ConditionType.FAILED)
     complete = view.status.condition(ConditionType.COMPLETE)
     ended = failed if failed is not None and failed.status else complete

@@ -43,23 +43,26 @@ from ddpjob.core.view import View
 from ddpjob.core.world import PodView
 
 QUICK = timedelta(seconds=60)
-"""A pod that ended sooner after its creation has achieved nothing."""
+"""A pod that ended within this time after its creation has achieved nothing."""
 ROOM = timedelta(seconds=8)
-"""From a preempted pod's end until the next one. kube-scheduler 1.36 keeps no room for a gang that preempts, and tries
-it again at most 10 s (podMaxBackoffSeconds) after the try that preempted; pods take a while of that to end. One that is
-made sooner takes the room, and is preempted next."""
+"""Time from a preempted pod's end until the next pod. kube-scheduler 1.36 reserves no room for a
+gang that preempts. It retries the gang at most 10 s (podMaxBackoffSeconds) after the try that
+preempted, and the pods take some of that time to end. A pod that is made sooner takes the room, and
+is preempted next."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
         *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST, Cause.WORKER_FAILED),
     }
 )
-"""Causes that waiting may help; other causes say nothing about the next pod. One that tolerates every taint may be put
-on a host that is down, again and again: it is lost as soon as it is there."""
+"""Causes that waiting may help; other causes say nothing about the next pod. A pod that tolerates
+every taint may be put on a host that is down, again and again, and is lost as soon as it is
+there."""
 _PROGRAM = frozenset(
     {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.WORKER_FAILED}
 )
-"""Those that lie in the program, which is the same in every pod: any of them may be the first to end."""
+"""Causes that lie in the program, which is the same in every pod. Any of the pods may be the first
+to end."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,15 @@ class Repeated:
 
 
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
-"""Versions of which this operator can build pods, from the runtime that the job is pinned to."""
+"""Protocol versions for which this operator can build pods, with the runtime that the job is pinned
+to."""
 
 
 def template_mark(view: View) -> str:
-    """What all pods of a generation share: the spec they are made from, the key of their token, their protocol.
+    """Return what all pods of a generation share.
 
-    The protocol is that of the runtime which the job is pinned to.
+    It is the spec they are made from, the key of their token, and their protocol. The protocol is
+    that of the runtime that the job is pinned to.
     """
     version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
     return f"{_spec_and_key(view)}-{version}"
@@ -89,25 +94,26 @@ def _spec_and_key(view: View) -> str:
 
 
 def protocol_of(status: JobStatus) -> int:
-    """The version of the protocol that the pods of the job's generation speak."""
+    """Return the version of the protocol that the pods of the job's generation speak."""
     version = status.template_hash.rpartition("-")[2]
     return int(version) if version.isdecimal() else protocol.VERSION
 
 
 def fits(view: View) -> bool:
-    """Whether the present generation is still what the job needs.
+    """Whether the current generation still suits the job.
 
-    Pods whose runtime another release made stay until one of them has to be made again: an upgrade of the operator, or
-    the way back, is no reason to end what trains.
+    Pods with the runtime of a different release stay until one of them has to be made again. An
+    upgrade of the operator, or its rollback, is no reason to end a training.
     """
     made_from = "-".join(view.status.template_hash.split("-")[:2])
     return made_from == _spec_and_key(view) and (can_replace(view) or not _lacks_pods(view))
 
 
 def can_replace(view: View) -> bool:
-    """Whether single pods of the present generation can be made again.
+    """Whether single pods of the current generation can be made again.
 
-    A pod has the runtime of its peers: where theirs is gone, they cannot get another beside them.
+    A pod needs the runtime of its peers: if theirs is gone, a different one cannot run next to
+    them.
     """
     version, runtime = protocol_of(view.status), view.status.runtime
     if runtime and runtime == view.world.runtime:
@@ -116,7 +122,7 @@ def can_replace(view: View) -> bool:
 
 
 def _lacks_pods(view: View) -> bool:
-    """Whether pods of the present generation have yet to be created."""
+    """Whether pods of the current generation have yet to be created."""
     rendezvous, placement = view.status.rendezvous, view.job.spec.rendezvous.placement
     planned = rendezvous.state is SlotState.PLANNED and placement is Placement.DEDICATED
     slots = zip(view.status.slots, view.pods, strict=True)
@@ -124,7 +130,7 @@ def _lacks_pods(view: View) -> bool:
 
 
 def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
-    """The status with these slots, and the highest attempt that any slot has ever had."""
+    """Return the status with these slots, and the highest attempt that any slot has ever had."""
     grow = all(new.attempt >= old.attempt for old, new in zip(status.slots, slots, strict=False))
     assert grow, "an attempt of a slot is planned again: the name of its pod would be used twice"
     highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
@@ -132,13 +138,14 @@ def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
 
 
 def new_generation(view: View) -> JobStatus:
-    """The status of a new generation: every slot is planned again, around a new coordinator.
+    """Return the status of a new generation: every slot is planned again, around a new coordinator.
 
-    A slot keeps its attempt if no pod was created for it yet; else its next attempt is higher than
-    that of every pod of its index, in the status or in the world. The generation's number rises by
-    one (the first is 0), the coordinator's attempts begin at 0. Back-off (reason, failures,
-    not_before) is kept. Applied twice to pods that were not created in between, it changes the
-    generation only. Where pods cannot be made with the runtime that the job is pinned to, it gets the offered one.
+    A slot keeps its attempt if no pod was created for it yet. Otherwise its next attempt is higher
+    than that of every pod of its index, in the status or in the world. The generation's number
+    rises by one (the first is 0), and the coordinator's attempts begin at 0. Back-off (reason,
+    failures, not_before) is kept. A second call, without pods created in between, changes only the
+    generation. If pods cannot be made with the runtime that the job is pinned to, it gets the
+    offered one.
     """
     if not can_replace(view):
         view = view.with_status(replace(view.status, runtime=""))
@@ -166,12 +173,18 @@ def new_generation(view: View) -> JobStatus:
 
 
 def _unused(status: JobStatus) -> int:
-    """An attempt that no pod of any index has had, not even of slots that were dropped long ago."""
+    """Return an attempt that no pod of any index has had.
+
+    Slots that were dropped long ago are included.
+    """
     return status.highest_attempt + 1 if status.slots or status.highest_attempt else 0
 
 
 def resized(view: View) -> JobStatus:
-    """The status with as many slots as spec.nodes and spec.spares ask for: more at the end, or fewer."""
+    """Return the status with as many slots as spec.nodes and spec.spares ask for.
+
+    Slots are added or removed at the end.
+    """
     job, status = view.job, view.status
     slots = list(status.slots[: job.spec.pods])
     slots += [Slot(attempt=_unused(status)) for _ in range(job.spec.pods - len(slots))]
@@ -179,22 +192,26 @@ def resized(view: View) -> JobStatus:
 
 
 def next_attempt(slot: Slot, repeated: Repeated) -> Slot:
-    """The slot with its next pod planned."""
+    """Return the slot with its next pod planned."""
     return Slot(
         attempt=slot.attempt + 1, reason=repeated.reason, failures=repeated.failures, not_before=repeated.not_before
     )
 
 
 def next_coordinator(status: JobStatus) -> JobStatus:
-    """The status with another coordinator planned for the same generation, while the group continues."""
+    """Return the status with a new coordinator planned for the same generation.
+
+    The group continues.
+    """
     rendezvous = replace(status.rendezvous, attempt=status.rendezvous.attempt + 1, state=SlotState.PLANNED, endpoint="")
     return replace(status, rendezvous=rendezvous)
 
 
 def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Counts `end` in: one more than `before` if it has the same cause, was quick, and waiting may help; else none.
+    """Return `before` with `end` counted in.
 
-    A preempted pod's successor leaves its room to the gang that it was preempted for.
+    It is one more if the cause is the same, the end was quick, and waiting may help; otherwise
+    none. A preempted pod's successor leaves its room to the gang that it was preempted for.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
@@ -208,7 +225,10 @@ def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Rep
 
 
 def in_a_row(view: View, cause: Cause) -> int:
-    """How often in a row pods of the job have ended of a cause that they share, and achieved nothing since."""
+    """Return how often in a row the job's pods have ended for a cause that they share.
+
+    They have achieved nothing since.
+    """
     if cause not in _PROGRAM:
         return 0
     pairs = zip(view.status.slots, view.pods, strict=True)
@@ -217,12 +237,12 @@ def in_a_row(view: View, cause: Cause) -> int:
 
 
 def _whole(until: datetime) -> datetime:
-    """Not sooner: times are written in whole seconds."""
+    """Round up, because times are written in whole seconds."""
     return until.replace(microsecond=0) + timedelta(seconds=math.ceil(until.microsecond / 1e6))
 
 
 def with_rounds(view: View) -> JobStatus:
-    """The status in which pods that are about to be created belong to the current round."""
+    """Return the status in which pods that are about to be created belong to the current round."""
     status = view.status
     if all(s.state is not SlotState.PLANNED for s in status.slots):
         return status

@@ -1,6 +1,7 @@
-"""Decides how a job ends: what is written, how training stops, and when pods and the job are deleted.
+"""Decides how a job ends: what is written, how training stops, and what is deleted when.
 
-Nothing here runs at a deletion by a user, because a job has no finalizer. Why: docs/decisions/0003.
+Nothing here runs if a user deletes the job, because a job has no finalizer. Why:
+docs/decisions/0003.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ from ddpjob.core.view import View
 from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
 
 STOP_SECONDS = 15
-"""How long running nodes may take to stop by themselves, which keeps their logs, before they are deleted."""
+"""How long running nodes may take to stop by themselves, which keeps their logs, before they are
+deleted."""
 EXIT_SECONDS = 15
-"""How long the coordinator in a node's pod may take to exit before the pod is deleted, and its log with it."""
+"""How long the coordinator in a node's pod may take to exit before the pod is deleted together with
+its log."""
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
 
 
 def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Decision:
-    """The decision for a job that has failed, for good. `events` come before the one of the failure."""
+    """Return the decision for a job that has failed for good.
+
+    `events` come before the event of the failure.
+    """
     recent = view.status.restarts.recent
     if recent:  # Nothing waits for a restart that is not made.
         recent = (*recent[:-1], replace(recent[-1], message=without_wait(recent[-1].message)))
@@ -57,10 +63,14 @@ def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Dec
 
 
 def complete(view: View, events: list[Event]) -> Decision:
-    """The decision for a job whose group has finished: every node has ended with exit code 0."""
+    """Return the decision for a job whose group has finished.
+
+    Every node has ended with exit code 0.
+    """
     nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
     if least == nodes:
-        # A finished pod may be removed before anybody has looked. That of one node shows that all have finished.
+        # A finished pod may be removed before anybody has looked. If one node has finished, all
+        # have.
         view = view.with_slots(
             [
                 replace(slot, state=SlotState.SUCCEEDED) if slot.state is SlotState.LOST else slot
@@ -71,7 +81,8 @@ def complete(view: View, events: list[Event]) -> Decision:
     done = view.status.rendezvous.nodes or nodes if least == nodes else min(finished, nodes) or nodes
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     if not finished and least < nodes:
-        message = "all nodes have finished"  # Of a group that a suspension took with it: it may have been smaller.
+        # The group may have been smaller, and a suspension removed it.
+        message = "all nodes have finished"
     if _trained_apart(view):
         message += ", but the ranks formed no group: each of them has trained a model of its own"
     progress = shown_progress(view.status.progress, view.reported_progress, view.now, at_once=True)
@@ -82,7 +93,7 @@ def complete(view: View, events: list[Event]) -> Decision:
 
 
 def _trained_apart(view: View) -> bool:
-    """Whether the last that was heard of the ranks is that they form no group."""
+    """Return whether the ranks, according to their last report, form no group."""
     running = view.status.condition(ConditionType.RUNNING)
     if running is not None and running.reason == NO_GROUP:
         return True
@@ -115,32 +126,36 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
 
 
 def wind_down(view: View) -> Decision:
-    """The actions that are due for a job that has ended; its status does not change any more."""
+    """Return the actions that are due for a job that has ended; its status no longer changes."""
     job, world, now = view.job, view.world, view.now
     ended_at = view.status.completion_time or now
     training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
     overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
     actions = _stop(view, training, overdue=overdue) if training else _clean(view)
-    # Others must not use what is still in use.
+    # Others must not use resources that are still in use.
     quota, in_use = finish_workloads(view), any(may_run(p, now) for p in world.nodes())
     if not in_use:
         actions += quota
         actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid]
-    # What Kueue is to know may be refused for long, and so may the deletion of a pod.
+    # Reports to Kueue may be refused for a long time, and so may the deletion of a pod.
     soon = training or (in_use and quota) or any(not isinstance(a, MarkWorkload | DeleteGang) for a in actions)
     wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
         left = (ended_at + timedelta(seconds=ttl) - now).total_seconds()
         if left <= 0:
-            # Also what is due else: the deletion may be refused, or wait for the job's receiver.
+            # With all other due actions, since the deletion may be refused, or wait for the job's
+            # receiver.
             actions, left = [*actions, DeleteJob()], BLOCKED_POLL
         wake.append(left)
     return Decision(view.status, tuple(actions), wake=min(wake, default=None))
 
 
 def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]:
-    """Stops nodes by a message, which keeps their logs; deletes those that cannot get one (`command`, not started)."""
+    """Stop nodes by a message, which keeps their logs.
+
+    Nodes that cannot get one (`command`, not started) are deleted.
+    """
     reachable = view.job.spec.under_torchrun and view.coordinator is not None
     if overdue or not reachable:
         return [DeletePod(p.name, p.uid) for p in training]
@@ -155,7 +170,7 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 
 
 def _clean(view: View) -> list[Action]:
-    """Deletes pods by runPolicy.cleanPodPolicy, and ends what is left in those that stay."""
+    """Delete pods by runPolicy.cleanPodPolicy, and end leftover containers in those that stay."""
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []
     for pod in view.world.pods:
@@ -173,17 +188,19 @@ def _clean(view: View) -> list[Action]:
 
 
 def has_leftovers(pod: PodView) -> bool:
-    """Whether the pod's main container has ended and another one still runs.
+    """Return whether the pod's main container has ended and another one still runs.
 
-    Not in a pod that the kubelet has ended as a whole: after a failed init container the others wait for ever.
+    A pod that the kubelet has ended as a whole has none: after a failed init container the others
+    wait forever.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 
 
 def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
-    """Ends the other containers: a coordinator (placement Master) is asked to exit, a sidecar is deleted with its pod.
+    """End the other containers of a pod.
 
-    A coordinator that exits by itself leaves the pod, and with it the trainer's log, in place.
+    A coordinator (placement Master) is asked to exit; a sidecar is deleted with its pod. A
+    coordinator that exits by itself leaves the pod in place, and the trainer's log with it.
     """
     coordinator = pod.containers.get(COORDINATOR_CONTAINER)
     patient = pod.main.finished is None or now < pod.main.finished + timedelta(seconds=EXIT_SECONDS)

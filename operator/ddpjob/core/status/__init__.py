@@ -1,4 +1,4 @@
-"""What users read of a job: conditions, phase, counts, progress, and the Kubernetes events of their changes.
+"""What users read about a job: conditions, phase, counts, progress, and events of their changes.
 
 Imports `failures` and what is below it; nothing of `plan`.
 """

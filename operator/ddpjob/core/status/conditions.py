@@ -1,4 +1,7 @@
-"""Sets status conditions and derives the phase. A condition's transition time changes only when its status does."""
+"""Sets status conditions, and derives the phase.
+
+A condition's transition time changes only when its status does.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,21 @@ from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Phase
 
 _ORDER = list(ConditionType)
 QUEUED = QUEUE_WAITS, QUEUE_NOT_SERVED = "Queued", "QueueNotServed"
-"""Reasons of the condition Suspended of a job that waits in a queue."""
+"""Reasons of the condition Suspended for a job that waits in a queue."""
 GROUP_RESTARTS = "GroupRestarts"
 """Reason of the condition Running from a group's break until its cause is known."""
 MESSAGE_LIMIT = 8192
-"""Characters. The API server allows 32768 for a condition's message; a terminal shows less."""
+"""Maximum number of characters. The API server allows 32768 for a condition's message; a terminal
+shows less."""
 
 
 def with_condition(
     status: JobStatus, kind: ConditionType, holds: bool, reason: str, message: str, now: datetime
 ) -> JobStatus:
-    """The status with one condition set and the others unchanged; too long a message loses its middle."""
+    """Return the status with one condition set and the others unchanged.
+
+    A message that is too long loses its middle.
+    """
     old = status.condition(kind)
     since = old.since if old is not None and old.status == holds else now.replace(microsecond=0)
     new = Condition(
@@ -37,7 +44,7 @@ def with_condition(
 
 
 def without_condition(status: JobStatus, kind: ConditionType) -> JobStatus:
-    """The status without a condition that says nothing any more."""
+    """Return the status without a condition that no longer applies."""
     if status.condition(kind) is None:
         return status
     return replace(status, conditions=tuple(c for c in status.conditions if c.type != kind))
@@ -48,7 +55,7 @@ def _shortened(message: str) -> str:
 
 
 def with_phase(status: JobStatus) -> JobStatus:
-    """The status with the phase that follows from its conditions and counts."""
+    """Return the status with the phase that follows from its conditions and counts."""
     phase = _phase(status)
     return status if phase is status.phase else replace(status, phase=phase)
 

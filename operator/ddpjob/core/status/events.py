@@ -18,7 +18,7 @@ _WARNED = (
     *(ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED),
     ConditionType.CHECKPOINTS_COPIED,
 )
-"""Conditions whose being false is an event."""
+"""Conditions for which becoming false is an event."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
 """Reasons of false conditions that every start, restart or end passes through."""
 
@@ -26,8 +26,9 @@ _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", G
 def restart_events(
     view: View, restarts: tuple[Restart, ...], idle: tuple[Restart, ...] = (), *, failed: bool
 ) -> list[Event]:
-    """The events of restarts that are new in the view's status, and of the ends of spares (`idle`), few of them: one
-    for many pods of the same fate.
+    """Return the events of new restarts, and of the ends of spares (`idle`).
+
+    The restarts are new in the view's status. Many pods with the same fate share one event.
     """
     broken = any(restart.round and not restart.consequence for restart in restarts)
     alike: dict[tuple[str, str], list[Restart]] = {}
@@ -53,8 +54,10 @@ def _summary(several: list[Restart], meaning: str) -> Event:
 
 
 def _restart_event(view: View, restart: Restart, meaning: str, *, failed: bool, broken: bool) -> Event:
-    """The event of a restart that is new in the view's status, or of a spare's end, with what it means. `failed`: the
-    job fails, so nothing follows. `broken`: a restart that is new with it broke the group.
+    """Return the event of a new restart, or of a spare's end, with its meaning.
+
+    `failed` means that the job fails, so nothing follows. `broken` means that a restart that is new
+    with it broke the group.
     """
     if restart.reason == Cause.JOINED:
         return Event(False, restart.reason, event_text(restart.message))
@@ -78,13 +81,13 @@ def _what_follows(view: View, restart: Restart, *, broken: bool) -> str:
 
 
 SINGLE_EVENTS = 3
-"""Restarts of one kind that get an event each; more of them get one together."""
+"""How many restarts of one kind get separate events; more of them share one."""
 MOST_EVENTS = 20
-"""Of one reconcile, for restarts."""
+"""Maximum number of events of one reconcile for restarts."""
 
 
 def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
-    """Events of what has changed from one status to the next, beside restarts."""
+    """Return events of what has changed from one status to the next, except restarts."""
     events = []
     if new.holds(ConditionType.RUNNING) and not old.holds(ConditionType.RUNNING):
         events.append(Event(False, "Running", _begun(old, new)))
@@ -114,7 +117,7 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
 
 
 def _lagging(old: JobStatus, new: JobStatus) -> list[Event]:
-    """One event for the ranks that have begun to lag."""
+    """Return one event for the ranks that have begun to lag."""
     known = {_episode(entry) for entry in old.progress.get("stragglers", ())}
     named = [
         f"rank {entry['rank']} ({entry['pod']}{_where(entry)}) takes {entry['slowdown']} times as long"
@@ -135,7 +138,7 @@ def _where(entry: Json) -> str:
 
 
 def _begun(old: JobStatus, new: JobStatus) -> str:
-    """What trains, and how long after what."""
+    """Return what trains, and how long after which event."""
     running = new.condition(ConditionType.RUNNING)
     verb = "run" if running is not None and running.reason == NODES_RUN else "train"
     text = f"{count(new.ready, 'node')} {verb}{'s' if new.ready == 1 else ''}"

@@ -1,4 +1,4 @@
-"""Words and cuts messages: numbers with their nouns, and events as long as the API server accepts."""
+"""Words and cuts messages: numbers with their nouns, and events of an accepted length."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from ddpjob.api.job_status import Slot
 from ddpjob.core.failures.classify import Cause
 
 EVENT_BYTES = 1000
-"""The events API accepts 1024 bytes."""
+"""Maximum number of bytes of an event's message; the events API accepts 1024."""
 _FIRST_LINE_BYTES = 600
 
 
 def event_text(message: str, facts: str = "") -> str:
-    """The first line, facts in brackets, and as much of the traceback's end as an event can hold."""
+    """Return a failure's message as an event can hold it.
+
+    It has the first line, facts in brackets, and as much of the traceback's end as fits.
+    """
     line, _, traceback = message.partition("\n")
     first, who = _cause_and_place(line)
     facts = "; ".join(filter(None, (who, facts)))
@@ -26,8 +29,10 @@ def event_text(message: str, facts: str = "") -> str:
 
 
 def cause_first(message: str, facts: str = "") -> str:
-    """The message with an error's own words at its beginning. Behind them are who had it, and the facts, in brackets:
-    a list shows the beginning of the first line alone.
+    """Return the message with an error's own words at its beginning.
+
+    The rank or pod that had it, and the facts, follow in brackets, because a list shows only the
+    beginning of the first line.
     """
     line, newline, rest = message.partition("\n")
     first, who = _cause_and_place(line)
@@ -36,7 +41,7 @@ def cause_first(message: str, facts: str = "") -> str:
 
 
 def _cause_and_place(line: str) -> tuple[str, str]:
-    """The error, and the rank or pod that ended with it, if the line names both."""
+    """Return the error, and the rank or pod that ended with it, if the line names both."""
     found = _ENDED_WITH.fullmatch(line)
     return (found[2], found[1] + (found[3] or "")) if found is not None else (line, "")
 
@@ -54,12 +59,12 @@ def _cut(text: str, size: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
+    """Return `1 node`, `2 nodes`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def why_held(slot: Slot) -> str:
-    """Why the slot's next pod is not made yet."""
+    """Return why the slot's next pod is not made yet."""
     if slot.reason == Cause.PREEMPTED:
         return "its room is for the pods that it was preempted for"
     return f"backing off: {slot.reason}, {slot.failures} times in a row"

@@ -1,7 +1,8 @@
-"""Decides what a job's receiver is notified of, what the message says, and when that is over.
+"""Decides what a job's receiver is notified of, the message's text, and when it is settled.
 
-The status says what is owed: an entry is written together with what it is about, Pending until its outcome is known.
-An operator that dies in between sends it again, with the same id.
+The status records what is owed: an entry is written together with its subject, and stays Pending
+until its outcome is known. If an operator dies in between, the next one sends it again with the
+same id.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _PROGRESS = ("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerS
 
 
 def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decision) -> Decision:
-    """The decision with what the job's receiver is notified of. The job is not deleted before that is over."""
+    """Return the decision with notifications for the job's receiver.
+
+    The job is not deleted before they are settled.
+    """
     notify, status = job.spec.notify, decision.status
     if notify is None:
         if status.notifications or status.condition(ConditionType.NOTIFIES) is not None:
@@ -33,7 +37,8 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
         if event in notify.events:
             id = f"{job.uid}.{event}.{status.round}"
             if event is NotifyEvent.BUDGET_NEARLY_SPENT:
-                id += f".{job.generation}"  # Of the spec: another limit may be nearly spent within one round.
+                # The spec's generation: a different limit may be nearly spent within one round.
+                id += f".{job.generation}"
             entries[event] = Notification(event=event, id=id, time=now.replace(microsecond=0))
     unusable = _unusable(job, world)
     settled = [_settled(entry, world, unusable) for entry in entries.values()]
@@ -53,7 +58,7 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
 
 
 def _happened(job: DDPJob, status: JobStatus) -> Iterator[NotifyEvent]:
-    """What holds by this status, and did not by the one before."""
+    """Yield events that this status shows, and the previous one did not."""
     if status.terminal:
         if not job.status.terminal:
             yield NotifyEvent.FAILED if status.holds(ConditionType.FAILED) else NotifyEvent.COMPLETE
@@ -84,7 +89,7 @@ def _settled(entry: Notification, world: World, unusable: str) -> Notification:
 
 
 def _unusable(job: DDPJob, world: World) -> str:
-    """Why the receiver cannot be used; empty: it can."""
+    """Return why the receiver cannot be used; empty if it can."""
     if job.spec.notify is None or job.spec.notify.receiver in world.receivers:
         return ""
     known = ", ".join(sorted(world.receivers)[:10]) or "none"
@@ -96,7 +101,10 @@ def _unusable(job: DDPJob, world: World) -> str:
 
 
 def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
-    """The status with the condition Notifies, which says at the job's beginning what would be noticed at its end."""
+    """Return the status with the condition Notifies.
+
+    It reports at the job's start what would be noticed only at its end.
+    """
     if status.terminal:
         return status, []
     if not unusable:
@@ -110,7 +118,10 @@ def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus,
 
 
 def _body(job: DDPJob, status: JobStatus, entry: Notification, link: str) -> Json:
-    """The JSON that is posted: fields for programs, `text` for receivers that speak Slack's format."""
+    """Return the JSON that is posted.
+
+    It has fields for programs, and `text` for receivers that use Slack's format.
+    """
     reason, message = _why(job, status, entry.event)
     counts = status.restarts
     body: Json = {
@@ -155,9 +166,11 @@ def _text(body: Json) -> str:
 
 
 def _inert(text: str) -> str:
-    """Text that a chat shows as it is: the job's author chooses it, who must not call a whole channel or hide a link.
+    """Return text that a chat shows literally.
 
-    & < > are escaped as Slack demands; a word joiner after @ ends mentions elsewhere, and no ` ends the block.
+    The job's author chooses it, and must not call a whole channel or hide a link. & < > are escaped
+    as Slack demands; a word joiner after @ prevents mentions in other chats, and without ` no text
+    can end the block.
     """
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     shown = escaped.replace("`", "'").replace("@", "@\u2060")

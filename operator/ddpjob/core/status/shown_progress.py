@@ -1,4 +1,4 @@
-"""Decides what `status.progress` shows, from what the training script reported to the coordinator."""
+"""Decides what `status.progress` shows, from the training script's reports to the coordinator."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from ddpjob.api.job_status import format_time, known_time
 from ddpjob.core.view import View, is_number
 
 REFRESH = timedelta(seconds=2)
-"""Progress alone is no reason to write the status more often than this."""
+"""Progress alone does not cause more frequent writes of the status than this."""
 
 SHOWN = timedelta(minutes=1)
-"""How long a rank that lags is shown at least."""
+"""Minimum time for which a lagging rank is shown."""
 MOST_SLOWDOWN = 1000.0
 _INTEGERS = ("epoch", "epochs", "step", "steps")
 _OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay")
 _LARGEST = 2**53
 """The largest integer that every reader of JSON gets right."""
 _METRICS = 100
-"""Limits a script that reports a new metric at every step."""
+"""Maximum number of metrics, for a script that reports a new one at every step."""
 
 
 def shown_progress(
     shown: Json, reported: Json, now: datetime, *, at_once: bool, stragglers: Sequence[Json] = ()
 ) -> Json:
-    """The progress to write: `reported` in displayable form, or `shown` while it is unchanged or younger than REFRESH.
+    """Return the progress to write.
 
-    `at_once` writes a change without waiting for REFRESH, as the first loss or speed does. Values that are no finite
-    numbers are left out. `stragglers`: what `shown_stragglers` returned.
+    It is `reported` in displayable form, or `shown` while that is unchanged or younger than
+    REFRESH. `at_once` writes a change without waiting for REFRESH, as the first loss or speed does.
+    Values that are not finite numbers are left out. `stragglers` is the result of
+    `shown_stragglers`.
     """
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
@@ -53,7 +55,8 @@ def shown_progress(
     if eta is not None:
         fresh["eta"] = duration(eta) if is_number(eta) else protocol.escaped(str(eta))
     if isinstance(reported.get("metrics"), dict):
-        # The API server stores another character for half of one, which would differ from what is reported again.
+        # The API server replaces half a character by a different one, so the next report would
+        # always differ.
         numbers = [(protocol.escaped(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
         fresh["metrics"] = dict(numbers[:_METRICS])
         if "speedDisplay" not in fresh and protocol.COUNTED_SPEED in fresh["metrics"]:
@@ -68,13 +71,16 @@ def shown_progress(
 
 
 def _begins_at_zero(shown: Json, reported: Json) -> bool:
-    """Whether the step counter has begun again with another start of the script."""
+    """Whether the step counter has begun again with a new start of the script."""
     step, before = reported.get("step"), shown.get("step")
     return protocol.RESUMED in reported and is_number(step) and is_number(before) and step < before
 
 
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
-    """What is known of the script's last start, if it was a restart and the steps are counted automatically."""
+    """Return what is known about the script's last start, if it was a restart.
+
+    Only automatically counted steps show it.
+    """
     if protocol.RESUMED not in reported or "step" not in fresh:
         return {}
     before = shown["step"] if _begins_at_zero(shown, reported) else shown.get("stepsBefore")
@@ -84,7 +90,10 @@ def _start(shown: Json, reported: Json, fresh: Json) -> Json:
 
 
 def began_again(progress: Json) -> str:
-    """What is said of a script that does not seem to have continued from a checkpoint; empty: nothing is to be said."""
+    """Return a note on a script that does not seem to have continued from a checkpoint.
+
+    Empty if there is none.
+    """
     known, before = progress.get("resumed"), progress.get("stepsBefore")
     if before is None or known == protocol.YES:
         return ""
@@ -100,7 +109,7 @@ def began_again(progress: Json) -> str:
 
 
 def without_speed(progress: Json) -> Json:
-    """What was reached, without how fast and for how long still: nothing trains."""
+    """Return what was reached, without speed and remaining time, because nothing trains."""
     kept = {name: value for name, value in progress.items() if name not in _OF_A_GROUP}
     if isinstance(kept.get("metrics"), dict):
         kept["metrics"] = {name: value for name, value in kept["metrics"].items() if name != protocol.COUNTED_SPEED}
@@ -108,11 +117,12 @@ def without_speed(progress: Json) -> Json:
 
 
 def shown_stragglers(view: View) -> list[Json]:
-    """The ranks that lag, as status.progress shows them, with the pods that they are in.
+    """Return the lagging ranks as status.progress shows them, with their pods.
 
-    The script names ranks; pods and times are the operator's own. A rank is shown for a minute at least, so that a
-    script that changes its mind makes few events; but not in another pod than it was found in, which the next round
-    may give the rank, and not while nothing trains.
+    The script names ranks; pods and times are the operator's own. A rank is shown for at least a
+    minute, so that a script that changes its mind causes few events. It is not shown in a different
+    pod than the one it was found in, which the next round may give to the rank, nor while nothing
+    trains.
     """
     report, now, procs = view.report, view.now, view.job.spec.procs_per_node
     if report is None or report.state is not protocol.CoordinatorState.RUNNING:
@@ -129,7 +139,7 @@ def shown_stragglers(view: View) -> list[Json]:
     for found in protocol.read_stragglers(report.progress.get(protocol.STRAGGLERS)):
         pod = members.get(found["rank"] // procs)
         if pod not in hosts:
-            continue  # No such rank.
+            continue  # There is no such rank.
         since = shown.get(found["rank"], {}).get("since", format_time(now))
         slowdown = round(float(min(found["slowdown"], MOST_SLOWDOWN)), 1)
         reported[found["rank"]] = {"rank": found["rank"], "pod": pod, "slowdown": slowdown, "since": since}
@@ -147,7 +157,7 @@ def _is_fresh(entry: Json, now: datetime) -> bool:
 
 
 def _summary(fresh: Json) -> Json:
-    """`percent` and the column `display`, as far as they follow from the counts."""
+    """Return `percent` and the column `display`, if they follow from the counts."""
     step, steps, epoch, epochs = (fresh.get(name) for name in ("step", "steps", "epoch", "epochs"))
     parts = []
     if epoch is not None:
@@ -162,7 +172,7 @@ def _summary(fresh: Json) -> Json:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `45s`, `12m30s`, `3h05m`."""
+    """Return seconds as `45s`, `12m30s`, `3h05m`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"

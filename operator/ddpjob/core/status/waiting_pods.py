@@ -1,6 +1,7 @@
-"""What a pod waits for while nothing has failed: a gate, a silent scheduler, its volumes, an init container, an image.
+"""Finds what a pod waits for while nothing has failed.
 
-Kubernetes says little of these in a pod's status, and says it late.
+It may be a gate, a silent scheduler, its volumes, an init container, or an image. Kubernetes
+reports little of these in a pod's status, and reports it late.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from ddpjob.api.job_status import format_time
 from ddpjob.core.world import PodView
 
 LONG = timedelta(seconds=30)
-"""Schedulers look at a pod, and kubelets prepare one whose image is there, within a few seconds."""
+"""Schedulers look at a pod, and kubelets prepare one whose image is present, within a few
+seconds."""
 SCHEDULER_SILENT = "SchedulerSilent"
 SCHEDULING_GATED = "SchedulingGated"
 NOT_PREPARED = "PodNotPrepared"
@@ -21,7 +23,10 @@ NODES_MISSING = "NodesMissing"
 
 
 def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
-    """Reason and message for the first pod that no scheduler tries to place, None where there is none."""
+    """Return reason and message for the first pod that no scheduler tries to place.
+
+    None if there is none.
+    """
     for pod in pods:
         if pod.host or pod.ended or pod.main.running:
             continue
@@ -41,15 +46,19 @@ def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetim
 
 
 def not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
-    """Reason and message for the first pod that was placed long ago and runs no program; None where there is none."""
+    """Return reason and message for the first placed pod that runs no program.
+
+    It was placed long ago. None if there is none.
+    """
     for pod in pods:
         if pod.ended or pod.main.running or pod.scheduled is None or now - pod.scheduled < LONG:
             continue
         where = f"pod {pod.name} on Kubernetes node {pod.host}"
-        preparing = {} if pod.initialized else pod.init_containers  # Else sidecars run, and nothing waits for them.
+        # Otherwise only sidecars run, for which nothing waits.
+        preparing = {} if pod.initialized else pod.init_containers
         running = [name for name, container in preparing.items() if container.running]
         if running:
-            # They run one after the other, but for sidecars, which begin in their turn and stay.
+            # They run one after another, except for sidecars, which begin in their turn and stay.
             since = format_time(preparing[running[-1]].started or pod.scheduled)
             return NODES_MISSING, f"{where}: init container {running[-1]} has run since {since}"
         since = format_time(pod.scheduled)

@@ -1,4 +1,5 @@
-"""Where numbers go beside metrics.jsonl and the terminal: TensorBoard, Prometheus, Weights & Biases, MLflow.
+"""Further destinations for numbers: TensorBoard, Prometheus, Weights & Biases, MLflow.
 
-One file each, and a line in `background`.
+There is one file for each, and a line in `background`. Numbers also go to metrics.jsonl and the
+terminal.
 """

@@ -1,4 +1,4 @@
-"""Keeps sinks from disturbing training: each works in a thread of its own, and a failure ends only the sink."""
+"""Keeps sinks from disturbing training: each has its thread, and an error ends only the sink."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _WAITING_RECORDS, _CLOSING_SECONDS, _STOPPING_SECONDS = 1000, 60.0, 5.0
 class _Background:
     """A sink in its own thread.
 
-    Records beyond what it can keep up with are dropped; after its first error, which is reported,
-    it is not called again.
+    If it cannot keep up or raises an error, that is reported, and it is not called again.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
@@ -60,7 +59,8 @@ class _Background:
                     sink.close(record)
                     return
                 sink.write(*record)
-        except BaseException as error:  # A library may raise anything, SystemExit too; training must not end by it.
+        # A library may raise anything, even SystemExit, which must not end the training.
+        except BaseException as error:
             self._give_up(f"failed: {type(error).__name__}: {str(error).strip()[:300]}")
 
     def _give_up(self, why: str) -> None:
@@ -76,13 +76,16 @@ class Sinks:
         self._parts = parts
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Numbers after `step` steps, by names such as train/loss; None is left out. Returns at once."""
+        """Pass on numbers after `step` steps, by names such as train/loss. Returns at once.
+
+        None is left out.
+        """
         known = {name: float(value) for name, value in values.items() if value is not None}
         for part in self._parts:
             part.write(step, known)
 
     def close(self, complete: bool) -> None:
-        """Let them finish: within 60 s, or 5 s where the training was stopped."""
+        """Let the sinks finish within 60 s, or within 5 s if the training was stopped."""
         deadline = time.monotonic() + (_CLOSING_SECONDS if complete else _STOPPING_SECONDS)
         for part in self._parts:
             part.begin_close(complete)
@@ -112,7 +115,10 @@ _KEYS = {"TensorBoard": "tensorboard", "Prometheus": "prometheus_port", "Weights
 
 
 def check_report(config: ReportConfig) -> None:
-    """Raise ConfigError when a package is missing or a value makes no sense; for every rank, before training."""
+    """Raise ConfigError if a package is missing or a value makes no sense.
+
+    Every rank calls this before training.
+    """
     if not 0 <= config.prometheus_port < 65536:
         raise ConfigError(
             f"report.prometheus_port: {config.prometheus_port} is not a port; write for example 9400, or 0 for none"
@@ -149,9 +155,10 @@ def _check_limits(config: ReportConfig) -> None:
 
 
 def open_sinks(config: ReportConfig, run: Run) -> Sinks:
-    """The configured sinks, opening in the background.
+    """Return the configured sinks, which open in the background.
 
-    Raises ConfigError as `check_report`, or when the port is taken at a first start; a restart continues without.
+    Raises ConfigError as `check_report` does, or if the port is in use at a first start. A restart
+    continues without that sink.
     """
     check_report(config)
     parts = []

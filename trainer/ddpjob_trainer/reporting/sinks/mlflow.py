@@ -1,4 +1,4 @@
-"""MLflow: one run there for all incarnations of ours; its id is kept in RUN/mlflow.id."""
+"""MLflow: a single MLflow run for all incarnations, whose id is kept in RUN/mlflow.id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class MLflow:
     """Uses the client, which keeps no process-wide state."""
 
     def __init__(self, config: ReportConfig, run: Run) -> None:
-        # An unreachable server is reported after a minute, not after ten; MLflow reads the environment at each request.
+        # Report an unreachable server after one minute instead of ten. MLflow reads the environment
+        # at each request.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "4")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
@@ -28,7 +29,7 @@ class MLflow:
         self._client.update_run(self._id, status="RUNNING")
         already = self._client.get_run(self._id).data.params
         new = [Param(key, str(value)[:500]) for key, value in run.config.items() if key not in already]
-        for start in range(0, len(new), 100):  # the server's limit for one request
+        for start in range(0, len(new), 100):  # The server's limit for one request.
             self._client.log_batch(self._id, params=new[start : start + 100])
 
     def _create(self, experiment: str, name: str) -> str:
@@ -37,17 +38,17 @@ class MLflow:
         return str(self._client.create_run(number, run_name=name).info.run_id)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Metrics of one step."""
+        """Log the metrics of one step."""
         now = int(time.time() * 1000)
         self._client.log_batch(
             self._id, metrics=[self._metric(name, value, now, step) for name, value in values.items()]
         )
 
     def close(self, complete: bool) -> None:
-        """A stopped run becomes SCHEDULED, until the next incarnation."""
+        """End the run; a stopped run becomes SCHEDULED, until the next incarnation."""
         self._client.set_terminated(self._id, status="FINISHED" if complete else "SCHEDULED")
 
 
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
-    """Import and open in the background."""
+    """Return a function that imports and opens MLflow, to be called in the background."""
     return lambda: MLflow(config, run)

@@ -1,5 +1,6 @@
-"""Metrics for Prometheus at a port of rank 0: names by its conventions (base units, _total for
-counters, _ratio for shares).
+"""Metrics for Prometheus at a port of rank 0.
+
+Names follow its conventions (base units, _total for counters, _ratio for shares).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 LABELS = ("namespace", "job_name", "run")
-"""As the operator and the coordinator label them; empty outside of a job."""
+"""Labels with the same names as the operator's and the coordinator's; empty outside of a job."""
 _METRICS = {
     # name in the sinks: (name for Prometheus, a counter, help)
     "train/step": (
@@ -98,13 +99,17 @@ _BY_LABEL = {
 
 
 def _address() -> str:
-    """All of a pod's, as its network and `kubectl port-forward` reach them; under `ddpjob run` the loopback."""
+    """Return the address to listen on.
+
+    In a pod it is all addresses, because the network and `kubectl port-forward` use different ones.
+    Under `ddpjob run` it is the loopback.
+    """
     pod = os.environ.get("POD_IP", "")
     return pod if pod.startswith("127.") else "0.0.0.0"
 
 
 class Prometheus:
-    """The newest numbers, collected when Prometheus scrapes."""
+    """Holds the newest numbers until Prometheus scrapes them."""
 
     def __init__(self, config: ReportConfig, run: Run) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -122,7 +127,7 @@ class Prometheus:
             ) from error
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus-client's registry."""
+        """Yield the metrics; called by prometheus-client's registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, value in dict(self._newest).items():
@@ -140,7 +145,7 @@ class Prometheus:
                 yield family
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Store them as the newest; a checkpoint may be of an earlier step than the last report."""
+        """Store the newest numbers. A checkpoint may be of an earlier step than the last report."""
         self._newest = {**self._newest, **values, "train/step": max(step, self._newest["train/step"])}
 
     def close(self, complete: bool) -> None:
@@ -150,6 +155,6 @@ class Prometheus:
 
 
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
-    """Listen at once: a port that is in use is an error of the configuration."""
+    """Listen at once, because a port that is in use is an error of the configuration."""
     opened = Prometheus(config, run)
     return lambda: opened

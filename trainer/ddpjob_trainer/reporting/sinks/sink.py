@@ -1,4 +1,4 @@
-"""What a sink is, and what it knows of a run."""
+"""The interface of a sink, and the facts that it gets about a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ddpjob_trainer.atomic_files import write_atomically
 
 @dataclass(frozen=True)
 class Run:
-    """What sinks know of a run.
+    """The facts about a run for its sinks.
 
-    Its folder, name and configuration, the step after which it resumes, and the number of restarts before.
+    `step` is the one after which it resumes, and `restarts` the number of restarts so far.
     """
 
     folder: Path
@@ -25,19 +25,19 @@ class Run:
 
 
 class Sink(Protocol):
-    """Takes numbers by name. Methods may raise anything and may be slow."""
+    """Takes numbers by name. Its methods may raise anything and may be slow."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers after global step `step`."""
+        """Take the numbers after global step `step`."""
 
     def close(self, complete: bool) -> None:
-        """This incarnation of the run ends; `complete`: its training is complete."""
+        """End this incarnation of the run; `complete` says whether its training is complete."""
 
 
 def kept(path: Path, make: Callable[[], str]) -> str:
-    """The service's id of a run, kept in `path` so that a restart continues the same run.
+    """Return the service's id of a run, kept in `path` so that a restart continues the same run.
 
-    At a first start it is what `make` returns. Raises OSError.
+    At a first start it is the result of `make`. Raises OSError.
     """
     if path.exists() and (identity := path.read_text().strip()):
         return identity

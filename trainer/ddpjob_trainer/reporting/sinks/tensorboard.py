@@ -1,5 +1,6 @@
-"""TensorBoard's event files in RUN/tensorboard. A restart replaces what was written after its
-checkpoint (purge_step).
+"""TensorBoard's event files in RUN/tensorboard.
+
+A restart replaces what was written after its checkpoint (purge_step).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ddpjob_trainer.reporting.sinks.sink import Run, Sink
 
 
 class TensorBoard:
-    """One writer, flushed every ten seconds."""
+    """Writes events, and flushes them every ten seconds."""
 
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -20,7 +21,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1, flush_secs=10)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars."""
+        """Write scalars."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -30,5 +31,5 @@ class TensorBoard:
 
 
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
-    """Import and open in the background."""
+    """Return a function that imports and opens TensorBoard, to be called in the background."""
     return lambda: TensorBoard(run)

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run there for all incarnations of ours; its id is kept in RUN/wandb.id."""
+"""Weights & Biases: a single W&B run for all incarnations, whose id is kept in RUN/wandb.id."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ _FILE = "wandb.id"
 
 
 class WeightsAndBiases:
-    """Steps are logged as a value: W&B's own step count must not decrease, and after a restart ours does."""
+    """Logs steps as a value.
+
+    W&B's own step count must not decrease, but ours does after a restart.
+    """
 
     def __init__(self, config: ReportConfig, run: Run) -> None:
         import wandb
 
-        # No capture of the console: it would put a thread between the trainer and every line.
+        # Do not capture the console, because that would put a thread between the trainer and every
+        # line.
         settings = wandb.Settings(console="off", silent=True)
         name = run.name
         identity = kept(run.folder / _FILE, lambda: secrets.token_hex(4))
@@ -34,14 +38,14 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of history."""
+        """Log one row of history."""
         self._run.log({"step": step, **values})
 
     def close(self, complete: bool) -> None:
-        """An unfinished run stays one that will be resumed."""
+        """Finish the run. An incomplete run stays one that will be resumed."""
         self._run.finish(exit_code=0 if complete else 1)
 
 
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
-    """Import and open in the background."""
+    """Return a function that imports and opens W&B, to be called in the background."""
     return lambda: WeightsAndBiases(config, run)

@@ -1,5 +1,6 @@
-"""strategy=ddp_mp: each replica's model is spread over several devices of its process; gradients
-are exchanged by DDP.
+"""strategy=ddp_mp: each replica's model is spread over several devices of its process.
+
+DDP exchanges the gradients.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from ddpjob_trainer.strategies.ddp import Ddp
 
 
 class DdpMp(Ddp):
-    """The model keeps its modules and names; values cross to the next device where a stage begins."""
+    """Spreads a model over devices. Values move to the next device where a stage begins.
 
-    divides = False  # Its layers draw from the generators of several devices.
+    The model keeps its modules and names.
+    """
+
+    divides = False  # The layers draw from the generators of several devices.
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if config.ddp_mp.devices < 1:
@@ -31,7 +35,7 @@ class DdpMp(Ddp):
 
     @property
     def devices(self) -> list[torch.device]:
-        """One for each stage of the model."""
+        """One device for each stage of the model."""
         number, kind = self.config.ddp_mp.devices, self.device.type
         if kind == "cpu":
             return [self.device] * number
@@ -45,11 +49,11 @@ class DdpMp(Ddp):
 
     @property
     def waits_apart(self) -> bool:
-        """Its work is on several devices."""
+        """False, because the work is on several devices."""
         return False
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The stages on their devices, and DDP around them."""
+        """Move the stages to their devices, and wrap the model in DDP."""
         layers, devices = to_sequential(model), self.devices
         parts = split(layers, MetaModel(layers).costs(self.shape), len(devices), "ddp_mp.devices")
         for part, device in zip(parts, devices, strict=True):
@@ -60,7 +64,7 @@ class DdpMp(Ddp):
         return super().wrap(model)
 
     def seed(self, key: int) -> None:
-        """Each device has its own generator."""
+        """Seed every device's generator."""
         super().seed(key)
         for number, device in enumerate(self.devices):
             if device != self.device:
@@ -68,10 +72,10 @@ class DdpMp(Ddp):
 
     @property
     def device_ids(self) -> None:
-        """None: the model is on several."""
+        """None, because the model is on several devices."""
         return
 
 
 def _sender(device: torch.device) -> Any:
-    """A hook that moves a module's inputs to a device."""
+    """Return a hook that moves a module's inputs to a device."""
     return lambda _, inputs: tuple(value.to(device, non_blocking=True) for value in inputs)

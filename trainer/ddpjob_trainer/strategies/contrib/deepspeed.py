@@ -1,6 +1,6 @@
-"""strategy=deepspeed: DeepSpeed's engine with ZeRO: the optimizer's state, gradients and weights
-sharded over the ranks, by stage.
+"""strategy=deepspeed: DeepSpeed's engine with ZeRO.
 
+Depending on the stage, the optimizer's state, gradients and weights are sharded over the ranks.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020. A
 checkpoint holds the whole state by the model's names, as with every strategy.
 """
@@ -42,12 +42,13 @@ _DECIDED = {
     "amp": "amp.*",
     "torch_autocast": "amp.*",
 }
-"""Keys of DeepSpeed's file -> the trainer's keys that replace them."""
+"""Maps keys of DeepSpeed's file to the trainer's keys that replace them."""
 
 
 class DeepSpeed(Strategy):
-    """DeepSpeed steps an optimizer of ours; micro-batches, weights of losses and the end of an
-    accumulation are ours.
+    """DeepSpeed steps an optimizer of ours.
+
+    Micro-batches, the weights of losses and the end of an accumulation are decided here.
     """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
@@ -60,16 +61,17 @@ class DeepSpeed(Strategy):
                 f"amp.level={config.amp.level}, amp.loss_scale={config.amp.loss_scale}: strategy=deepspeed scales no"
                 " losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp or fsdp"
             )
-        self.equal = self._stage >= 2  # Each backward pass sends gradients to the ranks that keep them.
+        # Each backward pass sends gradients to the ranks that keep them.
+        self.equal = self._stage >= 2
         self._deepspeed = _deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
         if self._alone:
-            os.environ.setdefault("LOCAL_RANK", "0")  # The engine looks its device up there.
+            os.environ.setdefault("LOCAL_RANK", "0")  # The engine reads its device from there.
             backend = devices.choose(config.train.backend, group.local_rank).backend
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """DeepSpeed's engine around the model and the optimizer."""
+        """Wrap the model and the optimizer in DeepSpeed's engine."""
         refuse_scalars(model, "deepspeed")
         super().prepare(model, shape)
         network = Autocasting(self.model, self.precision)  # The engine leaves autocast before it calls its model.
@@ -79,24 +81,24 @@ class DeepSpeed(Strategy):
         self._engine: Any = engine
         self._engine.set_gradient_accumulation_boundary(True)
         self.network, self.optimizer, self.precision.engine = engine, engine.optimizer, engine
-        if self.average is not None:  # The weights are elsewhere now.
+        if self.average is not None:  # The engine has moved the weights.
             self.average = self.moving_average()
 
     # ------------------------------------------------------------ training
 
     def weight(self, count: int) -> float:
-        """DeepSpeed averages over ranks."""
+        """Return the factor of a sample's loss. DeepSpeed averages over ranks."""
         return self.group.world / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """An accumulation ends with a rank's last micro-batch, whatever DeepSpeed has counted."""
+        """End an accumulation with a rank's last micro-batch, whatever DeepSpeed has counted."""
         self._engine.set_gradient_accumulation_boundary(False)
         yield
         self._engine.set_gradient_accumulation_boundary(True)
 
     def scale_gradients(self, factor: float) -> None:
-        """With ZeRO, this rank's part of the gradients."""
+        """Multiply the gradients by `factor`; with ZeRO, this rank's part of them."""
         if self._stage == 0:
             super().scale_gradients(factor)
             return
@@ -104,8 +106,11 @@ class DeepSpeed(Strategy):
             torch._foreach_mul_(list(part), factor)
 
     def update(self, rate: float) -> Update:
-        """With ZeRO it is DeepSpeed that clips, and skips a step whose gradients are not finite."""
-        if self._stage == 0:  # DeepSpeed would take any gradient.
+        """Take the optimizer's step.
+
+        With ZeRO, DeepSpeed clips the gradients, and skips a step if they are not finite.
+        """
+        if self._stage == 0:  # DeepSpeed would take any gradient here.
             return super().update(rate)
         set_learning_rate(self.optimizer, rate)
         self._engine.step()
@@ -115,7 +120,7 @@ class DeepSpeed(Strategy):
         return update
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """The scores of the engine."""
+        """Return the engine's scores."""
         with self.precision.autocast():
             outputs: torch.Tensor = self.network(images)
         return outputs
@@ -123,7 +128,7 @@ class DeepSpeed(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Gathered from all ranks, each of which holds all of it meanwhile."""
+        """Return the whole state. Every rank holds all of it meanwhile."""
         if self._stage == 0:
             return super().state()
         with self._gathered():
@@ -139,7 +144,7 @@ class DeepSpeed(Strategy):
         }
 
     def load(self, state: State) -> None:
-        """Each rank takes its shard of the whole."""
+        """Load a whole state; each rank takes its shard."""
         if self._stage == 0:
             super().load(state)
             return
@@ -154,7 +159,7 @@ class DeepSpeed(Strategy):
 
     @property
     def _fragments(self) -> ModuleType:
-        """Functions that assemble a weight's vectors from all ranks, and distribute them."""
+        """DeepSpeed's functions that gather a weight's vectors from all ranks or distribute it."""
         from deepspeed import utils
 
         module: ModuleType = utils
@@ -167,7 +172,10 @@ class DeepSpeed(Strategy):
         return list(zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups)
 
     def _gathered(self, changes: bool = False) -> AbstractContextManager[Any]:
-        """A context in which the model's weights are whole; `changes`: rank 0's are everybody's afterwards."""
+        """Return a context in which the model's weights are whole.
+
+        With `changes`, all ranks have rank 0's weights afterwards.
+        """
         if self._stage < 3:
             return nullcontext()
         weights = list(self.model.parameters())
@@ -177,7 +185,10 @@ class DeepSpeed(Strategy):
         return gathered
 
     def _gathered_optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, state) of each weight; numbers, such as a count of steps, are the same for all."""
+        """Yield (name, state) of each weight.
+
+        Numbers, such as a count of steps, are the same for all.
+        """
         own = self._engine.optimizer.optimizer.state.get(self._flat[0], {})
         self._link()
         for name, weight in self.parameters if own else []:
@@ -193,15 +204,19 @@ class DeepSpeed(Strategy):
             )
 
     def _link(self) -> None:
-        """Have ZeRO 1 and 2 look up again where each weight's state is: they do it once, when only
-        the first group has stepped.
+        """Make ZeRO 1 and 2 look up again where each weight's state is.
+
+        They do it only once, when only the first group has stepped.
         """
         if self._stage < 3:
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _load_optimizer_state(self, saved: State) -> None:
-        """The reverse. Raises KeyError or ValueError when names or shapes differ."""
+        """Load an optimizer state of `state`.
+
+        Raises KeyError or ValueError if names or shapes differ.
+        """
         names = {name for name, _ in self.parameters}
         if saved["state"] and names != set(saved["state"]):
             raise KeyError(
@@ -232,14 +247,14 @@ class DeepSpeed(Strategy):
         return shape
 
     def close(self) -> None:
-        """Destroy the engine, and the group if it is ours."""
+        """Destroy the engine, and the process group if it is ours."""
         self._engine.destroy()
         if self._alone:
             destroy()
 
 
 class _ByEngine(Precision):
-    """DeepSpeed's engine runs backward passes: it moves gradients at their end."""
+    """Lets DeepSpeed's engine run backward passes, because it moves gradients at their end."""
 
     engine: Any = None
 
@@ -249,7 +264,10 @@ class _ByEngine(Precision):
 
 
 def settings(config: Config, group: Group) -> dict[str, Any]:
-    """DeepSpeed's own configuration. Raises ConfigError for a file that cannot be read, or asks for another stage."""
+    """Return DeepSpeed's own configuration.
+
+    Raises ConfigError for a file that cannot be read or that sets a different stage.
+    """
     path, stage = config.deepspeed.config, config.deepspeed.stage
     _check(config)
     found: dict[str, Any] = {} if path is None else _read(path)
@@ -269,7 +287,7 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
             f" set deepspeed.stage={zero['stage']}, or leave it out of the file"
         )
     ours = {
-        # A size of 1: losses are weighted already, so that DeepSpeed has nothing to divide.
+        # A size of 1, so that DeepSpeed has nothing to divide: the losses are weighted already.
         "train_batch_size": group.world,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -319,12 +337,18 @@ def _is_per_weight(value: Any) -> bool:
 
 
 def _own(value: Any, flat: torch.Tensor) -> Any:
-    """A copy of a number for each vector: several vectors that share a count of steps would each increase it."""
+    """Return a copy of a number for one vector.
+
+    Vectors that share a count of steps would each increase it.
+    """
     return value.to(flat.device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _deepspeed(device: torch.device) -> ModuleType:
-    """The library, quiet. Raises ConfigError when it is missing."""
+    """Return the library, which logs only errors from now on.
+
+    Raises ConfigError if it is missing.
+    """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -335,7 +359,8 @@ def _deepspeed(device: torch.device) -> ModuleType:
             " strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It warns of every optimizer that is not its own.
-    # On a CPU it would compile a reduction over shared memory at its first start, which only serves ranks of one node.
+    # On a CPU, its first start would compile a reduction over shared memory, which only serves the
+    # ranks of one node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module

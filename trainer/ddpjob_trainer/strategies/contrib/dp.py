@@ -11,20 +11,22 @@ from ddpjob_trainer.strategies.single import Single
 
 
 class Dp(Single):
-    """nn.DataParallel; without a GPU, or with one, it passes the batch through.
+    """nn.DataParallel. Without a GPU, or with one, it passes the batch through.
 
-    With several, batch normalization takes the statistics of each device's part of a micro-batch, and keeps the first
-    device's, and dropout draws on each device: the one strategy whose results depend on the number of devices.
+    With several GPUs, batch normalization takes the statistics of each device's part of a
+    micro-batch and keeps the first device's, and dropout draws on each device. Thus this is the one
+    strategy whose results depend on the number of devices.
     """
 
     def seed(self, key: int) -> None:
-        """Each device has its own generator."""
+        """Seed every device's generator."""
         super().seed(key)
         for number in range(1, torch.cuda.device_count() if self.device.type == "cuda" else 0):
             seed_torch(derive(key, number), torch.device("cuda", number))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model on every visible device, in threads that do not inherit autocast."""
+        """Put the model on every visible device, in threads that do not inherit autocast."""
         casting = Autocasting(model, self.precision)
-        # DataParallel would take the GPUs of a machine that is to train on its CPU (train.backend=gloo).
+        # DataParallel would use the GPUs of a machine that is supposed to train on its CPU
+        # (train.backend=gloo).
         return casting if self.device.type == "cpu" else nn.DataParallel(casting)

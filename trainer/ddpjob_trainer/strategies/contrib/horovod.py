@@ -1,8 +1,8 @@
-"""strategy=horovod: one process per device, gradients added up by Horovod's DistributedOptimizer while they are
-computed.
+"""strategy=horovod: one process per device; Horovod adds gradients up while they are computed.
 
-Ranks come from horovodrun, or from torchrun, --spawn and a DDPJob: rank 0 then serves the rendezvous that horovodrun
-would serve. Horovod moves gradients only; the trainer's own small collectives stay with torch.distributed.
+Ranks come from horovodrun, or from torchrun, --spawn and a DDPJob; in these cases rank 0 serves the
+rendezvous that horovodrun would serve. Horovod moves gradients only; the trainer's own small
+collectives stay with torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpjob_trainer.strategies.strategy import State, Strategy
 
 
 class Horovod(Strategy):
-    """Each rank has the whole model."""
+    """Exchanges gradients by Horovod's DistributedOptimizer. Each rank has the whole model."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         self._hvd = _horovod()
@@ -47,14 +47,15 @@ class Horovod(Strategy):
             )
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Every rank begins with rank 0's weights and optimizer."""
+        """Start every rank with rank 0's weights and optimizer."""
         super().prepare(model, shape)
         self._broadcast()
         if any(weight.dtype is torch.bfloat16 for weight in self.model.parameters()):
             raise ConfigError(
                 "strategy=horovod: Horovod 0.28 cannot add bfloat16 up; set amp.dtype=float16, or amp.level=O1"
             )
-        # Its hooks belong on the weights that receive gradients; the optimizer may work on float32 copies of them.
+        # Its hooks belong on the weights that receive gradients. The optimizer may work on float32
+        # copies of these.
         self._exchange: Any = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters()),
             named_parameters=self.model.named_parameters(),
@@ -63,34 +64,40 @@ class Horovod(Strategy):
         )
 
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
-        """Ranks may have different numbers of micro-batches: each sends its gradients after its last one."""
+        """Compute and exchange the gradients.
+
+        Ranks may have different numbers of micro-batches, so each sends its gradients after its
+        last one.
+        """
         self._exchange.set_backward_passes_per_step(len(micro_batches))
         losses = super().backward(micro_batches, count)
         self._exchange.synchronize()
         return losses
 
     def load(self, state: State) -> None:
-        """Every rank continues with rank 0's weights and optimizer."""
+        """Continue with rank 0's weights and optimizer on every rank."""
         super().load(state)
         self._broadcast()
 
     def _broadcast(self) -> None:
-        """Rank 0's weights, statistics and optimizer state, on every rank."""
+        """Send rank 0's weights, statistics and optimizer state to every rank."""
         self._hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        if self.optimizer.state:  # Where there is none, Horovod creates it by a step that decays the weights.
+        # Without a state, Horovod would create it by a step that decays the weights.
+        if self.optimizer.state:
             self._hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
 
     def close(self) -> None:
-        """Shut Horovod and its rendezvous server down."""
+        """Shut down Horovod and its rendezvous server."""
         self._hvd.shutdown()
         if self._server is not None:
             self._server.stop()
 
 
 def enter() -> None:
-    """Under horovodrun, set torch.distributed's environment from Horovod's. Before ranks read RANK.
+    """Under horovodrun, set torch.distributed's environment from Horovod's.
 
-    Raises ConfigError when Horovod is missing, or runs in its own elastic mode.
+    Must run before ranks read RANK. Raises ConfigError if Horovod is missing, or runs in its own
+    elastic mode.
     """
     if "RANK" in os.environ or "HOROVOD_RANK" not in os.environ:
         return
@@ -122,8 +129,12 @@ def _horovod() -> ModuleType:
 
 
 def _meet(group: Group) -> Any:
-    """Set HOROVOD_* as horovodrun does; returns rank 0's rendezvous server, None elsewhere. All ranks together."""
-    # A node is named by its first rank: several nodes may be on one machine, with one host name.
+    """Set HOROVOD_* as horovodrun does, and return the rendezvous server (rank 0) or None.
+
+    All ranks must call this together.
+    """
+    # A node is named after its first rank, because several nodes may run on one machine with one
+    # host name.
     first = group.gather(group.rank - group.local_rank)
     local_ranks, local_sizes = group.gather(group.local_rank), group.gather(group.local_world)
     peers = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == group.local_rank]

@@ -1,9 +1,9 @@
-"""strategy=parameter_server: rank 0 holds the weights and steps, the other ranks compute gradients,
-via torch.distributed.rpc.
+"""strategy=parameter_server: rank 0 holds the weights and steps, other ranks compute gradients.
 
-In rounds: each worker pushes its gradients, the server adds them up in the order of ranks, steps,
-and the workers pull the new weights. Li et al., Scaling Distributed Machine Learning with the
-Parameter Server, 2014; this is its synchronous form, which computes what one process computes.
+Ranks communicate via torch.distributed.rpc, in rounds: each worker pushes its gradients, the server
+adds them up in the order of ranks and steps, and the workers pull the new weights. Li et al.,
+Scaling Distributed Machine Learning with the Parameter Server, 2014; this is its synchronous form,
+which computes the same as one process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _SCHEME = "ddpjob"
 
 
 class ParameterServer(Strategy):
-    """Every rank has the whole model; the server's is authoritative, and only the server has an optimizer's state."""
+    """Every rank has the whole model, and the server's is authoritative.
+
+    Only the server has an optimizer's state.
+    """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if group.world < 2:
@@ -59,22 +62,22 @@ class ParameterServer(Strategy):
 
     @property
     def data_share(self) -> DataShare:
-        """The server sees no samples, the workers share them."""
+        """The server's empty share, or a worker's share of the samples."""
         parts = self.group.world - 1
         return DataShare(parts, parts, counts=False) if self._serves else DataShare(self.group.rank - 1, parts)
 
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
-        """Afterwards the server has the gradients."""
+        """Compute the gradients on the workers, and add them up on the server."""
         if not self._serves:
             losses = super().backward(micro_batches, count)
             _call(_push, self.group.rank, flat_gradients(list(self.model.parameters())).float().cpu())
             self.group.barrier()
             return losses
-        for micro, _ in micro_batches:  # A rank always has one; it does not count here.
+        for micro, _ in micro_batches:  # A rank always has a micro-batch; here it does not count.
             with self.statistics.of_micro(replace(micro, counts=False), count):
                 pass
         self.statistics.exchange()
-        self.group.barrier()  # Every worker has pushed, or is gone, and then the collective fails.
+        self.group.barrier()  # Every worker has pushed. If one is gone, the collective fails.
         # GradScaler must have been called on every rank that unscales gradients.
         self.precision.scaled(torch.zeros((), device=self.device))
         total, *others = _buffer.take(range(1, self.group.world))
@@ -84,10 +87,11 @@ class ParameterServer(Strategy):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def update(self, rate: float) -> Update:
-        """The server steps, the workers take the result."""
+        """Step on the server, and copy the result to the workers."""
         if self._serves:
             update = super().update(rate)
-            update = Update(float(update.norm), bool(update.skipped))  # Not as tensors on the server's device.
+            # Convert them, because they may be tensors on the server's device.
+            update = Update(float(update.norm), bool(update.skipped))
             _buffer.put(_flat(self._weights()).cpu(), self.precision.state(), update)
             self.group.barrier()
         else:
@@ -103,11 +107,14 @@ class ParameterServer(Strategy):
         return update
 
     def _weights(self) -> list[torch.Tensor]:
-        """What the optimizer works on."""
+        """Return the weights that the optimizer works on."""
         return [weight.detach() for _, weight in self.parameters]
 
     def state(self) -> State:
-        """Where each node has its own folder, the server's optimizer state goes to all."""
+        """Return the whole state.
+
+        If each node has its own folder, all ranks get the server's optimizer state.
+        """
         state = super().state()
         if not self.config.checkpoint.shared:
             content = io.BytesIO()
@@ -117,9 +124,9 @@ class ParameterServer(Strategy):
         return state
 
     def load(self, state: State) -> None:
-        """Only the server keeps the optimizer's state."""
+        """Load a state. Only the server keeps the optimizer's part of it."""
         super().load(state)
-        if not self._serves:  # Loaded only so that all ranks fail together when it does not fit.
+        if not self._serves:  # Loaded only so that all ranks fail together if it does not fit.
             self.optimizer.state.clear()
 
     def close(self) -> None:
@@ -142,7 +149,7 @@ class _ServerBuffer:
             self._gradients[rank] = gradients
 
     def take(self, ranks: range) -> list[torch.Tensor]:
-        """All ranks' gradients, in the order of ranks."""
+        """Return all ranks' gradients, in the order of ranks, and clear them."""
         with self._lock:
             found = [self._gradients[rank] for rank in ranks]
             self._gradients.clear()
@@ -161,12 +168,12 @@ _buffer = _ServerBuffer()
 
 
 def _push(rank: int, gradients: torch.Tensor) -> None:
-    """Runs on the server."""
+    """Store a worker's gradients. Runs on the server."""
     _buffer.push(rank, gradients)
 
 
 def _pull() -> Any:
-    """Runs on the server: (weights, the precision's state, outcome of the step)."""
+    """Return (weights, the precision's state, outcome of the step). Runs on the server."""
     return _buffer.pull()
 
 
@@ -177,7 +184,10 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def _join(group: Group, timeout_seconds: float) -> None:
-    """Join the RPC group, through the process group's store: no further port. Raises ConfigError."""
+    """Join the RPC group through the process group's store, without another port.
+
+    Raises ConfigError.
+    """
     if not dist.is_available() or not dist.rpc.is_available():
         raise ConfigError(
             "strategy=parameter_server: this torch is built without torch.distributed.rpc; set strategy=ddp, or use"
@@ -194,7 +204,8 @@ def _join(group: Group, timeout_seconds: float) -> None:
     register: Any = register_rendezvous_handler
     register(_SCHEME, meet)
     join: Any = rpc.init_rpc
-    with warnings.catch_warnings():  # It checks its members by a kind of process group that torch deprecates.
+    # RPC checks its members with a kind of process group that torch deprecates.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")
         join(f"rank-{group.rank}", rank=group.rank, world_size=group.world, rpc_backend_options=options)
 
