@@ -257,6 +257,20 @@ async def test_a_pod_that_has_lost_its_device_is_replaced_at_once_and_counts_onc
     assert s.status["restarts"]["recent"][0]["seconds"] < (3 if spares else 15), "a spare takes over at once"
 
 
+async def test_a_pod_that_fails_again_before_its_deletion_reaches_it_does_not_count_twice() -> None:
+    s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 1}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    at_once = s.machines._terminate_if_reachable
+    s.machines._terminate_if_reachable = lambda pod: s.clock.later(5, lambda: at_once(pod))  # type: ignore[method-assign]
+    assert s.worker_fails("job-1-0", LOST_GPU)
+    await s.until(lambda: len(reasons(s)) == 2)
+    await s.until(lambda: s.worker_fails("job-1-0", LOST_GPU))
+    await s.until(lambda: len(reasons(s)) == 3)
+    assert reasons(s) == [("WorkerFailed", True), ("PodUnhealthy", False), ("WorkerFailed", False)]
+    await s.until_phase("Running")
+    assert s.status["restarts"]["counted"] == 1 and "job-1-1" in s.pods
+
+
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
 @pytest.mark.parametrize("seen_late", [False, True])
 async def test_a_pod_whose_ranks_fail_twice_while_others_are_well_is_replaced(mode: str, seen_late: bool) -> None:

@@ -27,7 +27,7 @@ from ddpjob.core.failures.classify import (
 from ddpjob.core.failures.liveness import given_up, lost_since
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
 from ddpjob.core.failures.new_incidents import NewIncidents, new_incidents, with_seen
-from ddpjob.core.failures.node_health import judge_failing, judge_nodes
+from ddpjob.core.failures.node_health import MOVE_CAUSES, judge_failing, judge_nodes
 from ddpjob.core.failures.policy import PROGRAM_ERROR, evaluate_rules, repeated_everywhere, repeated_program_error
 from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
@@ -352,6 +352,9 @@ def _with_failing_replaced(view: View, restarts: list[Restart], ends: Ends) -> t
 
     A job whose budget is spent by these restarts replaces nothing.
     """
+    # A pod that leaves its place may fail again before its deletion reaches it.
+    leaving = {r.pod for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
+    restarts = [replace(r, counted=False) if r.pod in leaving else r for r in restarts]
     failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends}
     recorded = [failing[n].failure if n in failing else restart for n, restart in enumerate(restarts)]
     counted = view.status.restarts.counted + sum(restart.counted for restart in recorded)

@@ -12,7 +12,7 @@ is broken. Such a pod is replaced (`judge_failing`):
   of the host's systemd. A new container has the device again, even on the same node.
 - after the second failure in a row, while no other pod failed in between. An error in the program's
   text is in every pod, so it moves none, and neither does one that ranks of other pods had in the
-  same round; a program that fails for its rank alone can move a job MOVES times an hour.
+  same round; a program that fails for its rank alone can move a job MAX_MOVES times an hour.
 - after its third lost connection in a row, if a pod on a third node kept its own. With two nodes
   nobody can tell which one is cut off: the pod's, or the coordinator's. Lost connections do not
   count, so the budget would never end them.
@@ -46,7 +46,7 @@ moves nothing."""
 SHARE = 0.25
 """Maximum share of unhealthy nodes of one kind. If more are unhealthy, the agent is broken, or
 there is no better place."""
-MOVES = 3
+MAX_MOVES = 3
 """Maximum number of restarts for this cause within an hour. More would cost more than they may
 save."""
 LINK_LOSSES = 3
@@ -88,7 +88,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
     # Other restarts may have pushed moves out of the list.
-    often = len({r.round for r in recent}) >= MOVES or len(within) >= RECENT
+    often = len({r.round for r in recent}) >= MAX_MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
     wants = Wants.of(view.job.spec, view.status.queue)
@@ -106,7 +106,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif _came_after(pod, host):
             reason, why = "PlacedThere", "the scheduler chose the node when it was unhealthy already"
         elif often:
-            reason, why = "MovedTooOften", f"{MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
+            reason, why = "MovedTooOften", f"{MAX_MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
         elif spares:
             reason, why, spares = "", "", spares - 1
         elif wants.more:
@@ -125,7 +125,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
 """Failures in a pod that stays alive, which its place may have caused. Memory and storage are the
 job's own."""
-_MOVES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY)
+MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY)
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> boo
 
 
 def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
-    moves = {r.round for r in within if r.reason in _MOVES}
+    moves = {r.round for r in within if r.reason in MOVE_CAUSES}
     # Later restarts may hide moves.
-    left = [a for a in view.status.avoided_nodes if a.reason.startswith(_MOVES)]
-    return max(len(moves), len(left)) >= MOVES
+    left = [a for a in view.status.avoided_nodes if a.reason.startswith(MOVE_CAUSES)]
+    return max(len(moves), len(left)) >= MAX_MOVES
 
 
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
@@ -212,7 +212,7 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
     same = (r for r in within if r.pod == failure.pod or r.node == failure.node)
-    return len(free) < MOVES and any(r.counted and r.reason in _OF_PLACES for r in same)
+    return len(free) < MAX_MOVES and any(r.counted and r.reason in _OF_PLACES for r in same)
 
 
 def _has_a_place(view: View, pod: PodView) -> bool:
