@@ -24,7 +24,7 @@ from machine import slowness
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A pod's environment, and nothing copied so far."""
-    monkeypatch.setattr(copies, "_State", type("_State", (), dict(vars(copies._CopyState))))
+    monkeypatch.setattr(copies, "_CopyState", type("_CopyState", (), dict(vars(copies._CopyState))))
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "pod"))
     (tmp_path / "pod").mkdir()
     yield
