@@ -40,6 +40,9 @@ class JobEnvironment:
     checkpoint_dir: str
     checkpoint_url: str
     checkpoint_shared: str
+    snapshot_folder: str
+    """A folder in memory that outlives the workers; empty: states are not kept there."""
+    snapshot_steps: str
     preflight: str
     preload: str
     recovery: str
@@ -73,6 +76,17 @@ class JobEnvironment:
             return float(self.grace_seconds or GRACE_SECONDS)
         except ValueError:
             return GRACE_SECONDS
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(generation, round) of this process's group; (0, 0) outside of a job."""
+        generation, _, round_ = self.fence.partition(".")
+        return int(generation or self.generation or 0), int(round_ or self.round or 0)
+
+    @property
+    def snapshot_interval(self) -> int | str:
+        """Steps between two states that are kept in memory: a number, or "auto"."""
+        return int(self.snapshot_steps) if self.snapshot_steps.isdigit() else "auto"
 
     @property
     def host(self) -> str:

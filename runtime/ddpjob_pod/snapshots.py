@@ -195,8 +195,8 @@ class Restored:
 
     moment: Moment
     tree: Any
-    own: bytes
-    """This rank's own state; empty if it has none there."""
+    owns: dict[int, bytes]
+    """What each rank had for itself; empty if no rank had anything."""
     made: Moment | None
     """The last step that was made before the restart, as far as any node knows."""
 
@@ -228,6 +228,8 @@ class Snapshots:
         self._views: dict[tuple[int, bytes], list[Any]] = {}
         self._stream: Any = None
         self._on_the_way: _Copied | None = None
+        self.begun = False
+        """Whether the step from which training continues is known."""
         self._cost, self._since, self._steps = Cost(), 0.0, 0
 
     @property
@@ -263,7 +265,7 @@ class Snapshots:
         self._exchange.gather_bytes(b"")  # Every node has it now, for all of its ranks.
         mine = next(h for h in self._store.held() if (h.part, h.moment) == (self._part, moment))
         tree, owns = _read(self._store.read(mine), rebuild)
-        return Restored(moment, tree, owns.get(self._exchange.rank, b""), made)
+        return Restored(moment, tree, owns, made)
 
     def _transfer(self, transfer: Transfer, moment: Moment) -> None:
         rank = self._exchange.rank
@@ -280,17 +282,18 @@ class Snapshots:
 
     def begin(self, step: int) -> None:
         """Note the step from which training continues."""
+        self.begun = True
         self._since, self._steps = time.perf_counter(), 0
         if self._speaks:
             self._store.note_made(Moment(self._order, step))
 
-    def take(self, step: int, make: Callable[[], Any], own: bytes | None = None) -> None:
+    def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes] | None = None) -> None:
         """Note that a step was made, and copy the state after it if that is due.
 
         Args:
             step: steps made since the training began.
             make: returns the state, a tree of tensors, numbers, text and containers.
-            own: what this rank has for itself; None if no rank has anything.
+            own: returns what this rank has for itself; None if no rank has anything.
 
         Raises RuntimeError if a rank is gone.
         """
@@ -304,9 +307,10 @@ class Snapshots:
         began = time.perf_counter()
         pace = (began - self._since) / self._steps if self._cost.copy else 0.0
         cost = self._cost._replace(pace=pace, without_room=float(bool(self.needed) or not self._writes))
-        costs, owns = [cost], {} if own is None else {self._exchange.rank: own}
+        mine, costs = own() if own is not None else b"", [cost]
+        owns = {self._exchange.rank: mine} if own is not None else {}
         if self._exchange.world > 1 and (own is not None or self.cadence.agrees):
-            said = self._exchange.gather_bytes(_COST.pack(*cost) + (own or b""))
+            said = self._exchange.gather_bytes(_COST.pack(*cost) + mine)
             costs = [Cost(*_COST.unpack(content[: _COST.size])) for content in said]
             owns = {rank: content[_COST.size :] for rank, content in enumerate(said) if own is not None}
         exchanged = time.perf_counter()

@@ -29,9 +29,18 @@ from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_runtime import protocol
 
 from ddpjob_report import curve_file, link, stop
+from ddpjob_report.snapshots import Snapshots as Snapshots
 
 __all__ = [
-    *("checkpoint_dir", "copy_checkpoint", "report", "restore_checkpoint", "saved_and_leave", "should_stop"),
+    *(
+        "Snapshots",
+        "checkpoint_dir",
+        "copy_checkpoint",
+        "report",
+        "restore_checkpoint",
+        "saved_and_leave",
+        "should_stop",
+    ),
 ]
 
 _NUMBERS = {"samples_per_second": "samplesPerSecond"}

@@ -44,7 +44,7 @@ def agreed() -> bool:
     """
     _listen()
     if not _State.agreed:
-        distributed = _distributed()
+        distributed = torch_distributed()
         _State.agreed = _State.asked if distributed is None else _any_rank(distributed)
         if _State.agreed and _State.since is None:
             _State.since = time.monotonic()
@@ -62,10 +62,10 @@ def seconds_left() -> float:
 
 def wait_for_others() -> None:
     """Wait until all ranks are here, if they have agreed to stop."""
-    distributed = _distributed()
+    distributed = torch_distributed()
     if _State.agreed and distributed is not None:
         with contextlib.suppress(RuntimeError):  # There is no need to wait for a rank that is gone.
-            distributed.barrier(_group(distributed))
+            distributed.barrier(gloo_group(distributed))
 
 
 def _listen() -> None:
@@ -107,7 +107,7 @@ def _leave_to_default() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _distributed() -> Any:
+def torch_distributed() -> Any:
     """Return torch.distributed if several ranks have formed a group, else None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -115,7 +115,7 @@ def _distributed() -> Any:
     return distributed if distributed.get_world_size() > 1 else None
 
 
-def _group(distributed: Any) -> Any:
+def gloo_group(distributed: Any) -> Any:
     """Return a group over gloo.
 
     It waits for no GPU and does not mix with the script's collectives.
@@ -139,7 +139,7 @@ def _timeout(world: Any) -> Any:
 
 
 def _any_rank(distributed: Any) -> bool:
-    torch, group = sys.modules["torch"], _group(distributed)
+    torch, group = sys.modules["torch"], gloo_group(distributed)
     device = "cpu" if distributed.is_gloo_available() else torch.accelerator.current_accelerator()
     flag = torch.tensor([int(_State.asked)], device=device)
     distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=group)
