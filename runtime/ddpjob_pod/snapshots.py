@@ -40,6 +40,7 @@ from ddpjob_pod.snapshot_store import (
     Order,
     SnapshotStore,
     Transfer,
+    Writing,
     choose,
     decode,
     encode,
@@ -74,6 +75,9 @@ class Exchange(Protocol):
 
     def send(self, content: memoryview, to: int) -> None:
         """Send bytes to a rank that receives as many."""
+
+    def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
+        """Send bytes to a rank, and receive another's meanwhile."""
 
     def receive(self, content: memoryview, source: int) -> None:
         """Fill the memory with a rank's bytes."""
@@ -128,6 +132,12 @@ class TorchExchange:
         """Fill the memory with a rank's bytes."""
         self._distributed.recv(_bytes_of(content), self._global(source), group=self._group)
 
+    def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
+        """Send bytes to a rank, and receive another's meanwhile."""
+        sending = self._distributed.isend(_bytes_of(content), self._global(to), group=self._group)
+        self.receive(received, source)
+        sending.wait()
+
     def _global(self, rank: int) -> int:
         if self._group is None:
             return rank
@@ -138,6 +148,8 @@ class TorchExchange:
 def _bytes_of(content: memoryview) -> Any:
     import torch
 
+    if not content:
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
@@ -205,7 +217,7 @@ class Restored:
 class _Copied:
     """A copy on its way from a device."""
 
-    writing: Any
+    writing: Writing
     moment: Moment
     event: Any
     sources: list[Any] = field(default_factory=list)
@@ -215,8 +227,23 @@ class Snapshots:
     """The newest states in memory, on one rank. All ranks make the same calls in the same order."""
 
     def __init__(
-        self, store: SnapshotStore, exchange: Exchange, order: Order, every: int | str, *, sharded: bool = False
+        self,
+        store: SnapshotStore,
+        exchange: Exchange,
+        order: Order,
+        every: int | str,
+        *,
+        sharded: bool = False,
+        together: bool = False,
     ) -> None:
+        """Open a node's memory for a rank.
+
+        Args:
+            every: steps between two copies, or AUTO.
+            sharded: each rank has a part of the state; otherwise all have the same.
+            together: all ranks make the state together, although few keep it.
+        """
+        self._together = together
         self._store, self._exchange, self._order = store, exchange, order
         self._sharded = sharded
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
@@ -314,19 +341,19 @@ class Snapshots:
             costs = [Cost(*_COST.unpack(content[: _COST.size])) for content in said]
             owns = {rank: content[_COST.size :] for rank, content in enumerate(said) if own is not None}
         exchanged = time.perf_counter()
+        tree = make() if self._writes or self._together else None
         if self._writes and not self.needed:
-            self._copy(make(), owns, moment)
+            self._copy(tree, owns, moment)
+        if self._sharded:
+            self._copy_to_neighbour(moment)
         self.interval = self.cadence.copied(step, costs)
         self._since, self._steps = time.perf_counter(), 0
         self._cost = Cost(self._since - exchanged, exchanged - began)
 
     def _copy(self, tree: Any, owns: dict[int, bytes], moment: Moment) -> None:
         layout = _Layout.of(tree, owns)
-        try:
-            writing = self._store.begin(self._part, layout.size)
-        except NoRoom as error:
-            self._store.drop([self._part])
-            self.needed = error.needed
+        writing = self._writing(self._part, layout.size)
+        if writing is None:
             return
         layout.write_head(writing.data)
         if any(tensor.is_cuda for tensor in layout.tensors):
@@ -343,6 +370,35 @@ class Snapshots:
             self._views = {known: views for known, views in self._views.items() if known[1] == layout.digest}
             self._views[key] = [_view(data[layout.base :], place) for place in layout.places]
         return self._views[key]
+
+    def _copy_to_neighbour(self, moment: Moment) -> None:
+        """Give this rank's part to the same rank of the next node, and take the part of the node before."""
+        self._settle()
+        rank, world, step = self._exchange.rank, self._exchange.world, self._exchange.local_world
+        if world <= step:
+            return
+        to, source = (rank + step) % world, (rank - step) % world
+        own = next((h for h in self._store.held() if (h.part, h.moment) == (self._part, moment)), None)
+        content = memoryview(b"") if own is None else self._store.read(own)
+        theirs = memoryview(bytearray(_SIZE.size))
+        self._exchange.swap(memoryview(bytearray(_SIZE.pack(len(content)))), to, theirs, source)
+        size = _SIZE.unpack(theirs)[0]
+        writing = self._writing(part_of(source, world), size) if size else None
+        received = memoryview(bytearray(size)) if writing is None else writing.data
+        for start in range(0, max(len(content), size), _CHUNK_BYTES):
+            end = start + _CHUNK_BYTES
+            self._exchange.swap(content[start:end], to, received[start:end], source)
+        if writing is not None:
+            writing.complete(moment)
+
+    def _writing(self, part: str, size: int) -> Writing | None:
+        """Return memory for the next state of a part; None if there is no room for two."""
+        try:
+            return self._store.begin(part, size)
+        except NoRoom as error:
+            self._store.drop([part])
+            self.needed = error.needed
+            return None
 
     def _copy_from_device(self, layout: _Layout, writing: Any, moment: Moment) -> None:
         """Copy in the background. The next `take` or `close` marks the copy as complete."""

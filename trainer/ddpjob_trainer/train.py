@@ -15,6 +15,7 @@ from ddpjob_pod import late_dynamo
 from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.index import prepare_folder
+from ddpjob_trainer.checkpoints.memory import NodeMemory
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import Metric, StrategyName
@@ -170,6 +171,8 @@ class Trainer:
         with self._explaining_image_size():
             self.strategy.prepare(model, data.shape)
 
+        sharded = config.strategy is StrategyName.FSDP and group.world > 1
+        self.memory = NodeMemory(group, claim.order, self.strategy.layout, sharded=sharded)
         self.micro_batches = self._micro_batches(tied or config.ddp.ordered or mixup.wanted(config.data))
         self._dividing = self._how_to_divide(model)
         self.corrupt = CorruptCount(data.train_size, config.data)
@@ -300,6 +303,7 @@ class Trainer:
             self.reporter.end(self.step, time.monotonic() - began)
         self.reporter.close()
         self.profile.close()
+        self.memory.close()
         self.strategy.close()
         # Wait until rank 0 has saved, because torchrun ends all ranks when one exits.
         self.group.barrier()
@@ -331,6 +335,7 @@ class Trainer:
             complete = self.sampler.epoch_is_done
             if complete:
                 self.sampler.next_epoch()
+            self.memory.take(self.step, self._snapshot)
             if stop or save:
                 self._save()
             self._report_checkpoints()
@@ -548,11 +553,17 @@ class Trainer:
         }
 
     def resume(self) -> None:
-        """Continue from the newest whole checkpoint that any rank holds, if there is one.
+        """Continue from the newest state in the nodes' memory or checkpoint, if there is one.
 
         Raises CheckpointError if it belongs to a different model, optimizer or data set.
         """
-        snapshot = self.checkpoints.newest(self.strategy.layout)
+        kept = self.memory.restore()
+        newer_than = -1 if kept is None else int(kept["step"])
+        snapshot = self.checkpoints.newest(self.strategy.layout, newer_than) or kept
+        self._load(snapshot)
+        self.memory.begin(self.step)
+
+    def _load(self, snapshot: Snapshot | None) -> None:
         if snapshot is None:
             self._check_that_ranks_have_work()
             self._check_smallest_micro_batch()

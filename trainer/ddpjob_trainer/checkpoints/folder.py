@@ -401,8 +401,10 @@ class CheckpointFolder:
 
     # ------------------------------------------------------------ resuming
 
-    def newest(self, layout: Layout | None = None) -> Snapshot | None:
-        """The newest whole checkpoint that any writing rank holds, on every rank; None when there is none at all.
+    def newest(self, layout: Layout | None = None, newer_than: int = NOTHING) -> Snapshot | None:
+        """Return the newest whole checkpoint that any writing rank holds, on every rank.
+
+        None if there is none of a later step than `newer_than`.
 
         `layout`: of which tensors a rank needs its shard only (format dcp). No rank has a tensor in memory twice. A
         broken one, which any rank cannot read, is named in a warning. Raises CheckpointError on every rank when all
@@ -410,7 +412,7 @@ class CheckpointFolder:
         """
         step, path = self._newest_here()
         if self._config.url:
-            copy = self._newest_copy(step, layout)
+            copy = self._newest_copy(max(step, newer_than), layout)
             # Otherwise an incomplete set of parts would count as the newest checkpoint.
             if self._scattered and self.writes:
                 self._index.forget_parts_after(NOTHING if copy is None else self._saved_step)
@@ -419,7 +421,7 @@ class CheckpointFolder:
             step, path = self._newest_here()
         steps = self._group.gather(step)
         if max(steps) < 0:
-            if BROKEN in steps:
+            if BROKEN in steps and newer_than == NOTHING:
                 raise CheckpointError(
                     f"no checkpoint in {self.path} is whole (the warnings of rank {steps.index(BROKEN)} name each);"
                     " nothing was overwritten. Restore one; or move them away, or set checkpoint.dir, to start"
@@ -428,6 +430,8 @@ class CheckpointFolder:
             return None
         newest = max(steps)
         self._check_that_it_resumes(newest)
+        if newest <= newer_than:
+            return None
         source = steps.index(newest)
         own = path if self._group.rank == source else None
         if self._group.gather(path is not None and path.suffix == dcp.SUFFIX)[source]:
@@ -443,7 +447,7 @@ class CheckpointFolder:
                 self._index.broken(newest, broken, problem)
             if self.copies is not None:
                 self.copies.pass_over(newest)
-            return self.newest(layout)
+            return self.newest(layout, newer_than)
         if self._is_kept(newest, path if step == newest else None):
             self._saved_step = newest
         return snapshot

@@ -1,0 +1,61 @@
+"""The newest states of a training in the memory of its nodes (`ddpjob_pod.snapshots`).
+
+Checkpoints remain for the case that all nodes are lost. Whichever has the higher step counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.snapshot_store import Order, SnapshotStore
+from ddpjob_pod.snapshots import Snapshots, TorchExchange
+
+from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, with_local
+from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import CheckpointError
+
+
+class NodeMemory:
+    """One rank's access to its node's memory. It does nothing where the job gives none."""
+
+    def __init__(self, group: Group, order: Order, layout: Layout, *, sharded: bool) -> None:
+        job = JobEnvironment.read()
+        self._layout = layout
+        self._snapshots: Snapshots | None = None
+        if job.snapshot_folder:
+            several = dist if group.world > 1 else None
+            exchange = TorchExchange(group.local_rank, group.local_world, several, group.process_group)
+            store = SnapshotStore(Path(job.snapshot_folder))
+            every = job.snapshot_interval
+            self._snapshots = Snapshots(store, exchange, order, every, sharded=sharded, together=True)
+
+    def restore(self) -> Snapshot | None:
+        """Return the newest state that the nodes together hold, on every rank; None if there is none."""
+        found = self._snapshots.restore(self._rebuild) if self._snapshots is not None else None
+        return None if found is None else found.tree
+
+    def begin(self, step: int) -> None:
+        """Note the step from which training continues."""
+        if self._snapshots is not None:
+            self._snapshots.begin(step)
+
+    def take(self, step: int, make: Callable[[], Snapshot]) -> None:
+        """Note a step, and keep the state after it if its turn has come. All ranks call it after each step."""
+        if self._snapshots is not None:
+            self._snapshots.take(step, make)
+
+    def close(self) -> None:
+        """Complete what is on its way."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+
+    def _rebuild(self, path: tuple[Any, ...], shard: torch.Tensor, whole: tuple[int, ...]) -> Any:
+        like = self._layout(path, torch.Size(whole))
+        if like is None:
+            raise CheckpointError(f"the state in memory has a sharded tensor at {path}, and this model has none there")
+        return with_local(like, shard)
