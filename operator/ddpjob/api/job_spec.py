@@ -163,6 +163,7 @@ class Storage:
     data: DataVolume | None = None
     checkpoints: CheckpointVolume | None = None
     shared_memory: Annotated[str, BeforeValidator(_as_text)]
+    snapshot_memory: Annotated[str, BeforeValidator(_as_text)]
 
     @property
     def checkpoint_path(self) -> str:
@@ -257,8 +258,15 @@ class Recovery:
     backoff: Backoff
     rules: tuple[Rule, ...] = ()
     node_lost_after_seconds: int
+    snapshots: Annotated[str, BeforeValidator(_as_text)]
+    """auto, none, or the number of steps between two copies."""
     hang_after_seconds: int | None = None
     """None: an overdue step is reported, and the group is left alone."""
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether pods hold the newest states of the training in memory."""
+        return self.snapshots != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,15 @@ from ddpjob.core.world import COORDINATOR_CONTAINER
 RUNS_VARIABLE = "DDPJOB_RUNS"
 _DISPOSABLE = "checkpoints-go-with-job"
 _CURVES = Path("run", "metrics.jsonl")
+
+
+def memory_folder(uid: str) -> Path:
+    """Return the folder for the newest states of a run's training.
+
+    It is in memory where the machine has such a place. The watchdog deletes it.
+    """
+    shared = Path("/dev/shm")
+    return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"ddpjob-{uid}"
 
 
 def runs_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import uuid
@@ -25,8 +26,9 @@ from ddpjob.core.world import (
 )
 from ddpjob.local import processes
 from ddpjob.local.environment import ADDRESS, HOST, argument_vector, manifest_variables
-from ddpjob.local.paths import RunFolder
+from ddpjob.local.paths import RunFolder, memory_folder
 
+SNAPSHOT_FOLDER = "DDPJOB_SNAPSHOT_FOLDER"
 UID_VARIABLE, CONTAINER_VARIABLE = "DDPJOB_UID", "DDPJOB_CONTAINER"
 _MESSAGE_BYTES, _LOG_TAIL_BYTES, _LOG_TAIL_LINES = 4096, 2048, 80
 _CANNOT_START = 128
@@ -64,6 +66,7 @@ class Pod:
         self.grace = int(manifest["spec"].get("terminationGracePeriodSeconds", 30))
         self.views: dict[str, ContainerView] = {}
         self._started: list[Started] = []
+        self._memory = memory_folder(str(labels[LABEL_UID])) / self.name
         manifest = {**manifest, "metadata": {**meta, "uid": self.uid}}
         for container in manifest["spec"]["containers"]:
             if container["name"] in (TRAINER_CONTAINER, COORDINATOR_CONTAINER):
@@ -79,6 +82,9 @@ class Pod:
         marks = {UID_VARIABLE: str(self._labels[LABEL_UID]), CONTAINER_VARIABLE: f"{self.name}/{name}"}
         termination = self._folder.termination(self.name, name)
         environment = {**inherited, **variables, **marks, "DDPJOB_TERMINATION_LOG": str(termination)}
+        if SNAPSHOT_FOLDER in variables:
+            self._memory.mkdir(parents=True, exist_ok=True)
+            environment[SNAPSHOT_FOLDER] = str(self._memory)
         words = argument_vector(container, variables)
         log = self._folder.log(self.name, name)
         process: subprocess.Popen[bytes] | None = None
@@ -124,6 +130,8 @@ class Pod:
                 message=_termination_message(started, failed=code != 0),
                 finished=now,
             )
+        if changed and self.ended:
+            shutil.rmtree(self._memory, ignore_errors=True)
         return changed
 
     @property

@@ -26,7 +26,7 @@ from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import reconcile, utc_now
 from ddpjob.local import processes, watchdog
 from ddpjob.local.adapt_spec import LocalSpec, too_many_nodes
-from ddpjob.local.paths import JobFolder, RunFolder
+from ddpjob.local.paths import JobFolder, RunFolder, memory_folder
 from ddpjob.local.pod import Pod
 from ddpjob.local.process_cluster import ProcessCluster, TimedEvent
 from ddpjob.local.record import refuse, requests, write_record
@@ -138,7 +138,7 @@ def _set_aside(checkpoints: Path, earlier: Path) -> None:
 @contextmanager
 def watched(uid: str) -> Iterator[None]:
     """Run the watchdog, which kills the job's processes if this process cannot."""
-    command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__).resolve()), uid]
+    command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__).resolve()), uid, str(memory_folder(uid))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPJOB_")}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     try:

@@ -1,8 +1,8 @@
-"""Watchdog: kills leftover processes of a job when its stdin closes.
+"""Watchdog: kills leftover processes of a job, and deletes its memory, when its stdin closes.
 
 It closes when `ddpjob run` has exited or crashed.
 
-    python3 -I -S watchdog.py UID
+    python3 -I -S watchdog.py UID FOLDER
 
 Run by path, so that it starts at once, and in a session of its own, so that it survives a killed
 terminal.
@@ -19,7 +19,10 @@ SECONDS = 20.0
 
 
 def main() -> None:
-    """Wait, then kill every process with DDPJOB_UID=UID in its environment until none is left."""
+    """Wait, then kill every process with DDPJOB_UID=UID in its environment until none is left.
+
+    FOLDER, the memory for the newest states, is deleted afterwards.
+    """
     mark = f"DDPJOB_UID={sys.argv[1]}".encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -30,6 +33,17 @@ def main() -> None:
         for pid in left:
             _kill(pid)
         time.sleep(0.02)
+    _delete(sys.argv[2])
+
+
+def _delete(folder: str) -> None:
+    for path, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            os.unlink(f"{path}/{name}")  # noqa: PTH108
+        for name in folders:
+            os.rmdir(f"{path}/{name}")  # noqa: PTH106
+    if os.path.isdir(folder):  # noqa: PTH112
+        os.rmdir(folder)  # noqa: PTH106
 
 
 def _marked(mark: bytes) -> list[int]:

@@ -40,7 +40,13 @@ _OWNED_CONTAINER = {
 }
 _OWNED_VARIABLES = re.compile(r"(DDPJOB_|PET_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK")
 _OWNED_METADATA = ("name", "generateName", "namespace", "ownerReferences", "finalizers")
-_OWNED_MOUNTS = {"/opt/ddpjob": "the runtime", "/dev/shm": "spec.storage.sharedMemory"}
+SNAPSHOT_PATH = "/run/ddpjob"
+"""The folder in memory that holds the newest states of the training."""
+_OWNED_MOUNTS = {
+    "/opt/ddpjob": "the runtime",
+    "/dev/shm": "spec.storage.sharedMemory",
+    SNAPSHOT_PATH: "spec.storage.snapshotMemory",
+}
 
 MOST_FAULTS = 20
 """How many faults of one template are looked for. Each unknown field costs a comparison with all

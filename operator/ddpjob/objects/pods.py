@@ -30,11 +30,12 @@ from ddpjob.core.world import (
 )
 from ddpjob.objects.isolation import token_variable
 from ddpjob.objects.platform import COORDINATOR_HOSTNAME, Platform
+from ddpjob.objects.pod_template import SNAPSHOT_PATH
 from ddpjob.objects.quantities import amount
 from ddpjob.objects.service import RUNTIME_FOLDER, metadata
 from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node, trainer_of
 
-RUNTIME_VOLUME = "ddpjob-runtime"
+RUNTIME_VOLUME, SNAPSHOT_VOLUME = "ddpjob-runtime", "ddpjob-snapshots"
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """Keys of the Secret in storage.checkpoints.secretName, and the variables that AWS's tools read.
 The last one is optional."""
@@ -383,6 +384,8 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
         "DDPJOB_GRACE_SECONDS": str(_grace(job)),
         "DDPJOB_CLUSTER": platform.cluster,
     }
+    if spec.recovery.keeps_snapshots:
+        values |= {"DDPJOB_SNAPSHOT_FOLDER": SNAPSHOT_PATH, "DDPJOB_SNAPSHOT_STEPS": spec.recovery.snapshots}
     if spec.preflight is not None:
         values["DDPJOB_PREFLIGHT"] = _preflight(spec, spec.preflight, values["DDPJOB_CHECKPOINT_DIR"])
     if reason_file := trainer_of(spec.pod_template.get("spec") or {}).get("terminationMessagePath"):
@@ -618,6 +621,9 @@ def _volumes(job: DDPJob, status: JobStatus) -> list[Json]:
         {"name": "ddpjob-shm", "emptyDir": {"medium": "Memory", "sizeLimit": storage.shared_memory}},
         {"name": "ddpjob-checkpoints", **_checkpoints(job)},
     ]
+    if job.spec.recovery.keeps_snapshots:
+        memory = {"medium": "Memory", "sizeLimit": storage.snapshot_memory}
+        volumes.append({"name": SNAPSHOT_VOLUME, "emptyDir": memory})
     if storage.data:
         volumes.append({"name": "ddpjob-data", **_data(storage.data)})
     return volumes
@@ -649,6 +655,8 @@ def _source(volume: Volume) -> Json:
 def _mounts(job: DDPJob, platform: Platform) -> list[Json]:
     storage = job.spec.storage
     mounts: list[Json] = [_runtime_mount(platform), {"name": "ddpjob-shm", "mountPath": "/dev/shm"}]
+    if job.spec.recovery.keeps_snapshots:
+        mounts.append({"name": SNAPSHOT_VOLUME, "mountPath": SNAPSHOT_PATH})
     for name, volume in (
         ("ddpjob-checkpoints", storage.checkpoints or Volume(mount_path=storage.checkpoint_path, read_only=False)),
         ("ddpjob-data", storage.data),

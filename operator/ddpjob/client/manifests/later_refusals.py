@@ -38,7 +38,7 @@ _WORDS = {"mem": "memory", "ram": "memory", "cpus": "cpu", "cores": "cpu", "disk
           "gpu": "nvidia.com/gpu", "gpus": "nvidia.com/gpu"}  # fmt: skip
 _LEAST_BYTES = 64 * 1024
 _STARTER = re.compile(r"(.*/)?(torchrun|python[0-9.]*)")
-_OWN_VOLUMES = ("ddpjob-runtime", "ddpjob-shm", "ddpjob-checkpoints", "ddpjob-data")
+_OWN_VOLUMES = ("ddpjob-runtime", "ddpjob-shm", "ddpjob-snapshots", "ddpjob-checkpoints", "ddpjob-data")
 _OPERATORS = ("Exists", "Equal", "Lt", "Gt")
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
@@ -88,6 +88,8 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _resources(spec.get("resources") or {}, "spec.resources")
     if (shared := (spec.get("storage") or {}).get("sharedMemory")) is not None:
         yield from _few_bytes(shared, "spec.storage.sharedMemory")
+    if (memory := (spec.get("storage") or {}).get("snapshotMemory")) is not None:
+        yield from _few_bytes(memory, "spec.storage.snapshotMemory")
     rendezvous = spec.get("rendezvous") or {}
     yield from _resources(rendezvous.get("resources") or {}, "spec.rendezvous.resources")
     yield from _labels(rendezvous.get("nodeSelector"), "spec.rendezvous.nodeSelector")
