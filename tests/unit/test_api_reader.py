@@ -38,7 +38,7 @@ def test_defaults_are_filled_in_at_every_depth() -> None:
     spec = read_manifest(JOB)["spec"]
     assert spec["nodes"] == 1
     assert spec["rendezvous"]["resources"]["requests"] == {"cpu": "50m", "memory": "400Mi"}
-    assert spec["storage"] == {"sharedMemory": "1Gi"}
+    assert spec["storage"] == {"sharedMemory": "1Gi", "snapshotMemory": "8Gi"}
 
 
 def test_the_manifest_itself_is_not_changed() -> None:

@@ -130,6 +130,7 @@ def test_the_overlay_adds_to_the_node_and_the_coordinator_takes_what_the_image_n
     assert {m["mountPath"] for m in container(pod)["volumeMounts"]} == {
         "/opt/ddpjob",
         "/dev/shm",
+        "/run/ddpjob",
         "/checkpoints",
         "/opt/tools",
         "/big",

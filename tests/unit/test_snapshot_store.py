@@ -1,0 +1,169 @@
+"""The node's memory of the newest states: what is held after any interruption, and which state is chosen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ddpjob_pod.snapshot_store import (
+    ALL,
+    HEADER_BYTES,
+    Held,
+    Moment,
+    NoRoom,
+    SnapshotStore,
+    Transfer,
+    choose,
+    decode,
+    encode,
+    transfers,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def keep(store: SnapshotStore, step: int, content: bytes = b"state", order: tuple[int, int] = (0, 0)) -> None:
+    writing = store.begin(ALL, len(content))
+    writing.data[:] = content
+    writing.complete(Moment(order, step))
+
+
+def steps(store: SnapshotStore) -> list[int]:
+    return [held.moment.step for held in store.held()]
+
+
+def test_the_two_newest_states_are_held(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    for step in range(1, 6):
+        keep(store, step, b"%d" % step)
+    assert steps(SnapshotStore(tmp_path)) == [4, 5]
+    assert bytes(store.read(store.held()[-1])) == b"5"
+
+
+def test_a_state_that_is_being_written_is_not_held_and_the_other_one_is(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    keep(store, 1)
+    keep(store, 2)
+    writing = store.begin(ALL, 5)
+    writing.data[:3] = b"new"
+    assert steps(SnapshotStore(tmp_path)) == [2], "a worker that was killed here leaves the newer state"
+    writing.complete(Moment((0, 0), 3))
+    assert steps(SnapshotStore(tmp_path)) == [2, 3]
+
+
+def test_a_larger_state_takes_the_place_of_a_smaller_one(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    for step, size in enumerate([10, 10_000, 100, 200_000]):
+        keep(store, step, bytes([step]) * size)
+    newest = store.held()[-1]
+    assert newest.size == 200_000 and bytes(store.read(newest)) == b"\3" * 200_000
+    assert bytes(store.read(store.held()[0])) == b"\2" * 100
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"x" * HEADER_BYTES, b"ddpjob:1" + b"\xff" * 60])
+def test_a_damaged_file_is_no_state(damage: bytes, tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    keep(store, 1)
+    (tmp_path / "all.1").write_bytes(damage)
+    (tmp_path / "unrelated").write_bytes(damage)
+    assert steps(SnapshotStore(tmp_path)) == [1]
+    keep(SnapshotStore(tmp_path), 2)
+    assert steps(SnapshotStore(tmp_path)) == [1, 2]
+
+
+@pytest.fixture
+def small_volume(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts a volume")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def test_states_that_do_not_fit_twice_are_refused_before_anything_is_written(small_volume: Path) -> None:
+    store = SnapshotStore(small_volume)
+    keep(store, 1, b"x" * 400_000)
+    keep(store, 2, b"x" * 400_000)
+    with pytest.raises(NoRoom) as error:
+        store.begin(ALL, 600_000)
+    assert error.value.needed == 2 * (600_000 + HEADER_BYTES)
+    assert steps(store) == [1, 2]
+
+
+def test_the_last_step_that_was_made_is_known_without_a_copy(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    assert store.made is None
+    for step in (4, 5, 6):
+        store.note_made(Moment((1, 2), step))
+    assert SnapshotStore(tmp_path).made == Moment((1, 2), 6)
+    again = SnapshotStore(tmp_path)
+    again.note_made(Moment((1, 3), 5))
+    assert store.made == Moment((1, 3), 5)
+
+
+MOMENTS = st.builds(Moment, st.tuples(st.integers(0, 2), st.integers(0, 2)), st.integers(0, 5))
+NODES = st.dictionaries(st.integers(0, 5), st.lists(st.builds(Held, st.just(ALL), MOMENTS, st.just(9)), max_size=2))
+
+
+@given(NODES)
+def test_the_newest_incarnation_counts_before_the_highest_step(nodes: dict[int, list[Held]]) -> None:
+    every = [held.moment for states in nodes.values() for held in states]
+    chosen = choose(nodes, [ALL])
+    if not every:
+        assert chosen is None
+        return
+    newest = max(moment.order for moment in every)
+    assert chosen is not None and chosen.order == newest
+    assert chosen.step == max(moment.step for moment in every if moment.order == newest)
+
+
+def test_a_higher_step_of_an_older_round_is_passed_over() -> None:
+    cut_off, others = Held(ALL, Moment((0, 5), 900), 9), Held(ALL, Moment((0, 6), 850), 9)
+    assert choose({0: [cut_off], 1: [others]}, [ALL]) == others.moment
+
+
+def test_of_a_sharded_state_every_part_must_be_held() -> None:
+    def part(rank: int, step: int) -> Held:
+        return Held(f"{rank}of2", Moment((0, 0), step), 9)
+
+    parts = ["0of2", "1of2"]
+    assert choose({0: [part(0, 7), part(0, 8)], 1: [part(1, 7)]}, parts) == Moment((0, 0), 7)
+    assert choose({0: [part(0, 8)], 1: [part(1, 7)]}, parts) is None
+    assert choose({0: [part(0, 8), part(1, 8)]}, parts) == Moment((0, 0), 8), "the neighbour has a copy"
+
+
+@given(NODES)
+def test_only_nodes_that_lack_the_state_receive_it(nodes: dict[int, list[Held]]) -> None:
+    moment = choose(nodes, [ALL])
+    if moment is None:
+        return
+    has = {node for node, states in nodes.items() if any(held.moment == moment for held in states)}
+    found = transfers(nodes, {node: (node, ALL) for node in nodes}, moment)
+    assert sorted(t.to for t in found) == sorted(nodes.keys() - has)
+    assert {t.source for t in found} <= has
+    sent = [sum(t.source == node for t in found) for node in has]
+    assert max(sent) - min(sent) <= 1, "the holders share the work"
+
+
+def test_a_part_goes_to_its_rank_from_the_neighbour() -> None:
+    moment = Moment((0, 0), 3)
+    nodes = {0: [Held("0of2", moment, 5), Held("1of2", moment, 6)], 1: []}
+    wanted = {0: (0, "0of2"), 1: (1, "1of2")}
+    assert transfers(nodes, wanted, moment) == [Transfer(0, 1, "1of2", 6)]
+
+
+@given(st.lists(st.builds(Held, st.sampled_from([ALL, "3of16"]), MOMENTS, st.integers(0, 2**40))), st.none() | MOMENTS)
+def test_an_inventory_comes_back(held: list[Held], made: Moment | None) -> None:
+    assert decode(encode(held, made)) == (held, made)
+
+
+@given(st.binary(max_size=200))
+def test_a_hostile_inventory_is_refused_or_harmless(content: bytes) -> None:
+    try:
+        held, _ = decode(content)
+    except ValueError:
+        return
+    assert all(each.size >= 0 for each in held)
