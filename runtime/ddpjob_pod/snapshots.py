@@ -32,6 +32,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from ddpjob_runtime import protocol
+
 from ddpjob_pod.snapshot_store import (
     ALIGNMENT,
     ALL,
@@ -255,8 +257,11 @@ class Snapshots:
         self._views: dict[tuple[int, bytes], list[Any]] = {}
         self._stream: Any = None
         self._on_the_way: _Copied | None = None
-        self.begun = False
-        """Whether the step from which training continues is known."""
+        self.start: dict[str, Any] = {}
+        """Where training continued, as `protocol.read_start` describes it; empty before `begin`."""
+        self._made: Moment | None = None
+        self._said: dict[str, Any] = {}
+        self._began = 0.0
         self._cost, self._since, self._steps = Cost(), 0.0, 0
 
     @property
@@ -282,7 +287,7 @@ class Snapshots:
         wanted = {rank: (rank - rank % local, part_of(rank, world)) for rank in range(world)}
         if not self._sharded:
             wanted = {rank: (rank, ALL) for rank in nodes}
-        made = max((m for _, m in nodes.values() if m is not None), default=None)
+        made = self._made = max((m for _, m in nodes.values() if m is not None), default=None)
         held = {rank: states for rank, (states, _) in nodes.items()}
         moment = choose(held, {part for _, part in wanted.values()})
         if moment is None:
@@ -307,10 +312,16 @@ class Snapshots:
                 self._exchange.receive(writing.data[start : start + _CHUNK_BYTES], transfer.source)
             writing.complete(moment)
 
-    def begin(self, step: int) -> None:
-        """Note the step from which training continues."""
-        self.begun = True
+    def begin(self, step: int, source: str) -> None:
+        """Note the step from which training continues, and where its state came from (protocol.SOURCES)."""
         self._since, self._steps = time.perf_counter(), 0
+        self._began, self.start = self._since, {"step": step, "source": source}
+        if self._made is not None:
+            self.start["made"] = max(step, self._made.step)
+        elif source == protocol.SCRATCH and self._order == (0, 0):
+            self.start["made"] = step
+        if self.start.get("made") == step:
+            self.start["seconds"] = 0.0
         if self._speaks:
             self._store.note_made(Moment(self._order, step))
 
@@ -329,6 +340,8 @@ class Snapshots:
         moment = Moment(self._order, step)
         if self._speaks:
             self._store.note_made(moment)
+        if "seconds" not in self.start and step >= self.start.get("made", math.inf):
+            self.start["seconds"] = round(time.perf_counter() - self._began, 3)
         if not self.cadence.is_due(step):
             return
         began = time.perf_counter()
@@ -424,6 +437,15 @@ class Snapshots:
             copied, self._on_the_way = self._on_the_way, None
             copied.event.synchronize()
             copied.writing.complete(copied.moment)
+
+    def news(self) -> dict[str, Any]:
+        """Return the figures to report that have changed since the last call."""
+        figures = {protocol.START: dict(self.start), protocol.AT_RISK: self.interval or None}
+        if self.needed:
+            figures |= {protocol.SNAPSHOT_BYTES: self.needed, protocol.AT_RISK: None}
+        changed = {name: value for name, value in figures.items() if value != self._said.get(name)}
+        self._said |= changed
+        return changed
 
     def close(self) -> None:
         """Complete the copy that is on its way."""

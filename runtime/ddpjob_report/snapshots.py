@@ -27,8 +27,9 @@ from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_pod.snapshot_store import SnapshotStore
 from ddpjob_pod.snapshots import Restored, TorchExchange
 from ddpjob_pod.snapshots import Snapshots as _Snapshots
+from ddpjob_runtime import protocol
 
-from ddpjob_report import stop
+from ddpjob_report import link, stop
 
 _OWN_BYTES = 1 << 16
 """An object with more bytes of tensors is part of the state that all ranks share."""
@@ -78,7 +79,8 @@ class Snapshots:
         if found is not None:
             self._load(found)
             self.step, self.restored = found.moment.step, True
-            self._snapshots.begin(self.step)
+            self._snapshots.begin(self.step, protocol.MEMORY)
+            link.post(self._snapshots.news())
 
     def take(self, step: int) -> None:
         """Keep the state after `step` steps, if its turn has come. All ranks call it after each step.
@@ -87,9 +89,10 @@ class Snapshots:
         """
         if self._snapshots is None:
             return
-        if not self._snapshots.begun:
-            self._snapshots.begin(step - 1)
+        if not self._snapshots.start:
+            self._snapshots.begin(step - 1, protocol.STORAGE if step > 1 else protocol.SCRATCH)
         self._snapshots.take(step, self._shared, self._own)
+        link.post(self._snapshots.news())
 
     def _shared(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._objects.items() if self._is_shared(name)}

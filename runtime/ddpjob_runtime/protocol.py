@@ -229,6 +229,14 @@ RESUMED = "resumed"
 """Key of the step counter's reports: whether the optimizer had the state of a checkpoint before
 its first step, as one of RESUMED_WORDS."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
+START = "start"
+"""Key of a progress report: where the training of this round continued, as `read_start` returns it."""
+SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
+"""Where its state came from."""
+AT_RISK = "stepsAtRisk"
+"""Figure of a progress report: how many complete steps a loss now repeats at most."""
+SNAPSHOT_BYTES = "snapshotBytes"
+"""Figure of a progress report: the bytes of memory that two states need on a node that lacks them."""
 COUNTED_SPEED = "stepsPerSecond"
 """The metric of a script that reports no samples per second. The step counter has no other."""
 CHECKPOINT_TIME = "checkpointTime"
@@ -518,8 +526,32 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
         figures["metrics"] = _figures(value["metrics"])
     if stragglers := read_stragglers(value.get(STRAGGLERS)):
         figures[STRAGGLERS] = stragglers
+    if start := read_start(value.get(START)):
+        figures[START] = start
     figures.update((name, True) for name in FLAGS if value.get(name) is True)
     return figures
+
+
+def read_start(value: Any) -> dict[str, Any]:
+    """Return where training continued; empty if that is malformed.
+
+    `step` is the step after which it continued, `source` one of SOURCES. `made` is the last step that
+    was made before, and null if no memory of it is left. `seconds`, once the training has made that
+    step again, are those that it took.
+    """
+    if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
+        return {}
+    found = {"step": value["step"], "source": value["source"]}
+    if _is_count(value.get("made")):
+        found["made"] = max(value["made"], value["step"])
+    seconds = value.get("seconds")
+    if is_number(seconds) and 0 <= seconds <= MAX_SECONDS:
+        found["seconds"] = seconds
+    return found
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
 
 
 def read_stragglers(value: Any) -> list[dict[str, Any]]:

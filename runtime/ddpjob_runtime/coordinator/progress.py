@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ddpjob_runtime.protocol import (
+    AT_RISK,
     COPY_BEHIND,
     COPY_STEP,
     COPY_TIME,
@@ -15,15 +16,18 @@ from ddpjob_runtime.protocol import (
     RESUMED,
     RESUMED_WORDS,
     ROUND,
+    SNAPSHOT_BYTES,
+    START,
     STRAGGLERS,
     UNCOUNTABLE,
     is_number,
     iso,
+    read_start,
     read_stragglers,
     time_of,
 )
 
-NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta")
+NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta", AT_RISK, SNAPSHOT_BYTES)
 AUTOMATIC = "automatic"
 """Marks reports of the step counter, which count until the script names a step of its own."""
 ACTIVITY = "activity"
@@ -51,6 +55,9 @@ def check(body: Any) -> dict[str, Any]:
         elif name == ACTIVITY:
             if value is not None and not (isinstance(value, str) and len(value) <= MAX_FIGURES):
                 raise ValueError(f"{ACTIVITY}: must be a text of at most {MAX_FIGURES} characters, or null")
+        elif name == START:
+            if not read_start(value):
+                raise ValueError(f"{START}: must have step and source, as docs/protocol.md says, not {value!r:.80}")
         elif name == STRAGGLERS:
             if not isinstance(value, list):
                 raise ValueError(f"{STRAGGLERS}: must be a list, not {value!r:.80}")
@@ -58,7 +65,7 @@ def check(body: Any) -> dict[str, Any]:
             if not isinstance(value, str) or not re.fullmatch(r"[0-9]{1,19}\.[0-9]{1,19}", value):
                 raise ValueError(f"{ROUND}: must be GENERATION.ROUND, as in DDPJOB_FENCE, not {value!r:.80}")
         elif name not in NUMBERS:
-            known = ", ".join([*NUMBERS, "metrics", STRAGGLERS, ROUND, ACTIVITY])
+            known = ", ".join([*NUMBERS, "metrics", STRAGGLERS, START, ROUND, ACTIVITY])
             raise ValueError(f"{name}: unknown field; known: {known}")
         elif value is not None and not _may_be_number(value):
             raise ValueError(f"{name}: must be a number, not {value!r:.80}")
@@ -146,6 +153,8 @@ class MergedProgress:
                 self.values["metrics"] = dict([*old.items(), *kept.items()][-MAX_FIGURES:])
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
+            elif name == START:
+                self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
@@ -162,6 +171,7 @@ class MergedProgress:
         The next round numbers the ranks again and reports again.
         """
         self.values.pop(STRAGGLERS, None)
+        self.values.pop(START, None)
         for name in FLAGS:
             self.values.pop(name, None)
 
