@@ -415,8 +415,7 @@ class Snapshots:
 
     def _copy_from_device(self, layout: _Layout, writing: Any, moment: Moment) -> None:
         """Copy in the background. The next `take` or `close` marks the copy as complete."""
-        import torch
-
+        torch = _untyped_torch()
         targets = self._targets(writing.data, writing.slot, layout)
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -457,12 +456,18 @@ _pinned: set[int] = set()
 
 def _pin(data: memoryview) -> None:
     """Make the slot's memory page-locked for the device, once. A failure costs only speed."""
-    import torch
-
+    torch = _untyped_torch()
     whole = torch.frombuffer(data, dtype=torch.uint8)
     if whole.data_ptr() not in _pinned:
         _pinned.add(whole.data_ptr())
         torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(data), 0)
+
+
+def _untyped_torch() -> Any:
+    """Return torch, whose calls for devices have no types."""
+    import torch
+
+    return torch
 
 
 class _Layout:

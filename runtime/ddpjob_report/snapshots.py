@@ -104,7 +104,7 @@ class Snapshots:
         thing = self._objects[name]
         if isinstance(thing, (torch.nn.Module, torch.optim.Optimizer)):
             return True
-        return sum(t.numel() * t.element_size() for t in _tensors(thing.state_dict())) > _OWN_BYTES
+        return bool(sum(t.numel() * t.element_size() for t in _tensors(thing.state_dict())) > _OWN_BYTES)
 
     def _own(self) -> bytes:
         import torch
@@ -116,8 +116,9 @@ class Snapshots:
             elif isinstance(thing, torch.nn.Module) and self._keeps_buffers_of(thing):
                 own["buffers"][name] = {key: value.detach().cpu() for key, value in thing.named_buffers()}
         own["torch"] = torch.get_rng_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            own["cuda"] = torch.cuda.get_rng_state()
+        cuda: Any = torch.cuda
+        if cuda.is_available() and cuda.is_initialized():
+            own["cuda"] = cuda.get_rng_state()
         if (numpy := sys.modules.get("numpy")) is not None:
             own["numpy"] = numpy.random.get_state()
         return pickle.dumps(own, protocol=4)

@@ -545,7 +545,7 @@ def read_start(value: Any) -> dict[str, Any]:
     if _is_count(value.get("made")):
         found["made"] = max(value["made"], value["step"])
     seconds = value.get("seconds")
-    if is_number(seconds) and 0 <= seconds <= MAX_SECONDS:
+    if seconds is not None and is_number(seconds) and 0 <= seconds <= MAX_SECONDS:
         found["seconds"] = seconds
     return found
 
@@ -599,7 +599,7 @@ def progress_news(progress: dict[str, Any]) -> frozenset[str]:
 
     These are the figures it has, and the step counter's flags.
     """
-    return awaited_figures(progress) | {name for name in FLAGS if progress.get(name)}
+    return awaited_figures(progress) | {name for name in (*FLAGS, START) if progress.get(name)}
 
 
 def is_number(value: Any) -> bool:

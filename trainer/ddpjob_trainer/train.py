@@ -11,6 +11,7 @@ from itertools import tee
 
 import torch
 from ddpjob_pod import late_dynamo
+from ddpjob_runtime import protocol
 
 from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
@@ -559,9 +560,10 @@ class Trainer:
         """
         kept = self.memory.restore()
         newer_than = -1 if kept is None else int(kept["step"])
-        snapshot = self.checkpoints.newest(self.strategy.layout, newer_than) or kept
-        self._load(snapshot)
-        self.memory.begin(self.step)
+        snapshot = self.checkpoints.newest(self.strategy.layout, newer_than)
+        self._load(snapshot or kept)
+        source = protocol.STORAGE if snapshot else protocol.MEMORY if kept else protocol.SCRATCH
+        self.memory.begin(self.step, source)
 
     def _load(self, snapshot: Snapshot | None) -> None:
         if snapshot is None:

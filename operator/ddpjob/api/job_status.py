@@ -57,6 +57,8 @@ class ConditionType(StrEnum):
     """Set only while a pod stays on a Kubernetes node that a health agent calls unhealthy."""
     CHECKPOINTS_COPIED = "CheckpointsCopied"
     """Set only if checkpoints do not reach the bucket, although they should."""
+    SNAPSHOTS_HELD = "SnapshotsHeld"
+    """Set only if the newest states did not fit into the memory of a pod."""
     NOTIFIES = "Notifies"
     """Set only if the job's namespace may not use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
@@ -249,6 +251,12 @@ class Restart:
     rank: Annotated[_Number | None, _OMIT_NONE] = None
     seconds: Annotated[float | None, _OMIT_NONE] = None
     """Seconds from the break until the group ran again; None until it does."""
+    repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
+    """Complete steps that were made twice; None if that is not known."""
+    repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
+    """Seconds in which they were made again; None until they are."""
+    continued_from: Annotated[str, _OMIT_EMPTY] = ""
+    """Where training continued from: memory, storage or scratch; empty if the script has not said."""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
@@ -272,6 +280,14 @@ class Restarts:
     and the incident would be new in each reconcile."""
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """The round that the last incident belongs to."""
+    repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
+    """Complete steps that were made twice, as far as known, since the job began."""
+    repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
+    """Seconds in which they were made again."""
+    unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
+    """Restarts after which it is not known how many steps were made twice."""
+    seen_start: Annotated[str, _below("seen", "start")] = ""
+    """GENERATION.ROUND of the coordinator's last round whose repeated steps are counted."""
     recent: tuple[Restart, ...] = ()
     allowed: Annotated[_Number | None, Field(validation_alias="max", exclude=True)] = field(default=None, compare=False)
     """recovery.maxRestarts when the status was last written."""
@@ -419,7 +435,12 @@ class JobStatus:
         written["nodes"]["display"] = self.nodes_display(spec)
         counts, most = self.restarts, spec.recovery.max_restarts
         allowed = counts.limit(most) if self.terminal else most
-        seen = {"generation": counts.seen_generation, "incident": counts.seen_incident, "round": counts.seen_round}
+        seen: Json = {
+            "generation": counts.seen_generation,
+            "incident": counts.seen_incident,
+            "round": counts.seen_round,
+        }
+        seen |= {"start": counts.seen_start} if counts.seen_start else {}
         display = f"{counts.counted}/{allowed}" + (f" +{counts.uncounted}" if counts.uncounted else "")
         written["restarts"] |= {"max": allowed, "display": display, "seen": seen}
         return written

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpjob.api.job import DDPJob
-from ddpjob.api.job_status import JobStatus, Phase
+from ddpjob.api.job_status import JobStatus, Phase, Restart
 from ddpjob.cli.output import printable
 from ddpjob.core.status.messages import cause_first
+from ddpjob.core.status.repeated import repeats
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import RunDisplay, Shown
@@ -80,11 +81,13 @@ def recoveries(status: JobStatus) -> list[str]:
     """
     if not status.progress:
         return []
-    return [
-        f"{r.reason}: {cause_first(r.message.splitlines()[0], f'the group ran again after {r.seconds:.1f} s')}"
-        for r in status.restarts.recent
-        if r.seconds
-    ]
+
+    def line(restart: Restart) -> str:
+        over = f"the group ran again after {restart.seconds:.1f} s"
+        over += f"; {again}" if (again := repeats(restart)) else ""
+        return f"{restart.reason}: {cause_first(restart.message.splitlines()[0], over)}"
+
+    return [line(restart) for restart in status.restarts.recent if restart.seconds]
 
 
 def stall_line(seconds: float) -> str:

@@ -14,10 +14,13 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.coordinator.takeover import Resume, Takeover
 from ddpjob_runtime.protocol import (
+    AT_RISK,
     MAX_NOTES,
     MAX_PODS,
     MAX_SECONDS,
     ROUND,
+    SNAPSHOT_BYTES,
+    START,
     STRAGGLERS,
     CoordinatorState,
     MemberState,
@@ -30,6 +33,9 @@ from ddpjob_runtime.protocol import (
     progress_news,
     time_of,
 )
+
+_NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, AT_RISK, SNAPSHOT_BYTES})
+"""Keys of a progress report that show no step of the current round."""
 
 
 class Coordinator:
@@ -301,7 +307,7 @@ class Coordinator:
         down, before = self.rounds.downtime.since, progress_news(self._progress.values)
         alive = self._progress.shows_life(report)
         merged = self._progress.merge(report, self._now())
-        step = bool(report.keys() - {ACTIVITY, STRAGGLERS, ROUND}) and not is_of_copies(report)
+        step = bool(report.keys() - _NO_STEP) and not is_of_copies(report)
         self.rounds.progress(alive, self._progress.activity, step)
         if merged:
             if self._progress.position is not None:

@@ -39,10 +39,10 @@ class NodeMemory:
         found = self._snapshots.restore(self._rebuild) if self._snapshots is not None else None
         return None if found is None else found.tree
 
-    def begin(self, step: int) -> None:
-        """Note the step from which training continues."""
+    def begin(self, step: int, source: str) -> None:
+        """Note the step from which training continues, and where its state came from (protocol.SOURCES)."""
         if self._snapshots is not None:
-            self._snapshots.begin(step)
+            self._snapshots.begin(step, source)
 
     def take(self, step: int, make: Callable[[], Snapshot]) -> None:
         """Note a step, and keep the state after it if its turn has come. All ranks call it after each step."""

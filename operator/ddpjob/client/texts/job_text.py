@@ -23,6 +23,7 @@ from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, 
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import cause_first, count
+from ddpjob.core.status.repeated import repeats
 from ddpjob.core.status.shown_progress import began_again, duration
 from ddpjob.local.environment import HOST
 
@@ -248,6 +249,7 @@ def restart_line(restart: Restart, now: datetime) -> str:
     """Return a restart in one line: when, why, whether it counted, and how long it took."""
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
+    after += f", {again}" if (again := repeats(restart)) else ""
     consequence = ", a consequence" if restart.consequence else ""
     ago, message = _since(restart.time, now), _first_line(cause_first(restart.message))
     named = restart.node in ("", HOST) or restart.node in message

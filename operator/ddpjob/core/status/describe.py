@@ -17,6 +17,7 @@ from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.group_counts import IN_GROUP, ready_spares, training_nodes
 from ddpjob.core.status.messages import count
+from ddpjob.core.status.repeated import accounted, snapshots_held
 from ddpjob.core.status.restarting import fast_recovery, preflight_passed, restarting
 from ddpjob.core.status.running import judge_running
 from ddpjob.core.status.scheduled import scheduled
@@ -49,11 +50,13 @@ def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Jo
         and reason not in ("CoordinatorUnreachable", "CoordinatorReplaced")
         and (training is None or training <= job.spec.nodes)
     )
+    view = view.with_status(accounted(view))
     view = view.with_status(restarting(view, whole, [r for r in restarts if r.round]))
     view = view.with_status(preflight_passed(view, restarts, formed=view.status.holds(ConditionType.RUNNING)))
     status = _isolated(view.with_status(fast_recovery(view)))
     status = _nodes_healthy(view.with_status(status))
     status = _checkpoints_copied(view.with_status(status))
+    status = snapshots_held(view.with_status(status))
     status = _ranks_ordered(view.with_status(status), training)
     status = replace(
         status,

@@ -18,6 +18,7 @@ from ddpjob.core.failures.classify import Cause
 from ddpjob.core.status.conditions import with_condition, without_condition
 from ddpjob.core.status.group_counts import FORMED
 from ddpjob.core.status.messages import cause_first
+from ddpjob.core.status.repeated import repeats
 from ddpjob.core.status.running import reported_figures
 from ddpjob.core.view import View, is_number
 
@@ -42,6 +43,8 @@ def restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
     if running and (broke or status.holds(ConditionType.RESTARTING)):
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
         reason, message = ("Recovered", "the group runs again") if known else (PODS_RUN, _PODS_RUN)
+        again = next((repeats(r) for r in reversed(status.restarts.recent) if not r.consequence), "")
+        message += f"; {again}" if again else ""
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
 

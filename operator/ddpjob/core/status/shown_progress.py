@@ -17,8 +17,8 @@ REFRESH = timedelta(seconds=2)
 SHOWN = timedelta(minutes=1)
 """Minimum time for which a lagging rank is shown."""
 MOST_SLOWDOWN = 1000.0
-_INTEGERS = ("epoch", "epochs", "step", "steps")
-_OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay")
+_INTEGERS = ("epoch", "epochs", "step", "steps", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
+_OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
 _LARGEST = 2**53
 """The largest integer that every reader of JSON gets right."""
 _METRICS = 100
