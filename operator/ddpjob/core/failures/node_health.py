@@ -106,7 +106,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif _came_after(pod, host):
             reason, why = "PlacedThere", "the scheduler chose the node when it was unhealthy already"
         elif often:
-            reason, why = "MovedTooOften", f"{MAX_MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
+            reason = "MovedTooOften"
+            why = f"{MAX_MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
         elif spares:
             reason, why, spares = "", "", spares - 1
         elif wants.more:
