@@ -50,6 +50,8 @@ class JobEnvironment:
     data_region: str
     data_dir: str
     termination_log: str
+    stacks_dir: str
+    """Where the launcher's workers write their stacks at a signal."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> JobEnvironment:

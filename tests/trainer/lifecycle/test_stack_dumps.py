@@ -1,5 +1,6 @@
-"""Stacks of a rank at SIGUSR1, also while it is blocked, and of all ranks when no step ends; a
-profile of chosen steps.
+"""Stacks of a rank at a signal, also while it is blocked, and of all ranks if no step ends.
+
+Also the profile of chosen steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddpjob_pod.stacks import SIGNAL
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ranks import TINY, finish, good, metrics, start, until
 
@@ -23,7 +25,7 @@ def stacks(folder: Path, rank: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_sigusr1_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> None:
+def test_the_signal_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> None:
     """Rank 1 is stopped: rank 0 waits for it inside a collective, and reports where."""
     ranks = start(2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"])
     pids = [process.pid for process, _ in ranks]
@@ -32,7 +34,7 @@ def test_sigusr1_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> Non
         os.kill(pids[1], signal.SIGSTOP)
         time.sleep(0.5)
         before = len(metrics(tmp_path / "run", "step"))
-        os.kill(pids[0], signal.SIGUSR1)
+        os.kill(pids[0], SIGNAL)
         until(lambda: "train.py" in stacks(tmp_path, 0))
         written = stacks(tmp_path, 0)
         assert "in _train_epoch" in written
@@ -83,12 +85,35 @@ def test_the_signal_ends_no_rank_that_is_about_to_leave(tmp_path: Path) -> None:
 
     def leave() -> None:
         StackDumps(tmp_path, 0, 60).close()
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), SIGNAL)
 
     rank = multiprocessing.get_context("fork").Process(target=leave)
     rank.start()
     rank.join()
     assert rank.exitcode == 0
+
+
+def test_in_a_job_the_rank_answers_the_launcher_s_signal_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's file is used even if a torchrun of `command`, without worker.py, started it."""
+    (tmp_path / "of-launcher").mkdir()
+    monkeypatch.setenv("DDPJOB_STACKS_DIR", str(tmp_path / "of-launcher"))
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+
+    def leave() -> None:
+        dumps = StackDumps(tmp_path / "run", 3, 60)
+        os.kill(os.getpid(), SIGNAL)
+        dumps.close()
+        os.kill(os.getpid(), SIGNAL)
+
+    rank = multiprocessing.get_context("fork").Process(target=leave)
+    rank.start()
+    rank.join()
+    written = (tmp_path / "of-launcher" / "3.txt").read_text()
+    assert rank.exitcode == 0 and written.count("in leave") == 2
+    assert not (tmp_path / "run").exists() and not (tmp_path / "stacks").exists()
 
 
 def test_a_training_that_goes_well_leaves_no_stacks(tmp_path: Path) -> None:
