@@ -174,7 +174,7 @@ def test_a_post_that_fails_keeps_its_speed(monkeypatch: pytest.MonkeyPatch) -> N
         posted.append(json.loads(body))
         return 200, "number", ""
 
-    monkeypatch.setattr(link.Link, "_ask", ask)
+    monkeypatch.setattr(link.Poster, "_ask", ask)
     client = link.Link("127.0.0.1:1", TOKEN)
     monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     sent = []
@@ -432,12 +432,11 @@ def test_what_a_script_reports_last_is_kept_though_what_came_before_is_on_its_wa
         slowly(figures["step"])
         return True
 
-    def lines_of(step: int, figures: dict[str, Any]) -> list[bytes]:
+    def write_step(log: object, step: int, figures: dict[str, Any]) -> None:
         slowly(step)
-        return []
 
     monkeypatch.setattr(link.Link, "_send", send)
-    monkeypatch.setattr(curve_file, "_lines_of", lines_of)
+    monkeypatch.setattr(curve_file, "_write_step", write_step)
     monkeypatch.setattr(link, "TIMEOUT_SECONDS", 60.0)
     outbox = link.Link("127.0.0.1:1", TOKEN) if kind == "link" else curve_file.CurveFile(tmp_path)
     outbox.add({"step": 1})

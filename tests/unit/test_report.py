@@ -22,6 +22,7 @@ from typing import Any
 import ddpjob_report
 import pytest
 from ddpjob.client.texts.metric_series import read_metrics
+from ddpjob_pod.curves import METRICS
 from ddpjob_report import curve_file, link, resume, stop
 from ddpjob_runtime import protocol
 
@@ -590,7 +591,7 @@ def curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(link, "is_reporting", lambda: True)
     monkeypatch.setattr(curve_file, "_file", None)
     monkeypatch.setattr(curve_file, "SHORTEST_PAUSE", 0.0)
-    yield tmp_path / curve_file.NAME
+    yield tmp_path / curve_file.FOLDER / METRICS
     curve_file.close()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import encodings.idna  # noqa: F401  (the codec of host names: the thread must not be the first to import it)
 import http.client
 import threading
-import time
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
@@ -131,8 +130,3 @@ class ProgressClient:
             # A coordinator that restarts or is gone must not disturb training. The operator notices
             # it.
             return 0
-
-
-def wall_clock() -> float:
-    """Return the seconds since the Unix epoch, rounded to milliseconds for logs."""
-    return round(time.time(), 3)
