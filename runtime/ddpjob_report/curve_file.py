@@ -10,6 +10,7 @@ from typing import Any
 
 from ddpjob_pod.curves import METRICS, MetricsLog
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.outbox import Outbox
 
 from ddpjob_report import link
 
@@ -23,7 +24,7 @@ takes some 15,000 lines."""
 _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
-class CurveFile(link.Outbox):
+class CurveFile(Outbox):
     """Writes independently of what is sent, so that a folder that hangs costs only its lines."""
 
     def __init__(self, folder: Path) -> None:
