@@ -6,7 +6,6 @@ They are read when they are asked for: a launcher changes DDPJOB_FENCE from roun
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
@@ -89,20 +88,13 @@ class JobEnvironment:
         return int(match[1]), int(match[2])
 
     @property
-    def known_grace(self) -> float | None:
+    def grace(self) -> float | None:
         """The pod's grace period in seconds; None outside of a job. Raises VariableError."""
         try:
             return float(self.grace_seconds) if self.grace_seconds else None
         except ValueError:
             what = "must be a number of seconds; leave it to the operator, or unset it"
             raise VariableError(f"DDPJOB_GRACE_SECONDS={self.grace_seconds!r}: {what}") from None
-
-    @property
-    def grace(self) -> float:
-        """The pod's grace period in seconds, also if it is not known."""
-        with contextlib.suppress(VariableError):
-            return GRACE_SECONDS if self.known_grace is None else self.known_grace
-        return GRACE_SECONDS
 
     @property
     def host(self) -> str:

@@ -1,4 +1,4 @@
-"""Keeps reported figures as curves in the checkpoint folder, in lines of `ddpjob_pod.curves`."""
+"""Keeps reported figures as curves in the checkpoint folder, in lines of `ddpjob_pod.metrics_log`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddpjob_pod.curves import METRICS, MetricsLog
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.metrics_log import METRICS, MetricsLog
 from ddpjob_pod.outbox import Outbox
 
 from ddpjob_report import link

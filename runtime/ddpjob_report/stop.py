@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
 from ddpjob_pod.sigterm import SigtermFlag
 
 _MARGIN = 5.0
@@ -64,7 +64,8 @@ def seconds_left() -> float:
     """
     since = _State.flag.asked_at if _State.since is None else _State.since
     spent = 0.0 if since is None else time.monotonic() - since
-    return max(0.0, JobEnvironment.read().grace - _MARGIN - spent)
+    grace = JobEnvironment.read().grace
+    return max(0.0, (GRACE_SECONDS if grace is None else grace) - _MARGIN - spent)
 
 
 def wait_for_others() -> None:

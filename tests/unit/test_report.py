@@ -22,7 +22,7 @@ from typing import Any
 import ddpjob_report
 import pytest
 from ddpjob.client.texts.metric_series import read_metrics
-from ddpjob_pod.curves import METRICS
+from ddpjob_pod.metrics_log import METRICS
 from ddpjob_pod.outbox import merged
 from ddpjob_pod.sigterm import SigtermFlag
 from ddpjob_report import curve_file, link, resume, stop

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ddpjob_pod.job_environment import JobEnvironment
-from ddpjob_pod.stacks import FOLDER, SIGNAL
+from ddpjob_pod.stack_signal import FOLDER, SIGNAL
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpjob_pod.stacks import SIGNAL
+from ddpjob_pod.stack_signal import SIGNAL
+from ddpjob_runtime.worker import show_stacks_on_signal
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ranks import TINY, finish, good, metrics, start, until
 
@@ -93,16 +94,16 @@ def test_the_signal_ends_no_rank_that_is_about_to_leave(tmp_path: Path) -> None:
     assert rank.exitcode == 0
 
 
-def test_in_a_job_the_rank_answers_the_launcher_s_signal_until_it_ends(
+def test_under_a_launcher_a_rank_answers_its_signal_until_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher's file is used even if a torchrun of `command`, without worker.py, started it."""
-    (tmp_path / "of-launcher").mkdir()
-    monkeypatch.setenv("DDPJOB_STACKS_DIR", str(tmp_path / "of-launcher"))
+    """By the file that worker.py has registered."""
+    monkeypatch.setenv("DDPJOB_STACKS_DIR", str(tmp_path))
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
 
     def leave() -> None:
+        show_stacks_on_signal()
         dumps = StackDumps(tmp_path / "run", 3, 60)
         os.kill(os.getpid(), SIGNAL)
         dumps.close()
@@ -111,9 +112,8 @@ def test_in_a_job_the_rank_answers_the_launcher_s_signal_until_it_ends(
     rank = multiprocessing.get_context("fork").Process(target=leave)
     rank.start()
     rank.join()
-    written = (tmp_path / "of-launcher" / "3.txt").read_text()
-    assert rank.exitcode == 0 and written.count("in leave") == 2
-    assert not (tmp_path / "run").exists() and not (tmp_path / "stacks").exists()
+    assert rank.exitcode == 0 and (tmp_path / "3.txt").read_text().count("in leave") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["3.txt"]
 
 
 def test_a_training_that_goes_well_leaves_no_stacks(tmp_path: Path) -> None:

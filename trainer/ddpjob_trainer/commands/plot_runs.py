@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpjob_pod.curves import METRICS
+from ddpjob_pod.metrics_log import METRICS
 
 from ddpjob_trainer.errors import TrainerError
 from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, set_headline, use_style

@@ -181,6 +181,6 @@ def grace_from_env() -> float | None:
     Raises ConfigError.
     """
     try:
-        return JobEnvironment.read().known_grace
+        return JobEnvironment.read().grace
     except VariableError as error:
         raise ConfigError(str(error)) from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpjob_pod.curves import METRICS
+from ddpjob_pod.metrics_log import METRICS
 
 from ddpjob_trainer.errors import TrainerError
 

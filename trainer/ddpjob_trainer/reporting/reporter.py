@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpjob_pod.curves import METRICS, MetricsLog, wall_clock
+from ddpjob_pod.metrics_log import METRICS, MetricsLog, wall_clock
 
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.distributed.process_group import Group
