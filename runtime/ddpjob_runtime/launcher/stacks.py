@@ -7,18 +7,17 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.stack_signal import FOLDER, SIGNAL
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
-SIGNAL = signal.SIGRTMIN + 7  # neither Python nor torch nor a batch system uses it
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
@@ -72,7 +71,7 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
 
     They are also logged, and kept in the checkpoint folder.
     """
-    folder = os.environ.get(ENVIRONMENT)
+    folder = JobEnvironment.read().stacks_dir
     if not folder:
         return {}
     files = {rank: Path(folder) / f"{rank}.txt" for rank in ranks}
@@ -173,7 +172,7 @@ def _keep(found: Mapping[int, str]) -> None:
     if not root or not Path(root).is_dir():
         return
     mark = job.fence or "0.0"
-    folder = Path(root) / "stacks"
+    folder = Path(root) / FOLDER
     try:
         folder.mkdir(exist_ok=True)
         for rank, text in found.items():

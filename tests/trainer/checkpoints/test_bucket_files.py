@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddpjob_bucket import Bucket, BucketError, Damaged, Stored
+from ddpjob_bucket import Bucket, BucketError, Damaged, Stored, patience
 from ddpjob_trainer.checkpoints import bucket as module
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.config.sections import CheckpointConfig, Metric
@@ -37,7 +37,7 @@ def opened(tmp_path: Path, pod: str = "pod", incarnation: int = 1, **settings: A
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture

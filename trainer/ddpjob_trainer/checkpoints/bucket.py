@@ -8,7 +8,6 @@ upload. Rank 0 writes it into the bucket once the bucket itself lists all of the
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 import time
@@ -29,7 +28,9 @@ from ddpjob_bucket import (
     Vanished,
     Waiting,
 )
+from ddpjob_bucket.patience import patiently
 from ddpjob_bucket.stored import sha256_of
+from ddpjob_pod.file_lock import alone
 from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.checkpoints import dcp, torch_file
@@ -37,9 +38,6 @@ from ddpjob_trainer.checkpoints.retention import Entry, expendable
 from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
-FIRST_PAUSE = 1.0
-"""Seconds between the first two tries of a start that cannot reach the bucket. Doubled each
-time."""
 LOOK_SECONDS = 0.1, 2.0
 """Seconds between two of rank 0's checks for what other ranks have uploaded: at first, and at
 most."""
@@ -322,29 +320,24 @@ class Copies:
         return self._bucket.manifest(entry).epoch
 
 
-def _patiently(act: Callable[[], T], tries: int = 5) -> T:
-    """Retry `act` so that a short outage of the bucket does not fail the start of all ranks.
+def _patiently(act: Callable[[], T]) -> T:
+    """Retry `act` for a while.
 
     Raises CheckpointError if the bucket's content is damaged, and FetchError for other errors.
     """
-    for number in range(1, tries + 1):
-        try:
-            return act()
-        except Damaged as error:
-            raise CheckpointError(str(error)) from error
-        except BucketError as error:
-            if number == tries:
-                raise FetchError(str(error)) from error
-            _warn(f"warning: {error}; tried again")
-            time.sleep(FIRST_PAUSE * 2 ** (number - 1))
-    raise AssertionError
+    try:
+        return patiently(act, lambda text: _warn(f"warning: {text}"))
+    except Damaged as error:
+        raise CheckpointError(str(error)) from error
+    except BucketError as error:
+        raise FetchError(str(error)) from error
 
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
     """Get one file, unless it is there. Another process of this machine may be getting it."""
     # The files are next to the folder, where a start removes leftovers.
     start = f".{path.parent.name}.{path.name}"
-    with _disk(path), _alone(path.parent.parent / f"{start}.lock.tmp"):
+    with _disk(path), alone(path.parent.parent / f"{start}.lock.tmp"):
         if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
             return
         writer = f"{JobEnvironment.read().host}.{os.getpid()}"
@@ -365,18 +358,6 @@ def _disk(path: Path) -> Iterator[None]:
         raise FetchError(
             f"{path} cannot be fetched: {error.strerror or error}. Free space or repair the volume"
         ) from error
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process at a time into the `with`.
-
-    On a file system without locks, several processes may do the same work.
-    """
-    with path.open("a") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _warn(text: str) -> None:

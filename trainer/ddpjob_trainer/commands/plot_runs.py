@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpjob_pod.metrics_log import METRICS
+
 from ddpjob_trainer.errors import TrainerError
 from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, set_headline, use_style
-from ddpjob_trainer.reporting.history import METRICS, History, read
+from ddpjob_trainer.reporting.history import History, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
 
 from ddpjob_trainer.config.command_line import take_option
 from ddpjob_trainer.distributed.init_method import INIT_METHOD, free_port, read_method
@@ -155,7 +155,8 @@ class Ranks:
             self._signal(signal.SIGKILL)
             return
         self._stopped_by = signal.Signals(number)
-        self._deadline = time.monotonic() + JobEnvironment.read().grace
+        grace = JobEnvironment.read().grace
+        self._deadline = time.monotonic() + (GRACE_SECONDS if grace is None else grace)
         print(f"{self._stopped_by.name}: ranks save and leave; a second signal kills them", file=sys.stderr, flush=True)
         self._signal(signal.SIGTERM)
 

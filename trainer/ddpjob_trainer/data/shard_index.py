@@ -5,19 +5,19 @@ It is read once from the tars' headers, kept in a file, and rebuilt when shards 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from ddpjob_pod.file_lock import alone
 
 from ddpjob_trainer.atomic_files import replacing
 from ddpjob_trainer.data.decode import MOST_BYTES
@@ -111,27 +111,15 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
     if files.exists(beside) and _is_of(index := _loaded(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
-    with _alone(path):  # The ranks of a node arrive together, and one of them builds it.
+    with ExitStack() as held:  # The ranks of a node arrive together, and one of them builds it.
+        with _keeping(path):
+            held.enter_context(alone(path.with_name(f".{path.name}.lock")))
         if path.is_file() and _is_of(index := _loaded(path.open("rb"), url), found):
             return index
         index = _scan(url, found, remedy)
         with _keeping(path):
             save(index, path)
     return index
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process at a time into the `with`. Raises DataError.
-
-    On a file system without locks, several processes may do the same work.
-    """
-    with _keeping(path):
-        lock = (path.parent / f".{path.name}.lock").open("w")
-    with lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager
