@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ddpjob.core import decide, follow
+from ddpjob.core import decide
 from ddpjob.core.failures import liveness, merge_causes
+from ddpjob.core.follow import recording, replacing
 from ddpjob.core.plan import actions, slots
 from ddpjob.core.status import describe
 
@@ -53,7 +54,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         places.test_out_of_service_is_believed_at_once,
     ),
     "a lost coordinator takes the group with it": (
-        follow,
+        replacing,
         "next_coordinator",
         lambda status: replace(status, round=status.round + 1, slots=()),
         recovery.test_a_lost_coordinator_costs_no_step_in_mode_fast,
@@ -71,7 +72,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         recovery.test_the_size_is_sent_until_the_report_shows_it,
     ),
     "nothing waits": (
-        follow,
+        replacing,
         "repeated",
         lambda *_: slots.Repeated(),
         counting.test_a_pod_that_fails_at_its_start_again_and_again_waits,
@@ -89,7 +90,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         recovery.test_a_spare_takes_over_and_the_replacement_is_the_new_spare,
     ),
     "bad nodes are not avoided": (
-        follow,
+        recording,
         "avoided",
         lambda *_, **__: (),
         places.test_a_node_that_fails_the_job_again_and_again_is_avoided,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, Command, CoordinatorState, MemberState, order_mark
@@ -28,7 +29,7 @@ from ddpjob.core.decision import (
 )
 from ddpjob.core.failures.liveness import ENDING_MARGIN, given_up, lost_since, may_run
 from ddpjob.core.plan.gang import not_served
-from ddpjob.core.plan.slots import ROOM, can_replace
+from ddpjob.core.plan.slots import ROOM, can_replace, with_rounds
 from ddpjob.core.plan.wind_down import end_leftovers, has_leftovers
 from ddpjob.core.rank_order import pods_in_order
 from ddpjob.core.view import View
@@ -36,14 +37,30 @@ from ddpjob.core.volumes import missing_claim
 from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 
-def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
-    """Return what to create and remove, and until when a part of it is held back.
+@dataclass(frozen=True)
+class Plan:
+    """Actions, in the view whose slots belong to the round that they are made in."""
 
-    None: nothing is held back. `lost` names pods to delete immediately (grace period 0). For a job
+    view: View
+    actions: tuple[Action, ...]
+    held: datetime | None
+    """Until when some of the actions are held back; None: none of them is."""
+
+    @property
+    def creates(self) -> bool:
+        """Whether something is missing and is about to be created."""
+        return any(isinstance(action, Creation) for action in self.actions)
+
+
+def plan_actions(view: View, lost: frozenset[str]) -> Plan:
+    """Return what to create and remove.
+
+    `lost` names pods to delete immediately (grace period 0). For a job
     whose claims cannot be used, nothing is created, but its pods still end, because a claim that is
     being removed waits for them. A job whose podTemplate has faults gets no pods. The same
     observation always gives the same actions: creations have names, deletions uids.
     """
+    view = view.with_status(with_rounds(view))
     job, status, world = view.job, view.status, view.world
     actions: list[Action] = []
     if not world.has_service:
@@ -83,8 +100,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     kept = gang_name(job, status.rendezvous.generation) if status.gang is not None else ""
     actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid and name != kept]
     if view.claim_problem is not None:
-        return tuple(action for action in actions if not isinstance(action, Creation)), None
-    return tuple(actions), min((moment for moment in held if moment is not None), default=None)
+        return Plan(view, tuple(action for action in actions if not isinstance(action, Creation)), None)
+    return Plan(view, tuple(actions), min((moment for moment in held if moment is not None), default=None))
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
