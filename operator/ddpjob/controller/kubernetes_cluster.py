@@ -30,7 +30,7 @@ from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.status.scheduled import DELETION_REFUSED
-from ddpjob.core.volumes import claims_to_read
+from ddpjob.core.volumes import list_claims_to_read
 from ddpjob.core.world import (
     LABEL_MANAGED,
     LABEL_ROLE,
@@ -261,7 +261,7 @@ class KubernetesCluster:
 
     async def _world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
         policy = policy_name(job, self.platform)
-        claims = tuple([await self._claim(job.namespace, name) for name in claims_to_read(job, pods)])
+        claims = tuple([await self._claim(job.namespace, name) for name in list_claims_to_read(job, pods)])
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         faults = await self._template_faults(job)

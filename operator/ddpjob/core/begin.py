@@ -12,9 +12,9 @@ from ddpjob.core.failures.classify import Cause
 from ddpjob.core.follow.ends import find_ends
 from ddpjob.core.follow.outcome import is_done
 from ddpjob.core.follow.recording import record
-from ddpjob.core.plan.gang import is_outdated, with_placed, yields
+from ddpjob.core.plan.gang import explain_yield, is_outdated, with_placed
 from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED
-from ddpjob.core.plan.slots import can_replace, fits, new_generation, resized
+from ddpjob.core.plan.slots import begin_generation, can_replace, fits, resize
 from ddpjob.core.status.conditions import GROUP_RESTARTS, QUEUED, with_condition
 from ddpjob.core.view import View
 
@@ -57,13 +57,13 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
     """Return the status whose slots suit the spec, and the event of a change."""
     job, status = view.job, view.status
     if not status.slots:
-        return new_generation(view), []
+        return begin_generation(view), []
     if view.world.problems:
         return status, []  # nothing can be built from this spec
     suspended = status.holds(ConditionType.SUSPENDED)
     fitting = fits(view)
     if fitting and is_outdated(view):
-        return new_generation(view), []  # no part of it has been placed
+        return begin_generation(view), []  # no part of it has been placed
     other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
     if (other_size or not fitting) and is_done(find_ends(view)):
         # Other pods would have nothing to do: the job has finished unseen, or its last pods are
@@ -79,8 +79,8 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
     else:
         return _resize(view)
     if suspended:
-        return new_generation(view), []
-    return new_generation(_restarted(view, cause, message)), [Event(False, cause, message)]
+        return begin_generation(view), []
+    return begin_generation(_restarted(view, cause, message)), [Event(False, cause, message)]
 
 
 def _change(view: View) -> tuple[Cause, str]:
@@ -106,7 +106,7 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     trains = any(member.pod in going and member.state is MemberState.RUNNING for member in members)
     if job.spec.nodes < status.rendezvous.nodes or trains:
         view = _restarted(view, Cause.SCALED, message)
-    return resized(view), [Event(False, Cause.SCALED, message)]
+    return resize(view), [Event(False, Cause.SCALED, message)]
 
 
 def _restarted(view: View, cause: Cause, message: str) -> View:
@@ -138,11 +138,11 @@ def yield_room(view: View) -> Begun:
 
     It never counts.
     """
-    why = yields(view)
+    why = explain_yield(view)
     if not why:
         return Begun(view, [])
     view = view.with_status(record(view.status, [_planned(view, Cause.YIELDED, why)]))
-    return Begun(view.with_status(new_generation(view)), [Event(True, Cause.YIELDED, why)])
+    return Begun(view.with_status(begin_generation(view)), [Event(True, Cause.YIELDED, why)])
 
 
 def _planned(view: View, cause: Cause, message: str) -> Restart:

@@ -14,7 +14,7 @@ from ddpjob.api.job_status import ConditionType, JobStatus
 from ddpjob.core.begin import Begun, begin, yield_room
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Decision, Event, Failure
 from ddpjob.core.failures.liveness import lost_since
-from ddpjob.core.failures.node_health import next_judgement
+from ddpjob.core.failures.node_health import find_next_judgement
 from ddpjob.core.follow.outcome import is_done
 from ddpjob.core.follow.stages import Followed, follow
 from ddpjob.core.gates import (
@@ -24,13 +24,13 @@ from ddpjob.core.gates import (
     pass_with_class,
     pass_with_quota,
 )
-from ddpjob.core.plan.actions import notifications, plan_actions
-from ddpjob.core.plan.queue import queue_actions
+from ddpjob.core.plan.actions import plan_actions, plan_notifications
+from ddpjob.core.plan.queue import plan_queue_actions
 from ddpjob.core.plan.wind_down import complete, fail
 from ddpjob.core.status.describe import describe
 from ddpjob.core.status.events import change_events, restart_events
 from ddpjob.core.status.notifications import with_notifications
-from ddpjob.core.status.restarting import preflight_passed
+from ddpjob.core.status.restarting import judge_preflight
 from ddpjob.core.view import View
 from ddpjob.core.volumes import FIELD
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, Role, World
@@ -79,7 +79,7 @@ def _decide(view: View) -> Decision:
     decision = _run(View(view.job.granted(view.status), view.status, world, view.now))
     if decision.status.terminal:
         return decision
-    return replace(decision, actions=(*decision.actions, *queue_actions(view.with_status(decision.status))))
+    return replace(decision, actions=(*decision.actions, *plan_queue_actions(view.with_status(decision.status))))
 
 
 def _run(view: View) -> Decision:
@@ -100,7 +100,7 @@ def _run(view: View) -> Decision:
     status, restored = _with_budget_restored(described)
     final = described.with_status(status)
     events += [*yielded.events, *change_events(view.job.status, status), *restored]
-    actions = plan.actions + notifications(final, followed.news, followed.lost)
+    actions = plan.actions + plan_notifications(final, followed.news, followed.lost)
     return Decision(status, actions, tuple(events), _wake(final, followed, quiet=not actions, held=plan.held))
 
 
@@ -124,7 +124,7 @@ def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
         return fail(view, followed.failure, events)
     if followed.complete or (is_done(followed.ends) and _is_too_late(view)):
         # A short training may begin and end between two looks.
-        return complete(view.with_status(preflight_passed(view, (), formed=True)), events)
+        return complete(view.with_status(judge_preflight(view, (), formed=True)), events)
     return None
 
 
@@ -140,7 +140,7 @@ def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None)
     world = view.world
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
     quiet = quiet and not followed.news and not followed.undecided and not _is_somebody_silent(view)
-    moments = (_deadline(view), held, next_judgement(view))
+    moments = (_deadline(view), held, find_next_judgement(view))
     due = [max(0.0, (moment - view.now).total_seconds()) for moment in moments if moment is not None]
     return min([BLOCKED_POLL if blocked else max(POLL, world.report_seconds) if quiet else POLL, *due])
 

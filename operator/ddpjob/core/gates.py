@@ -1,4 +1,4 @@
-"""What a job passes before it may run. Each gate returns the view to go on with, or the decision.
+"""What a job passes before it may run. Each gate returns a view, or the decision that ends it.
 
 A decision ends the reconcile: the job has ended, has faults, is suspended, or waits.
 """
@@ -11,8 +11,8 @@ from ddpjob.api.job_classes import lacks_class
 from ddpjob.api.job_status import ConditionType
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Decision, Event, Failure
 from ddpjob.core.failures.classify import Cause
-from ddpjob.core.plan.job_class import CLASS_REFUSED, class_fault, takes_class, with_class_applied
-from ddpjob.core.plan.queue import is_queued, queue_actions, waits_for, with_admitted, with_grant
+from ddpjob.core.plan.job_class import CLASS_REFUSED, find_class_fault, take_class, with_class_applied
+from ddpjob.core.plan.queue import explain_waiting, is_queued, plan_queue_actions, with_admitted, with_grant
 from ddpjob.core.plan.wind_down import fail, wind_down
 from ddpjob.core.status.conditions import with_condition, with_phase
 from ddpjob.core.status.messages import event_text
@@ -48,7 +48,7 @@ def pass_unless_suspended(view: View) -> View | Decision:
 
 def pass_with_class(view: View) -> View | Decision:
     """A job that begins takes its class first: the class is written, and nothing else is done."""
-    fault, taken = class_fault(view), takes_class(view)
+    fault, taken = find_class_fault(view), take_class(view)
     if fault is not None:
         return _without_class(view, *fault)
     if taken is not None:
@@ -86,7 +86,7 @@ def _without_quota(view: View) -> Decision:
 
     It is treated as suspended.
     """
-    reason, message = waits_for(view)
+    reason, message = explain_waiting(view)
     events, had = list[Event](), view.job.status.queue
     if had is not None:
         held = next((w for w in view.world.workloads if w.uid == had.uid), None)
@@ -105,7 +105,7 @@ def _without_quota(view: View) -> Decision:
     decision = suspend(view, reason, message, events)
     if decision.status.terminal or any(is_left(pod, view.world) for pod in view.world.pods):
         return decision
-    actions = queue_actions(view.with_status(decision.status))
+    actions = plan_queue_actions(view.with_status(decision.status))
     blocked = view.world.rejections or not view.world.serves_queues
     wake = BLOCKED_POLL if blocked else POLL if actions else decision.wake
     return replace(decision, actions=(*decision.actions, *actions), wake=wake)

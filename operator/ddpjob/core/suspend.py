@@ -7,15 +7,15 @@ from datetime import datetime
 
 from ddpjob.api.job_status import ConditionType, SlotState, format_time
 from ddpjob.core.decision import BLOCKED_POLL, Action, Decision, DeleteGang, DeletePod, Event
-from ddpjob.core.failures.liveness import given_up, is_overdue, lost_since
-from ddpjob.core.follow.outcome import finished_while_ending, settle
+from ddpjob.core.failures.liveness import is_given_up, is_overdue, lost_since
+from ddpjob.core.follow.outcome import has_finished_while_ending, settle
 from ddpjob.core.plan.queue import drop_workloads
-from ddpjob.core.plan.slots import new_generation
+from ddpjob.core.plan.slots import begin_generation
 from ddpjob.core.plan.wind_down import complete, has_leftovers
 from ddpjob.core.status.conditions import QUEUED, with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.scheduled import deletion_refused
-from ddpjob.core.status.shown_progress import shown_progress, without_speed
+from ddpjob.core.status.shown_progress import show_progress, without_speed
 from ddpjob.core.view import View
 from ddpjob.core.world import PodView, Role, World, is_down
 
@@ -32,7 +32,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
         # It finished unseen, for instance while no operator ran. Starting again at the resume would
         # be pointless.
         return complete(done, [])
-    if view.status.holds(ConditionType.SUSPENDED) and finished_while_ending(view):
+    if view.status.holds(ConditionType.SUSPENDED) and has_finished_while_ending(view):
         return complete(view, [])
     status, now = view.status, view.now
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
@@ -40,7 +40,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     if created or any(state is not SlotState.PLANNED for state in states):
         # Also for pods that no status shows yet, since their names are used up. The spec is checked
         # when the job resumes.
-        status = replace(new_generation(view), template_hash=status.template_hash, runtime=status.runtime)
+        status = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
     leaving = [p for p in view.world.pods if is_left(p, view.world)]
     if events is None:
         already = status.condition(ConditionType.SUSPENDED)
@@ -65,11 +65,11 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     ):
         status = without_condition(status, kind)
     shown, reported = without_speed(status.progress), without_speed(view.reported_progress)
-    progress = shown_progress(shown, reported, now, at_once=True)
+    progress = show_progress(shown, reported, now, at_once=True)
     status = with_phase(replace(status, start_time=None, active=0, ready=0, spare=0, progress=progress))
     if reason not in QUEUED:
         status = without_condition(replace(status, queue=None), ConditionType.ADMITTED)
-    lost = [p for p in leaving if given_up(view, p, lost_since(p, view.world, now))]
+    lost = [p for p in leaving if is_given_up(view, p, lost_since(p, view.world, now))]
     alive = [p for p in leaving if p not in lost]
     nodes_first = [p for p in alive if p.role is not Role.COORDINATOR and not is_overdue(p, now)] or alive
     # A host that does not answer will never confirm the end of its pods, so nothing waits for them.

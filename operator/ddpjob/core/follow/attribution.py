@@ -16,7 +16,7 @@ from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import ConditionType, Restart, SlotState
 from ddpjob.core.failures.classify import Cause, with_traceback
 from ddpjob.core.failures.merge_causes import Attributed, Finding, attribute
-from ddpjob.core.failures.new_incidents import NewIncidents, new_incidents, with_seen
+from ddpjob.core.failures.new_incidents import NewIncidents, find_new_incidents, with_seen
 from ddpjob.core.failures.policy import evaluate_rules
 from ddpjob.core.follow.ends import Ended, Ends
 from ddpjob.core.plan.slots import can_replace
@@ -69,7 +69,7 @@ class Attribution:
 def attribute_ends(ends: Ends) -> Attribution:
     """Attribute what has ended and the incidents that no reconcile has seen yet."""
     view = ends.view
-    incidents = new_incidents(view)
+    incidents = find_new_incidents(view)
     findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.slots.items()]
     merged = attribute(view.status, _one_for_command(view.job, findings), incidents.findings, incidents.lost)
     return Attribution(ends, incidents, merged)

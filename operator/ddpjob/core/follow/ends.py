@@ -17,13 +17,13 @@ from ddpjob.core.failures.avoided_nodes import RECENT
 from ddpjob.core.failures.classify import (
     Cause,
     End,
+    explain_end,
+    explain_vanished,
+    find_wrong_platform,
+    is_about_platform,
     names_entry_point,
-    of_platform,
-    vanished,
-    why_ended,
-    wrong_platform,
 )
-from ddpjob.core.failures.liveness import given_up, lost_since
+from ddpjob.core.failures.liveness import is_given_up, lost_since
 from ddpjob.core.failures.node_health import judge_nodes
 from ddpjob.core.plan.slots import QUICK
 from ddpjob.core.view import View
@@ -84,7 +84,7 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
     for index, (slot, pod) in enumerate(zip(view.status.slots, view.pods, strict=True)):
         since = _silent_since(view, slot, pod)
         state, end = _follow_slot(view, index, slot, pod)
-        if since is not None and end is None and pod is not None and given_up(view, pod, since):
+        if since is not None and end is None and pod is not None and is_given_up(view, pod, since):
             state, end = SlotState.FAILED, _host_lost(view, pod, since)
         if end is None and index in leaving:
             state, end = SlotState.FAILED, leaving[index]
@@ -128,18 +128,18 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
             return slot.state, None
         if last is not None and is_success(last, launcher=launcher):
             return SlotState.SUCCEEDED, None  # removed between two looks, as by a cleaner
-        return SlotState.LOST, vanished(name, slot.node, hosts, last, launcher=launcher)
+        return SlotState.LOST, explain_vanished(name, slot.node, hosts, last, launcher=launcher)
     if is_success(pod, launcher=launcher):
         return SlotState.SUCCEEDED, None
     if pod.ended or pod.deleted_at is not None:
-        return SlotState.FAILED, why_ended(pod, hosts, launcher=launcher)
+        return SlotState.FAILED, explain_end(pod, hosts, launcher=launcher)
     group = view.status.rendezvous.generation
     if pod.generation < group:
         # It has a different coordinator, which nobody asks: the status was changed by hand, or the
         # pod was created late.
         why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
         return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
-    elsewhere = wrong_platform(pod)
+    elsewhere = find_wrong_platform(pod)
     if elsewhere is not None:
         return SlotState.FAILED, elsewhere
     return (SlotState.RUNNING if pod.main.running else SlotState.CREATED), None
@@ -165,19 +165,19 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
         dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
         last = view.world.last_of(name)
         gone = dedicated and (rendezvous.state is not SlotState.PLANNED or last is not None)
-        return view, (Ended(vanished(name, "", hosts, last), None, name) if gone else None)
+        return view, (Ended(explain_vanished(name, "", hosts, last), None, name) if gone else None)
     container = pod.containers.get(COORDINATOR_CONTAINER)
     dedicated = pod.role is Role.COORDINATOR
     if dedicated and ((container is not None and container.ended) or pod.ended or pod.deleted_at is not None):
-        return view, Ended(why_ended(pod, hosts), pod, name)
+        return view, Ended(explain_end(pod, hosts), pod, name)
     if container is not None and container.ended:
         # Judged as if it were the pod's only container.
         alone = replace(pod, role=Role.COORDINATOR, containers={COORDINATOR_CONTAINER: container})
-        return view, Ended(why_ended(alone, hosts), pod, name)
+        return view, Ended(explain_end(alone, hosts), pod, name)
     since = lost_since(pod, view.world, view.now) if dedicated else None
-    if given_up(view, pod, since):
+    if is_given_up(view, pod, since):
         return view, Ended(_host_lost(view, pod, since), pod, name)
-    if job.spec.fast and given_up(view, pod, view.world.deaf_since):
+    if job.spec.fast and is_given_up(view, pod, view.world.deaf_since):
         why = f"pod {name} has not heard most of its members for {_seconds(view, view.world.deaf_since)} s"
         return view, Ended(End(Cause.RENDEZVOUS_LOST, f"{why}, although their Kubernetes nodes are ready"), pod, name)
     running = container is not None and container.running
@@ -202,7 +202,7 @@ def _judge_start_errors(ends: Ends) -> Ends:
     def judge(ended: Ended) -> Ended:
         if ended.end.cause is not Cause.START_ERROR:
             return ended
-        if of_platform(ended.end) and _has_other_platform(view, hosts):
+        if is_about_platform(ended.end) and _has_other_platform(view, hosts):
             return ended
         program = () if ended is ends.coordinator else view.job.spec.command
         if not everywhere and not names_entry_point(ended.end, program):
@@ -231,7 +231,7 @@ def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
         return ended
     if view.world.one_host or (report is not None and report.attempt == rendezvous.attempt):
         return ended
-    platform = wrong_platform(pod) if ended is None else None
+    platform = find_wrong_platform(pod) if ended is None else None
     if platform is not None:
         return Ended(platform, pod, pod.name)
     if any(avoided.reason.startswith(Cause.START_ERROR) for avoided in view.status.avoided_nodes):

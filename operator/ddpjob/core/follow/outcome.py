@@ -9,12 +9,12 @@ from ddpjob_runtime.protocol import CoordinatorState
 
 from ddpjob.api.job_status import SlotState
 from ddpjob.core.decision import Failure
-from ddpjob.core.failures.classify import Cause, stuck, with_traceback, without_wait
-from ddpjob.core.failures.policy import PROGRAM_ERROR, repeated_everywhere, repeated_program_error
+from ddpjob.core.failures.classify import Cause, find_stuck, with_traceback, without_wait
+from ddpjob.core.failures.policy import PROGRAM_ERROR, find_error_everywhere, find_repeated_error
 from ddpjob.core.follow.attribution import Attribution, attribute_ends
 from ddpjob.core.follow.ends import Ended, Ends, find_ends, is_success
 from ddpjob.core.follow.recording import Recorded
-from ddpjob.core.status.messages import cause_first, count
+from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
@@ -80,7 +80,7 @@ def give_up_lost(attribution: Attribution) -> View:
     return attribution.with_seen(view)
 
 
-def finished_while_ending(view: View) -> bool:
+def has_finished_while_ending(view: View) -> bool:
     """Return whether pods of the previous generation have finished instead of being interrupted."""
     before = view.status.rendezvous.generation - 1
     pods = [*view.world.nodes(), *(p for p in view.world.departed if p.role is not Role.COORDINATOR)]
@@ -103,7 +103,7 @@ def _fatal(attribution: Attribution) -> Failure | None:
     if fatal is None:
         return None
     kind = f"{fatal.restart.reason}: " if fatal.why else ""
-    return Failure(fatal.fails, kind + cause_first(without_wait(fatal.restart.message), fatal.why))
+    return Failure(fatal.fails, kind + put_cause_first(without_wait(fatal.restart.message), fatal.why))
 
 
 def _program_error(view: View) -> Failure | None:
@@ -112,11 +112,11 @@ def _program_error(view: View) -> Failure | None:
     This is judged only before the first step, because later there is progress to keep.
     """
     spec, recent = view.job.spec, view.status.restarts.recent
-    said = None if view.trained else repeated_program_error(spec, recent) or repeated_everywhere(spec, recent)
+    said = None if view.trained else find_repeated_error(spec, recent) or find_error_everywhere(spec, recent)
     if said is None:
         return None
     last = next(r for r in reversed(recent) if r.counted)
-    return Failure(PROGRAM_ERROR, cause_first(without_wait(last.message), said))
+    return Failure(PROGRAM_ERROR, put_cause_first(without_wait(last.message), said))
 
 
 def _cannot_start(view: View) -> Failure | None:
@@ -124,7 +124,7 @@ def _cannot_start(view: View) -> Failure | None:
     if view.has_run:
         return None
     for pod in [view.coordinator, *view.pods]:
-        held = stuck(pod, has_run=False) if pod else None
+        held = find_stuck(pod, has_run=False) if pod else None
         if held is not None and held.final:
             return Failure(held.reason, held.message)
     return None
@@ -147,5 +147,5 @@ def _budget_spent(view: View) -> Failure | None:
     spent = f"{count(restarts.counted, 'failure')}, recovery.maxRestarts is {limit}"
     last = next((r for r in reversed(restarts.recent) if r.counted), None)
     if last is not None:
-        spent = f"{last.reason}: {cause_first(without_wait(last.message), spent)}"
+        spent = f"{last.reason}: {put_cause_first(without_wait(last.message), spent)}"
     return Failure("RestartBudgetSpent", spent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ddpjob.api.job_status import JobStatus, Restart
-from ddpjob.core.failures.avoided_nodes import FAULTS, RECENT, avoided
+from ddpjob.core.failures.avoided_nodes import FAULTS, RECENT, find_avoided_nodes
 from ddpjob.core.failures.classify import Cause, with_traceback
 from ddpjob.core.failures.node_health import MOVE_CAUSES, judge_failing
 from ddpjob.core.failures.policy import evaluate_rules
@@ -54,7 +54,7 @@ def record_restarts(attribution: Attribution) -> Recorded:
         if coordinator.end.cause in FAULTS:
             faults = (*faults, replace(restart, reason=coordinator.end.cause))
     if not view.world.one_host:
-        hosts = avoided(view.status, view.now, trained=view.trained, faults=faults)
+        hosts = find_avoided_nodes(view.status, view.now, trained=view.trained, faults=faults)
         view = view.with_status(replace(view.status, avoided_nodes=hosts))
     return Recorded(attribution, view, slots, tuple(restarts))
 

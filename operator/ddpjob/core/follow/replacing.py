@@ -16,12 +16,12 @@ from ddpjob.core.follow.recording import Recorded
 from ddpjob.core.plan.gang import is_broken_up
 from ddpjob.core.plan.slots import (
     Repeated,
+    begin_generation,
     can_replace,
-    in_a_row,
-    new_generation,
-    next_attempt,
-    next_coordinator,
-    repeated,
+    count_in_a_row,
+    count_repetition,
+    plan_next_attempt,
+    plan_next_coordinator,
     with_slots,
 )
 from ddpjob.core.view import View
@@ -34,10 +34,10 @@ def replace_ended(recorded: Recorded) -> View:
     """Return the view with the next attempt of what has ended, or the next generation, planned."""
     ends, view = recorded.slots, recorded.view.with_status(_with_backoff(recorded))
     if _must_regroup(recorded, view):
-        return view.with_status(new_generation(view if view.job.spec.under_torchrun else _all_wait(view, ends)))
-    status = next_coordinator(view.status) if recorded.coordinator is not None else view.status
+        return view.with_status(begin_generation(view if view.job.spec.under_torchrun else _all_wait(view, ends)))
+    status = plan_next_coordinator(view.status) if recorded.coordinator is not None else view.status
     slots = [
-        next_attempt(s, Repeated(s.reason, s.failures, s.not_before)) if i in ends else s
+        plan_next_attempt(s, Repeated(s.reason, s.failures, s.not_before)) if i in ends else s
         for i, s in enumerate(status.slots)
     ]
     return view.with_status(with_slots(status, slots))
@@ -87,12 +87,12 @@ def _with_backoff(recorded: Recorded) -> JobStatus:
         slot, again, cause = slots[index], Repeated(), ended.end.cause
         if ended.name in causes or cause is Cause.PREEMPTED:
             own = slot.failures if slot.reason == cause else 0
-            again = repeated(view, Repeated(cause, max(own, in_a_row(view, cause))), ended.end, ended.pod)
-        elif shared := in_a_row(view.with_slots(slots), cause):
-            again = repeated(view, Repeated(cause, shared - 1), ended.end, ended.pod)
+            again = count_repetition(view, Repeated(cause, max(own, count_in_a_row(view, cause))), ended.end, ended.pod)
+        elif shared := count_in_a_row(view.with_slots(slots), cause):
+            again = count_repetition(view, Repeated(cause, shared - 1), ended.end, ended.pod)
         slots[index] = replace(slot, reason=again.reason, failures=again.failures, not_before=again.not_before)
     if coordinator is not None:
         before = Repeated(coordinator.end.cause, rendezvous.failures)
-        again = repeated(view, before, coordinator.end, coordinator.pod)
+        again = count_repetition(view, before, coordinator.end, coordinator.pod)
         rendezvous = replace(rendezvous, failures=again.failures, not_before=again.not_before)
     return replace(view.status, slots=tuple(slots), rendezvous=rendezvous)

@@ -15,12 +15,12 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
 from ddpjob.core.failures.node_health import judge_nodes
 from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
-from ddpjob.core.status.group_counts import IN_GROUP, ready_spares, training_nodes
+from ddpjob.core.status.group_counts import IN_GROUP, count_ready_spares, count_training_nodes
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.restarting import fast_recovery, preflight_passed, restarting
+from ddpjob.core.status.restarting import judge_fast_recovery, judge_preflight, judge_restarting
 from ddpjob.core.status.running import judge_running
-from ddpjob.core.status.scheduled import scheduled
-from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
+from ddpjob.core.status.scheduled import judge_scheduled
+from ddpjob.core.status.shown_progress import show_progress, show_stragglers
 from ddpjob.core.view import View, is_number
 from ddpjob.core.volumes import has_claim
 
@@ -35,13 +35,13 @@ def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Jo
     """
     job, now = view.job, view.now
     alive = [p for p in view.pods if p is not None and not p.ended and p.deleted_at is None]
-    training = training_nodes(view)
+    training = count_training_nodes(view)
     running_pods = sum(p.main.running for p in alive)
     finished = sum(s.state is SlotState.SUCCEEDED for s in view.status.slots)
     ready = max(0, training - finished) if training is not None else min(running_pods, job.spec.nodes)
-    spare = min(ready_spares(view, training), max(0, running_pods - ready))
+    spare = min(count_ready_spares(view, training), max(0, running_pods - ready))
     status = replace(view.status, active=min(len(alive), job.spec.nodes), ready=ready, spare=spare)
-    view = view.with_status(scheduled(view.with_status(status), alive, creating=creating))
+    view = view.with_status(judge_scheduled(view.with_status(status), alive, creating=creating))
     running, reason, message = judge_running(view, training, running_pods)
     view = view.with_status(with_condition(view.status, ConditionType.RUNNING, running, reason, message, now))
     whole = (
@@ -49,9 +49,9 @@ def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Jo
         and reason not in ("CoordinatorUnreachable", "CoordinatorReplaced")
         and (training is None or training <= job.spec.nodes)
     )
-    view = view.with_status(restarting(view, whole, [r for r in restarts if r.round]))
-    view = view.with_status(preflight_passed(view, restarts, formed=view.status.holds(ConditionType.RUNNING)))
-    status = _isolated(view.with_status(fast_recovery(view)))
+    view = view.with_status(judge_restarting(view, whole, [r for r in restarts if r.round]))
+    view = view.with_status(judge_preflight(view, restarts, formed=view.status.holds(ConditionType.RUNNING)))
+    status = _isolated(view.with_status(judge_fast_recovery(view)))
     status = _nodes_healthy(view.with_status(status))
     status = _checkpoints_copied(view.with_status(status))
     status = _ranks_ordered(view.with_status(status), training)
@@ -64,8 +64,8 @@ def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Jo
     return with_phase(
         replace(
             status,
-            progress=shown_progress(
-                status.progress, view.reported_progress, now, at_once=due, stragglers=shown_stragglers(view)
+            progress=show_progress(
+                status.progress, view.reported_progress, now, at_once=due, stragglers=show_stragglers(view)
             ),
         )
     )
