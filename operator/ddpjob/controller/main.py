@@ -64,12 +64,7 @@ class Leader:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        rest: Rest,
-        coordinators: CoordinatorClient,
-        shard: int,
-        schema: ServedSchema,
+        self, settings: Settings, rest: Rest, coordinators: CoordinatorClient, shard: int, schema: ServedSchema
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
@@ -84,19 +79,9 @@ class Leader:
         platform = Platform(
             operator_key=settings.key, operator_peer=settings.peer, metrics_peers=settings.metrics_peers
         )
-        self.report_watch = ReportWatch(self.queue.add)
-        self.notifier = Notifier(settings.receivers, self.queue.add)
-        self.cluster = KubernetesCluster(
-            rest,
-            self.caches,
-            coordinators,
-            platform,
-            self.report_watch,
-            self.notifier,
-            settings.classes,
-            creating,
-            settings.identity,
-        )
+        self.report_watch, self.notifier = ReportWatch(self.queue.add), Notifier(settings.receivers, self.queue.add)
+        helpers = coordinators, platform, self.report_watch, self.notifier
+        self.cluster = KubernetesCluster(rest, self.caches, *helpers, settings.classes, creating, settings.identity)
         release = f"{settings.lease_namespace}/{settings.lease_name}"
         self.claims = NamespaceClaims(rest, release) if settings.lease_namespace else None
 

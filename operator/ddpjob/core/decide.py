@@ -11,19 +11,13 @@ from datetime import datetime, timedelta
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus
+from ddpjob.core import gates
 from ddpjob.core.begin import Begun, begin, yield_room
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Decision, Event, Failure
 from ddpjob.core.failures.liveness import lost_since
 from ddpjob.core.failures.node_health import find_next_judgement
 from ddpjob.core.follow.outcome import is_done
 from ddpjob.core.follow.stages import Followed, follow
-from ddpjob.core.gates import (
-    pass_unless_ended,
-    pass_unless_suspended,
-    pass_valid_template,
-    pass_with_class,
-    pass_with_quota,
-)
 from ddpjob.core.plan.actions import plan_actions, plan_notifications
 from ddpjob.core.plan.queue import plan_queue_actions
 from ddpjob.core.plan.wind_down import complete, fail
@@ -36,11 +30,11 @@ from ddpjob.core.volumes import FIELD
 from ddpjob.core.world import LABEL_ROLE, LABEL_UID, Role, World
 
 GATES: tuple[Callable[[View], View | Decision], ...] = (
-    pass_unless_ended,
-    pass_valid_template,
-    pass_unless_suspended,
-    pass_with_class,
-    pass_with_quota,
+    gates.pass_unless_ended,
+    gates.pass_valid_template,
+    gates.pass_unless_suspended,
+    gates.pass_with_class,
+    gates.pass_with_quota,
 )
 """What a job passes before it may run, in this order. The first gate that returns a decision ends
 the reconcile; otherwise the next one gets its view."""

@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 
-from ddpjob_runtime.protocol import (
-    COPY_BEHIND,
-    COPY_STEP,
-)
+from ddpjob_runtime.protocol import COPY_BEHIND, COPY_STEP
 
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
 from ddpjob.core.failures.node_health import judge_nodes

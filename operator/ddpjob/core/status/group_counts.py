@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from ddpjob_runtime.protocol import (
-    CoordinatorState,
-    MemberState,
-)
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
 
 from ddpjob.core.view import View
 

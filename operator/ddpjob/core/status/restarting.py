@@ -7,10 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ddpjob_runtime.protocol import (
-    DATA,
-    PREFLIGHT,
-)
+from ddpjob_runtime.protocol import DATA, PREFLIGHT
 
 from ddpjob.api.job_spec import PreflightScope
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
