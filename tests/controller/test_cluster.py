@@ -14,7 +14,6 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_classes import JobClasses
 from ddpjob.controller.kubernetes_cluster import CREATIONS, FOUND_FOR, LOOK_AGAIN
-from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL
 from ddpjob.core.world import Role
 from ddpjob.engine import reconcile as reconcile_module
@@ -429,8 +428,7 @@ def _make_a_claim(c: Case, **more: Any) -> None:
 
 def test_a_job_is_read_with_its_class_as_soon_as_that_is_written() -> None:
     async def main() -> None:
-        async with case() as c:
-            c.cluster.classes = JobClasses.read({"team": {"spec": {"image": "team/train:1"}}})
+        async with case(classes=JobClasses.read({"team": {"spec": {"image": "team/train:1"}}})) as c:
             body = c.server.store.get("DDPJob", "job")
             del body["spec"]["image"]
             body["spec"]["className"] = "team"
@@ -525,10 +523,9 @@ def test_a_reconcile_waits_for_no_coordinator() -> None:
     async def main() -> None:
         listener = await asyncio.start_server(hang, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
-        async with case() as c:
+        woken: list[JobKey] = []
+        async with case(on_report=woken.append) as c:
             await c.reconcile()
-            woken: list[JobKey] = []
-            c.cluster.report_watch = ReportWatch(woken.append)
             job = c.server.store.get("DDPJob", "job")
             place = {**job["status"]["rendezvous"], "endpoint": f"127.0.0.1:{port}", "state": "Running"}
             job["status"] = {**job["status"], "rendezvous": place}
@@ -546,7 +543,6 @@ def test_a_reconcile_waits_for_no_coordinator() -> None:
                     assert observed is not None and observed.world.report is None
                 assert loop.time() - began < 0.1
             assert woken == [KEY], "once, when the first request has failed"
-            await c.cluster.report_watch.close()
         listener.close()
 
     run(main())
@@ -563,7 +559,6 @@ def test_a_coordinator_is_asked_as_soon_as_the_status_says_that_it_runs() -> Non
             writer.close()
 
         async with case() as c:
-            c.cluster.report_watch = ReportWatch(lambda key: None)
             await c.reconcile()
             rendezvous, moment = (await c.job()).spec.rendezvous, c.server.store.clock.stamp()
             listener = await asyncio.start_server(listen, "127.0.0.1", rendezvous.endpoint_port)
@@ -577,7 +572,6 @@ def test_a_coordinator_is_asked_as_soon_as_the_status_says_that_it_runs() -> Non
             await c.reconcile()
             async with asyncio.timeout(1):
                 await asked.wait()
-            await c.cluster.report_watch.close()
             listener.close()
 
     run(main())

@@ -10,6 +10,7 @@ import pytest
 from ddpjob.controller.main import OTHERS_SECONDS, Leader
 from ddpjob.controller.namespace_claims import CLAIM_NAME, CLAIM_SECONDS, NamespaceClaims
 from ddpjob.controller.operator_settings import Settings
+from ddpjob.controller.served_schema import ServedSchema
 from ddpjob.engine.coordinator_client import CoordinatorClient
 from ddpjob.engine.ports import JobKey, Unavailable
 
@@ -97,7 +98,10 @@ async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
     async with api_server() as server, connected(server) as rest:
         spec = {"image": "image", "script": "train.py", "gpusPerNode": 0}
         server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "uid"}, "status": {}, "spec": spec})
-        leader = Leader(Settings(key=b"0123456789abcdef", lease_namespace="b"), rest, CoordinatorClient())
+        schema = ServedSchema(rest)
+        await schema.look()
+        settings = Settings(key=b"0123456789abcdef", lease_namespace="b")
+        leader = Leader(settings, rest, CoordinatorClient(), 0, schema)
         async with followed(server, leader.caches):
             assert await NamespaceClaims(rest, "a/ddpjob-operator").mine("space")
             assert await leader.reconcile_one(JobKey("space", "job")) == OTHERS_SECONDS

@@ -19,7 +19,7 @@ from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_status import JobStatus
 from ddpjob.controller.pod_views import read_claim, read_pod, read_workload
 from ddpjob.core.decision import Event
-from ddpjob.core.volumes import claims_to_read
+from ddpjob.core.volumes import list_claims_to_read
 from ddpjob.core.world import (
     LABEL_ROLE,
     LABEL_UID,
@@ -153,7 +153,7 @@ class MemoryCluster:
             receivers=frozenset({"team"}),
             offer=self.classes.offer(job),
             outcomes=dict(self.outcomes),
-            claims=tuple(self._claim(name) for name in claims_to_read(job, pods)),
+            claims=tuple(self._claim(name) for name in list_claims_to_read(job, pods)),
             claim_template=template_mark(job),
             report=self._report(endpoint) if endpoint else None,
             problems=problems(job.spec.pod_template)

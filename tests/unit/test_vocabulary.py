@@ -4,6 +4,7 @@ equal figures.
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 from collections import defaultdict
@@ -74,6 +75,44 @@ def test_the_check_finds_unwanted_words() -> None:
 def test_unwanted_words_do_not_return(path: Path) -> None:
     found = unwanted(path.read_text())
     assert not found, "\n".join([str(path.relative_to(ROOT)), *found])
+
+
+ALONE = re.compile(r"(?<!Kubernetes )(?<![\w./-])[Nn]odes?(?![\w.(-])")
+"""The word "node" for a training pod; a machine is a "Kubernetes node" (docs/glossary.md)."""
+TRAINING_PODS = (
+    *("all nodes have", "the node has finished", " nodes have finished", "every node of the group"),
+    *("the places of its nodes", "nodes of one place", " nodes at once", "watch of nodes by a ClusterRole"),
+)
+"""Parts of messages in which nodes are training pods, or a word of Kubernetes' own."""
+MACHINES = (
+    *(
+        "none on other nodes",
+        "has left this node",
+        "the scheduler chose the node",
+        "and this node is",
+        "no node is known",
+    ),
+    " held a node for ",
+)
+"""Parts of messages that say "node" alone for a machine; to be reworded."""
+
+
+def machines(text: str) -> bool:
+    """Whether a message may say "node" alone for a machine."""
+    for part in (*TRAINING_PODS, *MACHINES):
+        text = text.replace(part, "")
+    return ALONE.search(text) is not None and text.strip() not in ("node", "nodes")
+
+
+def test_messages_say_kubernetes_node_for_a_machine() -> None:
+    assert machines("the node is gone") and not machines("Kubernetes node n1 is gone; all nodes have finished")
+    found = []
+    for path in (ROOT / "operator" / "ddpjob" / "core").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docs]
+        found += [f"{path.name}: {text}" for text in texts if isinstance(text, str) and machines(text)]
+    assert found == [], 'write "Kubernetes node" for a machine; if pods are meant, add the words to TRAINING_PODS'
 
 
 def test_no_two_modules_of_one_name() -> None:

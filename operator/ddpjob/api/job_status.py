@@ -1,4 +1,7 @@
-"""`status` of a DDPJob as frozen dataclasses, which pydantic reads and writes."""
+"""`status` of a DDPJob as frozen dataclasses, which pydantic reads and writes.
+
+Why some of its names say node for a machine: docs/decisions/0022.
+"""
 
 from __future__ import annotations
 

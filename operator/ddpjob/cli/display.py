@@ -18,7 +18,7 @@ from rich.text import Text
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import JobStatus, Phase
 from ddpjob.cli.output import printable
-from ddpjob.core.status.messages import cause_first
+from ddpjob.core.status.messages import put_cause_first
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import RunDisplay, Shown
@@ -81,7 +81,7 @@ def recoveries(status: JobStatus) -> list[str]:
     if not status.progress:
         return []
     return [
-        f"{r.reason}: {cause_first(r.message.splitlines()[0], f'the group ran again after {r.seconds:.1f} s')}"
+        f"{r.reason}: {put_cause_first(r.message.splitlines()[0], f'the group ran again after {r.seconds:.1f} s')}"
         for r in status.restarts.recent
         if r.seconds
     ]

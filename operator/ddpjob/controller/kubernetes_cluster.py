@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +30,7 @@ from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.status.scheduled import DELETION_REFUSED
-from ddpjob.core.volumes import claims_to_read
+from ddpjob.core.volumes import list_claims_to_read
 from ddpjob.core.world import (
     LABEL_MANAGED,
     LABEL_ROLE,
@@ -132,7 +131,7 @@ class _Collected(NameTaken):
 class KubernetesCluster:
     """Implements `ddpjob.engine.ports.Cluster` for every job.
 
-    `instance` names this replica in events.
+    `creating` are the turns for the creation of objects. `instance` names this replica in events.
     """
 
     def __init__(
@@ -141,18 +140,15 @@ class KubernetesCluster:
         caches: Caches,
         coordinators: CoordinatorClient,
         platform: Platform,
-        instance: str | None = None,
+        report_watch: ReportWatch,
+        notifier: Notifier,
+        classes: JobClasses,
+        creating: Turns,
+        instance: str,
     ) -> None:
         self.rest, self.caches, self.coordinators, self.platform = rest, caches, coordinators, platform
-        self.instance = instance or socket.gethostname()
-        self.report_watch: ReportWatch | None = None
-        """Set by the operator, which it wakes when a coordinator's report changes."""
-        self.notifier: Notifier | None = None
-        """Set by the operator, which it wakes when the outcome of a notification is known."""
-        self.classes = JobClasses()
-        """Set by the operator."""
-        self.creating = Turns(CREATIONS)
-        """Turns for the creation of objects."""
+        self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
+        self.creating, self.instance = creating, instance
         self._unsure: set[JobKey] = set()
         """Jobs whose status may have been written by an unanswered request, or by others. They are
         read again."""
@@ -186,8 +182,7 @@ class KubernetesCluster:
             for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
             self._follow(key, None)
-            if self.notifier is not None:
-                self.notifier.outcomes(key, ())
+            self.notifier.outcomes(key, ())
             return None
         self._follow(key, job)
         pods = self.caches.pods(job)
@@ -205,7 +200,7 @@ class KubernetesCluster:
         return Observation(job, self._with_notifications(job, await self._world(job, pods)))
 
     def _with_notifications(self, job: DDPJob, world: World) -> World:
-        if self.notifier is None or job.spec.notify is None:
+        if job.spec.notify is None:
             return world
         key, receivers = JobKey(job.namespace, job.name), self.notifier.receivers
         pending = (n.id for n in job.status.notifications if n.state is NotificationState.PENDING)
@@ -224,8 +219,6 @@ class KubernetesCluster:
 
     def _follow(self, key: JobKey, job: DDPJob | None) -> None:
         """Follow the job's coordinator while it runs."""
-        if self.report_watch is None:
-            return
         rendezvous = job.status.rendezvous if job is not None and not job.status.terminal else None
         runs = rendezvous is not None and rendezvous.endpoint and rendezvous.state is SlotState.RUNNING
         self.report_watch.follow(
@@ -233,14 +226,9 @@ class KubernetesCluster:
         )
 
     def _report(self, key: JobKey) -> Report | None:
-        if self.report_watch is None:
-            return None
         if self.report_watch.is_asking(key):
             raise ReportPending(f"the coordinator of {key.name} is asked for the first time", REPORT_RETRY)
         return self.report_watch.report(key)
-
-    def _report_refused(self, key: JobKey) -> str:
-        return self.report_watch.refusal(key) if self.report_watch is not None else ""
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Read those of these Kubernetes nodes that seem lost.
@@ -273,7 +261,7 @@ class KubernetesCluster:
 
     async def _world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
         policy = policy_name(job, self.platform)
-        claims = tuple([await self._claim(job.namespace, name) for name in claims_to_read(job, pods)])
+        claims = tuple([await self._claim(job.namespace, name) for name in list_claims_to_read(job, pods)])
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         faults = await self._template_faults(job)
@@ -295,8 +283,8 @@ class KubernetesCluster:
             serves_queues=self.caches.serves_queues(job.namespace),
             workloads=workloads,
             report=self._report(JobKey(job.namespace, job.name)),
-            report_refused=self._report_refused(JobKey(job.namespace, job.name)),
-            report_seconds=self.report_watch.progress_seconds if self.report_watch is not None else 0.0,
+            report_refused=self.report_watch.refusal(JobKey(job.namespace, job.name)),
+            report_seconds=self.report_watch.progress_seconds,
             claims=claims,
             claim_template=template_mark(job),
             offer=self.classes.offer(job),
@@ -855,8 +843,7 @@ class KubernetesCluster:
             await self.coordinators.notify(target_of(job, self.platform, endpoint), verb, body)
 
     async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
-        if self.notifier is not None:
-            self.notifier.send(JobKey(job.namespace, job.name), id, receiver, body)
+        self.notifier.send(JobKey(job.namespace, job.name), id, receiver, body)
 
     async def record(self, job: DDPJob, event: Event) -> None:
         """Record an event.

@@ -27,8 +27,8 @@ from ddpjob.controller.host_watch import Hosts
 from ddpjob.controller.job_metrics import SERIES, JobAccounts
 from ddpjob.controller.kube.election import Lease, act_while_elected
 from ddpjob.controller.kube.rest import NoCredentials, Rest
-from ddpjob.controller.kube.workqueue import DelayQueue
-from ddpjob.controller.kubernetes_cluster import KubernetesCluster
+from ddpjob.controller.kube.workqueue import DelayQueue, Turns
+from ddpjob.controller.kubernetes_cluster import CREATIONS, KubernetesCluster
 from ddpjob.controller.namespace_claims import NamespaceClaims
 from ddpjob.controller.notifier import Notifier
 from ddpjob.controller.operator_settings import Settings, SettingsError
@@ -64,19 +64,13 @@ class Leader:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        rest: Rest,
-        coordinators: CoordinatorClient,
-        shard: int = 0,
-        schema: ServedSchema | None = None,
+        self, settings: Settings, rest: Rest, coordinators: CoordinatorClient, shard: int, schema: ServedSchema
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
+        creating = Turns(CREATIONS)
         # Each namespace has its share of the workers; see `_rank` for the order. Pods come before
         # statuses that only report that they exist.
-        self.queue = DelayQueue[JobKey](
-            group=lambda key: key.namespace, rank=self._rank, crowded=lambda: self.cluster.creating.wanted()
-        )
+        self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
         watched, mine = settings.namespaces, self._is_in_shard
@@ -85,10 +79,9 @@ class Leader:
         platform = Platform(
             operator_key=settings.key, operator_peer=settings.peer, metrics_peers=settings.metrics_peers
         )
-        self.cluster = KubernetesCluster(rest, self.caches, coordinators, platform, settings.identity)
-        self.report_watch = self.cluster.report_watch = ReportWatch(self.queue.add)
-        self.cluster.classes = settings.classes
-        self.notifier = self.cluster.notifier = Notifier(settings.receivers, self.queue.add)
+        self.report_watch, self.notifier = ReportWatch(self.queue.add), Notifier(settings.receivers, self.queue.add)
+        helpers = coordinators, platform, self.report_watch, self.notifier
+        self.cluster = KubernetesCluster(rest, self.caches, *helpers, settings.classes, creating, settings.identity)
         release = f"{settings.lease_namespace}/{settings.lease_name}"
         self.claims = NamespaceClaims(rest, release) if settings.lease_namespace else None
 
@@ -133,7 +126,7 @@ class Leader:
             if not self.caches.complete_in(key.namespace):
                 outcomes.append("left")
                 return INCOMPLETE_SECONDS
-            if self.schema is not None and not self.schema.fits:
+            if not self.schema.fits:
                 outcomes.append("left")
                 return INCOMPLETE_SECONDS
             ours = await self._is_ours(key)

@@ -66,7 +66,7 @@ class ServedSchema:
         while True:
             began = now()
             try:
-                await self._look()
+                await self.look()
                 self._unknown_since = None
             except Unavailable as error:
                 log.info("the served schema is not known: %s", error)
@@ -82,7 +82,8 @@ class ServedSchema:
                 self._judge(self.missing or ())
             await asyncio.sleep(LOOK_SECONDS if self.fits else RETRY_SECONDS)
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Compare the served schema with what the operator writes, once."""
         index = await self.rest.request("GET", INDEX)
         address = str(index["paths"].get(_API, {}).get("serverRelativeURL", ""))
         if not address:

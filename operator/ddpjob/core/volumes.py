@@ -23,7 +23,7 @@ class Unusable:
     message: str
 
 
-def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
+def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     """Return the first claim that cannot serve the job's pods; None if all can.
 
     A claim cannot serve if it does not exist, or if one host would hold it while several need it.
@@ -55,7 +55,7 @@ def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     return None
 
 
-def missing_claim(job: DDPJob, world: World) -> bool:
+def lacks_claim(job: DDPJob, world: World) -> bool:
     """Whether the claim that the job makes is missing."""
     return any(claim.name == job.made_claim and not claim.exists for claim in world.claims)
 
@@ -65,7 +65,7 @@ def has_claim(job: DDPJob, world: World) -> bool:
     return any(c.name == job.made_claim and c.exists and not _not_ours(job, world, c) for c in world.claims)
 
 
-def claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
+def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
     """Return names of the claims that this reconcile must know.
 
     These are the claims that a pod to be created would mount. A claim's access modes do not change,

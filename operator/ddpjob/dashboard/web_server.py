@@ -35,7 +35,7 @@ from ddpjob.client.backends.backend import (
 from ddpjob.client.logs.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
 from ddpjob.client.texts.job_text import phase, restart_counts, took, why
 from ddpjob.client.texts.metric_series import read_metrics
-from ddpjob.core.status.messages import cause_first, count
+from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.dashboard.fleet import ENDED, STATES, WITHOUT_ETA, Key, read_job
 from ddpjob.dashboard.gate import AccessRefused, FleetView, Gate, own_host
@@ -117,7 +117,7 @@ class Dashboard:
         self._pages.filters |= {
             "duration": duration,
             "plain": plain,
-            "cause_first": cause_first,
+            "cause_first": put_cause_first,
             "counted": count,
             "number": lambda n: f"{n:,}".replace(",", "\u202f"),
         }

@@ -9,7 +9,7 @@ import pytest
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decision import Creation, NotifyCoordinator
 from ddpjob.core.failures.classify import without_wait
-from ddpjob.core.status.messages import cause_first, count, event_text
+from ddpjob.core.status.messages import count, event_text, put_cause_first
 from ddpjob.core.world import ContainerView
 from ddpjob_runtime.protocol import (
     EXIT_INIT_FAILURE,
@@ -344,4 +344,4 @@ def test_a_change_of_size_is_recorded_once() -> None:
     ],
 )
 def test_the_cause_comes_first_and_the_facts_last(recorded: str, shown: str) -> None:
-    assert cause_first(recorded, "f") == shown == event_text(recorded, "f")
+    assert put_cause_first(recorded, "f") == shown == event_text(recorded, "f")

@@ -30,7 +30,7 @@ from ddpjob.client.backends.backend import (
     PodLine,
 )
 from ddpjob.controller.pod_views import read_pod
-from ddpjob.core.failures.classify import stuck, termination_message
+from ddpjob.core.failures.classify import find_stuck, read_termination_message
 from ddpjob.core.status.waiting_pods import SCHEDULING_GATED
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
@@ -568,12 +568,12 @@ def _key(job: Json) -> tuple[str, str]:
 
 
 def _pod_line(view: PodView, containers: list[str]) -> PodLine:
-    waits = stuck(view, has_run=True)
+    waits = find_stuck(view, has_run=True)
     message = waits.message if waits else view.unschedulable or view.gated or view.status_message
     state = view.phase
     if view.main.ended:
         state = "Completed" if view.main.exit_code == 0 else f"Error ({view.main.exit_code})"
-        message = message or termination_message(view.main).message
+        message = message or read_termination_message(view.main).message
     elif view.deleted_at is not None:
         state = "Terminating"
     elif waits:

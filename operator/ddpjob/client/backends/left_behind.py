@@ -18,7 +18,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import format_time, known_time
 from ddpjob.client.backends.backend import METRICS, METRICS_BYTES, Mistake
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.shown_progress import duration, shown_progress
+from ddpjob.core.status.shown_progress import duration, show_progress
 
 _BYTES = 8 << 20
 """Bytes of the newest lines that are read; the runtime keeps at most two files of 4 MiB."""
@@ -181,7 +181,7 @@ def _state(last: Line) -> str:
 
 
 def _progress(line: Line) -> str:
-    shown = shown_progress({}, line.progress, line.time, at_once=True)
+    shown = show_progress({}, line.progress, line.time, at_once=True)
     words = [str(shown["display"])] if "display" in shown else []
     words += [f"loss {shown['lossDisplay']}"] if "lossDisplay" in shown else []
     metrics = {name: value for name, value in (shown.get("metrics") or {}).items() if is_number(value)}

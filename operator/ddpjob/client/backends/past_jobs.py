@@ -17,7 +17,7 @@ from ddpjob.api.job_status import format_time
 from ddpjob.client.backends.backend import METRICS, METRICS_WRITERS, Happened, LogOptions, Mistake, NoSuchJob, PodLine
 from ddpjob.client.backends.left_behind import LeftBehind, Line, read_left_behind
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.shown_progress import shown_progress
+from ddpjob.core.status.shown_progress import show_progress
 
 _MOST_FOLDERS = 1000
 _MOST_RESTARTS = 200
@@ -205,7 +205,7 @@ def _as_job(name: str, left: LeftBehind) -> Json:
     status: Json = {
         "phase": "Interrupted",
         "startTime": format_time(first.time),
-        "progress": shown_progress({}, left.reported.progress, left.reported.time, at_once=True),
+        "progress": show_progress({}, left.reported.progress, left.reported.time, at_once=True),
         "restarts": {
             "total": len(restarts),
             "uncounted": 0,

@@ -22,7 +22,7 @@ from ddpjob.api.job_spec import MANAGER, Json
 from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, known_time, parse_time
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.core.status.conditions import QUEUED
-from ddpjob.core.status.messages import cause_first, count
+from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.shown_progress import began_again, duration
 from ddpjob.local.environment import HOST
 
@@ -249,7 +249,7 @@ def restart_line(restart: Restart, now: datetime) -> str:
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
     consequence = ", a consequence" if restart.consequence else ""
-    ago, message = _since(restart.time, now), _first_line(cause_first(restart.message))
+    ago, message = _since(restart.time, now), _first_line(put_cause_first(restart.message))
     named = restart.node in ("", HOST) or restart.node in message
     where = "" if named else f" on {restart.node}"
     return f"{ago} ago {restart.reason}{where}: {message} ({counted}{consequence}{after})"

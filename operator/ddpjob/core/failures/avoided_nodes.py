@@ -21,7 +21,7 @@ FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
 enough."""
 
 
-def avoided(
+def find_avoided_nodes(
     status: JobStatus, now: datetime, *, trained: bool, faults: tuple[Restart, ...] = ()
 ) -> tuple[AvoidedNode, ...]:
     """Return the hosts to avoid, by name.

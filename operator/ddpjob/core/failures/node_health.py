@@ -36,7 +36,7 @@ from ddpjob.api.job_spec import JobSpec
 from ddpjob.api.job_status import PodChanges, QueueStatus, Restart, SlotState
 from ddpjob.core.failures.avoided_nodes import RECENT, WINDOW
 from ddpjob.core.failures.classify import PLANNED, Cause, End, without_wait
-from ddpjob.core.failures.policy import COUNTED, lost_device, names_program_error
+from ddpjob.core.failures.policy import COUNTED, find_lost_device, names_program_error
 from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
 
@@ -172,7 +172,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
         return f"has lost its connection {LINK_LOSSES} times in a row while other pods did not" if often else ""
-    said = lost_device(view.job.spec, failure.message, trained=view.trained)
+    said = find_lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
         return f"has lost its device ({said})"
     if failure.everywhere and view.job.spec.nodes > 1:
@@ -226,7 +226,7 @@ def _has_a_place(view: View, pod: PodView) -> bool:
     return spares or host is None or Wants.of(view.job.spec, view.status.queue).admitted_to(host)
 
 
-def next_judgement(view: View) -> datetime | None:
+def find_next_judgement(view: View) -> datetime | None:
     """Return when a node of the job will have been unhealthy long enough.
 
     None if none is about to be.

@@ -16,7 +16,7 @@ from ddpjob.core.view import View
 CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "ClassExceeded"
 
 
-def class_fault(view: View) -> tuple[str, str] | None:
+def find_class_fault(view: View) -> tuple[str, str] | None:
     """Return reason and message if a job that begins cannot have its class.
 
     None if it can, or does not begin.
@@ -35,7 +35,7 @@ def class_fault(view: View) -> tuple[str, str] | None:
     return (CLASS_REFUSED, "; ".join(offer.problems)) if offer.problems else None
 
 
-def takes_class(view: View) -> JobStatus | None:
+def take_class(view: View) -> JobStatus | None:
     """Return the status with the current class, for a job that begins without it.
 
     None if it has it already, or has none.

@@ -28,7 +28,7 @@ def event_text(message: str, facts: str = "") -> str:
     return f"{head}\n{traceback}" if len(tail) <= room else f"{head}\n...{tail[-room:].decode(errors='ignore')}"
 
 
-def cause_first(message: str, facts: str = "") -> str:
+def put_cause_first(message: str, facts: str = "") -> str:
     """Return the message with an error's own words at its beginning.
 
     The rank or pod that had it, and the facts, follow in brackets, because a list shows only the

@@ -7,17 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ddpjob_runtime.protocol import (
-    DATA,
-    PREFLIGHT,
-)
+from ddpjob_runtime.protocol import DATA, PREFLIGHT
 
 from ddpjob.api.job_spec import PreflightScope
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.status.conditions import with_condition, without_condition
 from ddpjob.core.status.group_counts import FORMED
-from ddpjob.core.status.messages import cause_first
+from ddpjob.core.status.messages import put_cause_first
 from ddpjob.core.status.running import reported_figures
 from ddpjob.core.view import View, is_number
 
@@ -27,14 +24,16 @@ _BEFORE_THE_REPORT = frozenset(
 """Decided by the operator itself: a report that was read before cannot know of them."""
 
 
-def restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
+def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
     """True from a break until the group runs again; never for one that is over already when it is seen."""
     status, now = view.status, view.now
     if not broke and status.round > view.job.status.round and status.restarts.recent:
         broke = [status.restarts.recent[-1]]
     if broke and not (running and all(r.reason not in _BEFORE_THE_REPORT for r in broke)):
         last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
-        message = next(iter(cause_first(last.message).splitlines()), "")  # Of a user's coordinator: it may be empty.
+        message = next(
+            iter(put_cause_first(last.message).splitlines()), ""
+        )  # Of a user's coordinator: it may be empty.
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
     running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):
@@ -87,7 +86,7 @@ def _timed(view: View) -> tuple[Restart, ...]:
     )
 
 
-def fast_recovery(view: View) -> JobStatus:
+def judge_fast_recovery(view: View) -> JobStatus:
     """In mode Fast: whether every pod of the group can do what the mode promises, once it runs or one cannot.
 
     A coordinator that takes over hears the pods one after the other.
@@ -109,7 +108,7 @@ def fast_recovery(view: View) -> JobStatus:
     return with_condition(status, ConditionType.FAST_RECOVERY, True, "WarmWorkers", message, view.now)
 
 
-def preflight_passed(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
+def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
     """With spec.preflight: which pod has not passed, until the group is `formed`; then what the links are like.
 
     `restarts` are new. A coordinator that took over has no notes until the pods are back: its predecessor's hold.

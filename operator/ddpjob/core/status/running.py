@@ -20,10 +20,10 @@ from ddpjob_runtime.protocol import (
 )
 
 from ddpjob.api.job_status import Condition, ConditionType, SlotState, format_time, known_time
-from ddpjob.core.failures.classify import Stuck, ranks_of, stuck
+from ddpjob.core.failures.classify import Stuck, describe_ranks, find_stuck
 from ddpjob.core.status.conditions import GROUP_RESTARTS
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
+from ddpjob.core.status.waiting_pods import NODES_MISSING, find_not_considered, find_not_started
 from ddpjob.core.view import View
 
 STEP_OVERDUE = "StepOverdue"
@@ -41,7 +41,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
     if training is not None:
         return _group_runs(view, training)
     for pod in [view.coordinator, *view.pods]:
-        held = stuck(pod, has_run=True) if pod and pod.deleted_at is None else None
+        held = find_stuck(pod, has_run=True) if pod and pod.deleted_at is None else None
         if held is not None and not (report is None and spec.fast and status.holds(ConditionType.RUNNING)):
             return False, held.reason, held.message + _secret_hint(view, held)
     finished = sum(s.state is SlotState.SUCCEEDED for s in status.slots)
@@ -50,13 +50,17 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
     if there + finished < spec.min_nodes and not (spec.under_torchrun and finished):
         needed = f"{spec.min_nodes} {'is' if spec.min_nodes == 1 else 'are'} needed"
         least = f", {needed}" if spec.min_nodes < wanted else ""
-        reason, why = not_started([p for p in view.pods if p is not None], view.now) or (NODES_MISSING, "")
+        reason, why = find_not_started([p for p in view.pods if p is not None], view.now) or (NODES_MISSING, "")
         return False, reason, present + least + (f"; {why}" if why else "")
     if not spec.under_torchrun:
         ended = f", {finished} {'has' if finished == 1 else 'have'} finished" if finished else ""
         return True, *(_waits_for_finished(view) or (NODES_RUN, present + ended))
     coordinator = view.coordinator
-    waits = not_started([coordinator], view.now) if coordinator is not None and not status.rendezvous.endpoint else None
+    waits = (
+        find_not_started([coordinator], view.now)
+        if coordinator is not None and not status.rendezvous.endpoint
+        else None
+    )
     if report is None and waits is not None and not status.holds(ConditionType.RUNNING):
         return False, waits[0], f"{present}; {waits[1]}"
     placed = coordinator is not None and coordinator.host
@@ -221,7 +225,7 @@ def _finished_early(view: View) -> str:
     if not finished or len(finished) == len(members):
         return ""
     first = finished[0]
-    ranks = "" if first.rank is None else f" ({ranks_of(first.rank, view.job.spec.procs_per_node)})"
+    ranks = "" if first.rank is None else f" ({describe_ranks(first.rank, view.job.spec.procs_per_node)})"
     others, have = (f" and {len(finished) - 1} more", "have") if len(finished) > 1 else ("", "has")
     return f"; pod {first.pod}{ranks}{others} {have} already ended with exit code 0"
 
@@ -248,12 +252,12 @@ def _missing(view: View) -> str:
             continue
         if pod.main.running and pod.name in silent:
             return f"pod {pod.name} runs, but the coordinator does not hear from it"
-        held = stuck(pod, has_run=True)
+        held = find_stuck(pod, has_run=True)
         if held is not None:
             return held.message
         if pod.unschedulable:
             return f"pod {pod.name} is not scheduled: {pod.unschedulable}"
-        waits = not_considered([pod], view.job.spec.scheduling, view.now) or not_started([pod], view.now)
+        waits = find_not_considered([pod], view.job.spec.scheduling, view.now) or find_not_started([pod], view.now)
         return waits[1] if waits is not None else f"pod {pod.name} is starting"
     spare = view.status.spare
     if spare:

@@ -9,9 +9,9 @@ from functools import partial
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
 from ddpjob.core.decision import BLOCKED_POLL
 from ddpjob.core.status.conditions import with_condition
-from ddpjob.core.status.group_counts import training_nodes
+from ddpjob.core.status.group_counts import count_training_nodes
 from ddpjob.core.status.messages import count, why_held
-from ddpjob.core.status.waiting_pods import not_considered
+from ddpjob.core.status.waiting_pods import find_not_considered
 from ddpjob.core.view import View
 from ddpjob.core.volumes import FIELD
 from ddpjob.core.world import PodView, Rejection, Role, World, gang_name
@@ -21,7 +21,7 @@ NAME_IS_TAKEN = "NameTaken"
 DELETION_REFUSED = "DeletionRefused"
 
 
-def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
+def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
     """The status with its condition Scheduled. `alive`: pods of slots that run or will."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.SCHEDULED, now=view.now)
@@ -50,7 +50,7 @@ def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
             message = _gang_waits(view, alive)
         return condition(False, "Unschedulable", message)
     by_volcano = status.gang_waits and spec.scheduling.by_volcano
-    ignored = not_considered([*alive, *dedicated], spec.scheduling, view.now) if not by_volcano else None
+    ignored = find_not_considered([*alive, *dedicated], spec.scheduling, view.now) if not by_volcano else None
     if ignored is not None:
         return condition(False, *ignored)
     placed = sum(bool(p.host) for p in alive) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
@@ -146,7 +146,7 @@ def _gang_not_served(*, volcano: bool) -> str:
 def _idle(view: View, alive: list[PodView]) -> str:
     """What the pods that there are hold while they wait for those that are refused, and how to let them go."""
     spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
-    if not alive or unknown or training_nodes(view) is not None:
+    if not alive or unknown or count_training_nodes(view) is not None:
         return ""
     wait = "waits" if len(alive) == 1 else "wait"
     gpus = len(alive) * spec.gpus_per_node

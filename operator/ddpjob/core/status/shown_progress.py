@@ -25,7 +25,7 @@ _METRICS = 100
 """Maximum number of metrics, for a script that reports a new one at every step."""
 
 
-def shown_progress(
+def show_progress(
     shown: Json, reported: Json, now: datetime, *, at_once: bool, stragglers: Sequence[Json] = ()
 ) -> Json:
     """Return the progress to write.
@@ -116,7 +116,7 @@ def without_speed(progress: Json) -> Json:
     return kept
 
 
-def shown_stragglers(view: View) -> list[Json]:
+def show_stragglers(view: View) -> list[Json]:
     """Return the lagging ranks as status.progress shows them, with their pods.
 
     The script names ranks; pods and times are the operator's own. A rank is shown for at least a

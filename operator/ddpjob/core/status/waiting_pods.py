@@ -22,7 +22,7 @@ NOT_PREPARED = "PodNotPrepared"
 NODES_MISSING = "NodesMissing"
 
 
-def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
+def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
     """Return reason and message for the first pod that no scheduler tries to place.
 
     None if there is none.
@@ -45,7 +45,7 @@ def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetim
     return None
 
 
-def not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
+def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
     """Return reason and message for the first placed pod that runs no program.
 
     It was placed long ago. None if there is none.
