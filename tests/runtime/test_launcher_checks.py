@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ddpjob_runtime
@@ -24,6 +25,8 @@ from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import import_torchrun, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
 from ddpjob_runtime.launcher.client import MemberClient
+from ddpjob_runtime.launcher.fetch_data import Unfit
+from ddpjob_runtime.launcher.s3_reader import BucketRefusal
 from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.protocol import Mode
 from ddpjob_runtime.termination_log import write_termination_log
@@ -594,3 +597,29 @@ def test_a_look_leaves_a_worker_alone_that_has_become_another_program(
         assert (tmp_path / "0.txt").exists()
         assert stacks.collect({0: worker.pid}) == {0: "(this rank has written no stack)"}
         assert worker.poll() is None
+
+
+def test_a_bucket_that_cannot_be_read_is_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_DATA_URL", "ftp://bucket/folder")
+    with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*write s3://BUCKET/FOLDER"):
+        launcher.data_to_fetch()
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [(BucketRefusal("no"), "InitFailure: storage.data: no"), (Unfit("full"), f"SystemExit: {protocol.EXIT_UNFIT}")],
+)
+def test_a_failed_fetch_ends_the_launcher_with_the_code_for_its_reason(
+    error: Exception, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        raise error
+
+    def leave(code: int, kind: str, message: str) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("ddpjob_runtime.launcher.fetch_data.Fetch", lambda *_: SimpleNamespace(run=run))
+    client, shutdown = SimpleNamespace(done=False, note=print), SimpleNamespace(begun=False, exit=leave)
+    with pytest.raises((InitFailure, SystemExit)) as raised:
+        launcher.fetch_data(None, client, shutdown)  # type: ignore[arg-type]
+    assert f"{raised.type.__name__}: {raised.value}" == ends

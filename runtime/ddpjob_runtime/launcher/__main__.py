@@ -241,11 +241,12 @@ def data_to_fetch() -> Any:
     """
     if not JobEnvironment.read().data_url:
         return None
-    from ddpjob_runtime.launcher import fetch_data as fetching
+    from ddpjob_runtime.launcher.fetch_data import FetchSettings
+    from ddpjob_runtime.launcher.s3_reader import BucketRefusal
 
     try:
-        return fetching.FetchSettings.take()
-    except fetching.Refused as error:
+        return FetchSettings.take()
+    except BucketRefusal as error:
         raise InitFailure(f"storage.data: {error}") from None
 
 
@@ -254,18 +255,19 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
     The coordinator hears from this node all the while.
     """
-    from ddpjob_runtime.launcher import fetch_data as fetching
+    from ddpjob_runtime.launcher.fetch_data import Fetch, FetchAbandoned, Unfit
+    from ddpjob_runtime.launcher.s3_reader import BucketRefusal
 
     def report(text: str) -> None:
         client.note(protocol.DATA, text)
 
     try:
-        fetching.Fetch(data, lambda: shutdown.begun or client.done, report).run()
-    except fetching.Refused as error:
+        Fetch(data, lambda: shutdown.begun or client.done, report).run()
+    except BucketRefusal as error:
         raise InitFailure(f"storage.data: {error}") from None
-    except fetching.Unfit as error:
+    except Unfit as error:
         shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", f"storage.data: {error}")
-    except fetching.FetchAbandoned:
+    except FetchAbandoned:
         shutdown.block_if_begun()
 
 

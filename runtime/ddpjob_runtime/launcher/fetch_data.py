@@ -85,7 +85,7 @@ class FetchSettings:
     def take(cls) -> FetchSettings | None:
         """Read the variables DDPJOB_DATA_*, and remove the keys so that no worker gets them.
 
-        Returns None if there is nothing to fetch. Raises Refused.
+        Returns None if there is nothing to fetch. Raises BucketRefusal.
         """
         job, known = JobEnvironment.read(), os.environ.get
         keys = {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_DATA_{name}", ""))}
@@ -115,7 +115,7 @@ class Fetch:
     def run(self) -> None:
         """Fetch until the folder has every object of the bucket.
 
-        Raises Refused, Unfit, Abandoned, OSError.
+        Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -308,7 +308,7 @@ class Fetch:
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
         """Complete the part. Returns what is wrong with it, empty if nothing.
 
-        Raises Away, Changed, Refused, OSError.
+        Raises Away, Changed, BucketRefusal, OSError.
         """
         sums, counted = Sums(remote), 0
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
@@ -366,7 +366,7 @@ class Fetch:
     def _patiently(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
         """Return the result of `act`, retried while the bucket is unreachable.
 
-        Raises Refused, Changed, Abandoned, OSError.
+        Raises BucketRefusal, Changed, FetchAbandoned, OSError.
         """
         failures = 0
         while True:
@@ -384,7 +384,7 @@ class Fetch:
             self._pause(pause, ended)
 
     def _pause(self, seconds: float, ended: Callable[[], bool]) -> None:
-        """Sleep, unless `ended()` becomes true. Raises Abandoned if it does."""
+        """Sleep, unless `ended()` becomes true. Raises FetchAbandoned if it does."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if ended():
@@ -451,7 +451,7 @@ class Sums:
 
 
 def check_names(objects: list[Remote], url: str) -> None:
-    """Raise Refused unless each object can be a file of its own below a folder."""
+    """Raise BucketRefusal unless each object can be a file of its own below a folder."""
     if not objects:
         raise BucketRefusal(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
     names = set[str]()

@@ -89,7 +89,7 @@ class BucketPlace:
         """Return the place of s3://BUCKET/PREFIX.
 
         `endpoint`: the server's URL (empty: AWS); `region`: empty means us-east-1. Raises
-        Refused.
+        BucketRefusal.
         """
         split = urlsplit(url)
         if split.scheme != "s3" or not split.netloc:
@@ -122,7 +122,7 @@ class Credentials:
         self._lock = threading.Lock()
 
     def keys(self) -> Keys | None:
-        """Return the current keys; None if there are none. Raises Refused, Away."""
+        """Return the current keys; None if there are none. Raises BucketRefusal, Away."""
         with self._lock:
             if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
                 self._keys = self._read()
@@ -216,7 +216,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 class Reader:
     """A connection to a place, which is renewed when it breaks.
 
-    Methods raise Refused, Away, Changed.
+    Methods raise BucketRefusal, Away, Changed.
     """
 
     def __init__(self, place: BucketPlace, credentials: Credentials) -> None:
