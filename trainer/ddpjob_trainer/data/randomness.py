@@ -27,9 +27,10 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def derive(*parts: int) -> int:
-    """One 63-bit seed from several numbers.
+    """Return one 63-bit seed made from several numbers.
 
-    In Python's integers: an array of one element takes twenty times as long, and each micro-batch needs this.
+    It computes with Python's integers, because an array of one element takes twenty times as long,
+    and every micro-batch needs a seed.
     """
     state = 0
     for part in parts:
@@ -81,9 +82,10 @@ def _signed(number: int) -> int:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's own generators, which dropout draws from: the CPU's, and the device's.
+    """Seed torch's generators that dropout draws from: the CPU's and the device's.
 
-    Not torch.manual_seed: where CUDA is not initialized it records a stack trace per device, 0.1 ms in every step.
+    It does not use torch.manual_seed, which without an initialized CUDA records a stack trace per
+    device, 0.1 ms in every step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
