@@ -253,7 +253,12 @@ def mend_baton(module: Any) -> None:
     import fcntl
     import os
 
-    acquire = module.FileBaton.try_acquire
+    acquire = getattr(getattr(module, "FileBaton", None), "try_acquire", None)
+    if acquire is None:
+        sys.stderr.write(
+            "ddpjob: this torch has no FileBaton.try_acquire: remove a killed builder's lock file by hand\n"
+        )
+        return
 
     def try_acquire(baton: Any) -> bool:
         path = baton.lock_file_path

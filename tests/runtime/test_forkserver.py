@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import importlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -406,6 +410,51 @@ def test_a_torch_without_a_part_that_a_launcher_needs_is_refused(
     with pytest.raises(InitFailure, match="this torch is not supported: ") as refused:
         launcher.require_torchrun()
     assert f"{torch.__version__} has no torch.distributed.elastic.{module}.{lacks};" in str(refused.value)
+
+
+REPLACED: list[tuple[str, Callable[[], object]]] = [
+    ("torch.distributed.launcher.api.LocalElasticAgent", lambda: torch_parts.use_agent(print)),
+    ("torch.distributed.run.config_from_args", lambda: torch_parts.wrap_configuration(lambda own: own)),
+    (
+        "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
+        lambda: torch_parts.use_signal_handler(print),
+    ),
+    (
+        "torch.distributed.elastic.multiprocessing.errors.ProcessFailure.__post_init__",
+        torch_parts.tolerate_error_files,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "replace"), REPLACED)
+def test_a_name_that_this_torch_lacks_is_not_replaced(
+    name: str, replace: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("torch.distributed.run")
+    monkeypatch.delattr(name)
+    with pytest.raises(RuntimeError, match=f"this torch has no {re.escape(name)}; use an earlier version"):
+        replace()
+
+
+def test_only_one_module_of_the_launcher_replaces_names_of_torch() -> None:
+    """A name that `import torch... as NAME` or `from torch... import NAME` has bound is not assigned to."""
+    found = []
+    for path in Path(torch_parts.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        bound = {
+            (alias.asname or alias.name).split(".")[0]
+            for node in imports
+            for alias in node.names
+            if f"{getattr(node, 'module', '')}.{alias.name}".lstrip(".").startswith("torch")
+        }
+        for node in ast.walk(tree):
+            for target in getattr(node, "targets", []):
+                while isinstance(target, ast.Attribute):
+                    target = target.value
+                    if isinstance(target, ast.Name) and target.id in bound:
+                        found.append(f"{path.name}:{node.lineno}")
+    assert found == [], "replace it in torch_parts.py, which checks that the name exists"
 
 
 @pytest.mark.parametrize(("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container's memory")])
