@@ -43,6 +43,7 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import TrainingError
 from ddpjob_trainer.model.batchnorm_stats import move_running
 from ddpjob_trainer.model.models import RANDOM_PATHS, ties_samples
+from ddpjob_trainer.torch_parts import check_dimensions
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -115,7 +116,7 @@ class SharedParts:
         if not module.training or not self._parts:
             return forward(values)
         self._check_samples(module, values)
-        module._check_input_dim(values)  # type: ignore[no-untyped-call]
+        check_dimensions(module, values)
         outputs: torch.Tensor
         sizes = self._sizes_on(values.device)
         outputs, moments = _NormalizeParts.apply(

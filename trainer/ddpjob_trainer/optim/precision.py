@@ -19,6 +19,7 @@ from ddpjob_trainer.config.sections import AmpConfig, AmpDtype, AmpLevel
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.torch_parts import find_overflow
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,7 @@ class Precision:
 
     def _scaled_step(self, optimizer: torch.optim.Optimizer) -> bool:
         assert self._scaler is not None
-        # Otherwise fused optimizers skip inside, which leaves SGD's momentum uninitialized if it
-        # was the first step.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        found = list(self._scaler._found_inf_per_device(optimizer).values())
+        found = find_overflow(self._scaler, optimizer)
         if self.over_parts is not None:
             for flag in found:
                 self.over_parts(flag)
