@@ -233,7 +233,7 @@ from ddpjob_runtime.launcher import forkserver
 fork, flag = os.fork, {flag!r}
 def refuse():
     asks = sys._getframe(1).f_code.co_name
-    if asks == "_fork" and os.path.exists(flag) or asks == "_unfit" and not late_dynamo.is_put_off():
+    if asks == "_fork" and os.path.exists(flag) or asks == "_find_obstacle" and not late_dynamo.is_put_off():
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return fork()
 os.fork, forkserver.IDLE_SECONDS = refuse, {idle}

@@ -144,7 +144,7 @@ def test_folders_of_stacks_are_removed_at_the_end_and_after_a_kill(
     (left / "0.txt").touch()
     used = tmp_path / "tmp" / (stacks.PREFIX + "of-one-that-runs")
     used.mkdir()
-    descriptor = stacks._locked(used)
+    descriptor = stacks._lock(used)
     stacks.prepare()
     own = Path(os.environ[stacks.ENVIRONMENT])
     assert sorted((tmp_path / "tmp").iterdir()) == sorted([used, own])
@@ -530,9 +530,9 @@ def test_a_stack_shows_the_frames_of_the_script_alone() -> None:
     ours = [f'  File "{RUNTIME / name}", line 7 in run\n' for name in ("worker.py", "launcher/forkserver.py")]
     runpy = '  File "<frozen runpy>", line 88 in _run_code\n'
     script = 'Stack (most recent call first):\n  File "/job/train.py", line 3 in step\n'
-    assert stacks.of_the_script(script + "".join(ours) + runpy) == script
+    assert stacks.strip_runtime_frames(script + "".join(ours) + runpy) == script
     alone = "Stack (most recent call first):\n" + "".join(ours)
-    assert stacks.of_the_script(alone) == alone, "it has not come to the script"
+    assert stacks.strip_runtime_frames(alone) == alone, "it has not come to the script"
 
 
 def test_texts_are_shortened_by_whole_lines() -> None:
@@ -583,7 +583,7 @@ def test_a_look_at_a_worker_reads_the_frames_of_its_main_thread_alone(
         text = stacks.collect({0: worker.pid})[0]
         assert worker.poll() is None
     assert text.startswith("Stack (most recent call first):\n") and "threading.py" not in text
-    assert hang.innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
+    assert hang.find_innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
 
 
 def test_a_look_leaves_a_worker_alone_that_has_become_another_program(

@@ -21,10 +21,10 @@ from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState, steps_p
 from ddpjob_trainer.distributed.process_group import Group, wanted_world
 from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.evaluation.accumulate import Adding, open_accumulator
-from ddpjob_trainer.model.depths import shares
+from ddpjob_trainer.model.depths import describe_shares
 from ddpjob_trainer.model.models import (
     check_image_size,
-    explaining_image_size,
+    explain_image_size,
     needs_two_samples,
 )
 from ddpjob_trainer.model.shared_parts import can_be_shared
@@ -88,7 +88,7 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
         ),
     )
     criterion.check(keys, data.targets, data.classes)
-    accumulator(config, data, strategy)
+    make_accumulator(config, data, strategy)
     saved, has_accuracy = config.checkpoint, data.targets is Targets.CLASSES or criterion.of_decisions
     _refuse(
         (
@@ -99,15 +99,15 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     )
 
 
-def accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
+def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
     """Return what adds up an evaluation's results. Raises ConfigError if `eval` does not suit the data."""
     criterion = strategy.criterion
     return open_accumulator(data.targets, data.classes, criterion.each, config.eval, decisions=criterion.of_decisions)
 
 
-def explaining_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
+def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
     """Explain an error of the model's first pass by the size of the images, if that is the cause."""
-    return explaining_image_size(config.model, data.shape, data.classes, config.data.size_key)
+    return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Division:
         cls, config: Config, data: DataSet, strategy: Strategy, group: Group, model: nn.Module, *, tied: bool
     ) -> Division:
         """Choose how to divide. `tied`: what `model` computes of a sample depends on its micro-batch."""
-        tied = tied or config.ddp.ordered or mixup.wanted(config.data)
+        tied = tied or config.ddp.ordered or mixup.is_wanted(config.data)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
         micro_batches = config.data.micro_batches or (parts * strategy.portions if tied else 0)
         # Sums over parts differ in the last bits from sums over whole micro-batches.
@@ -259,7 +259,7 @@ def note_choices(
             f"computing in float32 on all ranks, since the devices of rank(s) {ranks} have no bfloat16 (amp.level=auto)"
         )
     if strategy.depths is not None:
-        notes.append(shares(strategy.depths, config.optim.layer_decay))
+        notes.append(describe_shares(strategy.depths, config.optim.layer_decay))
     profiled = config.report.profile_steps
     if profiled and steps and steps.stop - 1 < profiled[0]:
         notes.append(

@@ -19,13 +19,13 @@ from ddpjob_trainer.checkpoints.index import prepare_folder
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.data import mixup
-from ddpjob_trainer.data.augment import erasers
+from ddpjob_trainer.data.augment import build_erasers
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount, check_test_images
 from ddpjob_trainer.data.dataset import Batch, DataSet
 from ddpjob_trainer.data.sampler import Dividing, ElasticSampler, Micro, SamplerState, Step
 from ddpjob_trainer.distributed import devices
-from ddpjob_trainer.distributed.init_method import joined
+from ddpjob_trainer.distributed.init_method import join_group
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.distributed.step_clock import OWN, StepPhase, peak_memory
 from ddpjob_trainer.errors import CheckpointError, TrainingError
@@ -36,7 +36,7 @@ from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ddpjob_trainer.model.models import build_model, is_own, is_tied_to_micro_batches
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
-from ddpjob_trainer.optim.precision import Update, agreed
+from ddpjob_trainer.optim.precision import Update, agree_on_amp
 from ddpjob_trainer.reporting.flops import device_peak, flops_of_run
 from ddpjob_trainer.reporting.ledger import Ledger
 from ddpjob_trainer.reporting.profiler import Profile
@@ -71,7 +71,7 @@ def run(config: Config) -> int:
     one_device, flops = devices.devices_per_rank(config) == 1, 0.0
     if group.rank == 0 and device_peak(config, placement.device, torch.float32):
         flops = flops_of_run(config, data.shape, data.classes, whole_numbers=data.whole_numbers)
-    with joined(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
+    with join_group(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
         same = plan.check_same_data(group, data, config)
         trainer = Trainer(config, group, placement.device, data, checkpoints, flops, same)
         with closing(trainer.stacks), closing(trainer.reporter):
@@ -116,15 +116,15 @@ class Trainer:
         claim = agree_on_incarnation(group)
         checkpoints.claim(claim)
 
-        amp, self._float32_for = agreed(config.amp, device, group)
+        amp, self._float32_for = agree_on_amp(config.amp, device, group)
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
         if is_own(config.model):  # It may draw from a generator that nobody has seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
-        self._erasers = erasers(config.data, data.shape)
+        self._erasers = build_erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
-        with plan.explaining_sizes(config, data):
+        with plan.explain_sizes(config, data):
             self.strategy.prepare(model, data.shape)
 
         self.division = plan.Division.choose(config, data, self.strategy, group, model, tied=tied)
@@ -168,10 +168,12 @@ class Trainer:
         self.stop.listen()
         self.ledger.start(self.step, self.data.train_size, self.config.train.epochs, self.config.data.repeats)
         epoch, precision = self.sampler.state.epoch + 1, self.strategy.precision.name
-        self.reporter.start(self.step, self._steps_left, epoch, self.division.explain_waits(), precision, self._notes())
+        self.reporter.start(
+            self.step, self._steps_left, epoch, self.division.explain_waits(), precision, self._list_notes()
+        )
         stopped = self._evaluate_if_due()
         self._steps, ahead = tee(self.sampler.upcoming(self.config.train.epochs))
-        self._batches = self._loaded(ahead)
+        self._batches = self._load(ahead)
         while not stopped and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
@@ -238,11 +240,11 @@ class Trainer:
         self.ledger.step(self.step + 1, step if self.strategy.data_share.counts else replace(step, micros=[]))
         count = len(step.samples)
         self._clock.lap(StepPhase.OTHER)
-        with plan.explaining_sizes(self.config, self.data) if self._first_pass else nullcontext():
+        with plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
             losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
         self._first_pass = False
         self._clock.lap(self._end_of_passes)
-        self._window = self._window[0] + 1, self._window[1] + self._computed(step)
+        self._window = self._window[0] + 1, self._window[1] + self._count_computed(step)
         unreadable = 0
         if agreement is None:
             agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
@@ -256,7 +258,7 @@ class Trainer:
         counted = self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
         return (*counted, agreement)
 
-    def _loaded(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
+    def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
         """Yield each micro-batch of `steps` with its data, mixed if that is configured.
 
         The steps may span several epochs. They are requested as far ahead as the data set reads.
@@ -282,7 +284,7 @@ class Trainer:
         """The phase that the end of a micro-batch's passes is counted as."""
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
-    def _computed(self, step: Step) -> int:
+    def _count_computed(self, step: Step) -> int:
         """Return how many samples this rank's model computes, whether they count or not."""
         if self.config.model.sync_batchnorm:
             return len(step.mine)
@@ -381,8 +383,8 @@ class Trainer:
                 self.config.train.eval_batch,
                 self.group,
                 self.stop,
-                adding=plan.accumulator(self.config, self.data, strategy),
-                alive=self._alive,
+                adding=plan.make_accumulator(self.config, self.data, strategy),
+                alive=self._report_alive,
             )
         strategy.train_mode(True)
         if result is None:
@@ -393,7 +395,7 @@ class Trainer:
         self.checkpoints.scored(self.step, result.scalars())
         return False
 
-    def _alive(self) -> None:
+    def _report_alive(self) -> None:
         self.stacks.alive()
         self.reporter.alive()
 
@@ -480,7 +482,7 @@ class Trainer:
     def _steps_left(self) -> int:
         return self.division.steps_left(self.sampler.state)
 
-    def _notes(self) -> list[str]:
+    def _list_notes(self) -> list[str]:
         changed = [plan.note_changed_data(self.sampler.state.epoch + 1)] if self._other_data else []
         steps = range(self.step + 1, self.step + 1 + self._steps_left)
         return changed + plan.note_choices(

@@ -168,7 +168,7 @@ class CoordinatedAgent(LocalElasticAgent):
                     _ask_to_end(handler, death_sig)
         _wait(handlers, time.monotonic() + self._grace)
         killed, passed = time.monotonic(), 0.0
-        while left := _kill_sessions(context, spare_trackers=passed < TRACKER_SECONDS) | _running(handlers):
+        while left := _kill_sessions(context, spare_trackers=passed < TRACKER_SECONDS) | _find_running(handlers):
             passed = time.monotonic() - killed
             if self._node_shutdown.begun and passed >= LAST_SECONDS:
                 return False
@@ -356,14 +356,14 @@ def _ranks(worker_group: Any) -> dict[int, int]:
     return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
 
-def _running(handlers: list[Any]) -> set[int]:
+def _find_running(handlers: list[Any]) -> set[int]:
     """Return the pids of the workers that have not ended yet."""
     return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
 
 
 def _wait(handlers: list[Any], until: float) -> None:
     """Wait until all workers have ended, or until `until` (monotonic seconds)."""
-    while time.monotonic() < until and _running(handlers):
+    while time.monotonic() < until and _find_running(handlers):
         time.sleep(POLL_SECONDS)
 
 

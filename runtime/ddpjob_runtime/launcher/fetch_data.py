@@ -119,7 +119,7 @@ class Fetch:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._alone():
+            with self._hold_lock():
                 self._fetch()
         except OSError as error:
             if error.errno in _NO_ROOM:
@@ -136,7 +136,7 @@ class Fetch:
                 self._report("")
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Hold the folder's lock.
 
         It depends on no clock, and the kernel frees that of a killed holder.
@@ -167,7 +167,7 @@ class Fetch:
     def _fetch_listed(self) -> None:
         reader = Reader(self._settings.place, self._settings.credentials)
         try:
-            objects = self._patiently(lambda: list(reader.objects()), self._cancelled)
+            objects = self._retry(lambda: list(reader.objects()), self._cancelled)
         finally:
             reader.close()
         check_names(objects, self._url)
@@ -238,7 +238,7 @@ class Fetch:
 
         It names this boot as well, so that a file cut by a power failure is never resumed.
         """
-        text = f"{remote.name}\0{remote.etag}\0{_boot()}"
+        text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
 
     def _clear_parts(self, wanted: set[str]) -> None:
@@ -296,7 +296,7 @@ class Fetch:
     def _download(self, reader: Reader, remote: Remote) -> None:
         for tried in range(1, WRONG_TRIES + 1):
             part = self._part(remote)
-            problem = self._patiently(partial(self._fill, reader, remote, part), self._stop.is_set)
+            problem = self._retry(partial(self._fill, reader, remote, part), self._stop.is_set)
             if not problem:
                 return self._keep(remote, part)
             part.unlink()
@@ -363,7 +363,7 @@ class Fetch:
 
     # --- patience
 
-    def _patiently(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
+    def _retry(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
         """Return the result of `act`, retried while the bucket is unreachable.
 
         Raises BucketRefusal, Changed, FetchAbandoned, OSError.
@@ -497,7 +497,7 @@ def size_text(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -401,7 +401,7 @@ class CheckpointFolder:
                 order[0].path if order else None,
             )
         # The mark is from an earlier start with keep_best.
-        elif best.pointed_to(self.path) in [entry.path for entry in doomed]:
+        elif best.find_marked(self.path) in [entry.path for entry in doomed]:
             best.unmark(self.path)
         for entry in doomed:
             # Other ranks may still upload their parts of the checkpoint that was offered last.
@@ -444,7 +444,7 @@ class CheckpointFolder:
             snapshot, problem = self._read_parts(parts, layout)
             broken = parts if self.writes else None
         else:
-            found, problem = self._agreed(lambda: None if own is None else torch_file.read(own))
+            found, problem = self._agree_on(lambda: None if own is None else torch_file.read(own))
             snapshot = None if problem else self._spread(found, source)
             broken = own
         if problem:
@@ -599,10 +599,10 @@ class CheckpointFolder:
                 f"rank {seen.index(0)} does not see {path}: checkpoint.format=dcp needs one folder that every node"
                 " sees, or a bucket; set checkpoint.dir to one, or checkpoint.url"
             )
-        _, problem = self._agreed(partial(dcp.check_share, path, self._group.rank, self._group.world))
-        return (None, problem) if problem else self._agreed(partial(dcp.read, path, layout))
+        _, problem = self._agree_on(partial(dcp.check_share, path, self._group.rank, self._group.world))
+        return (None, problem) if problem else self._agree_on(partial(dcp.read, path, layout))
 
-    def _agreed(self, act: Callable[[], _T]) -> tuple[_T | None, str]:
+    def _agree_on(self, act: Callable[[], _T]) -> tuple[_T | None, str]:
         """Return (this rank's result of `act`, the first rank's problem with it).
 
         All ranks must call this together. The problem is empty if no rank has one. `act` reads data

@@ -234,15 +234,15 @@ class Dealing:
         if not self.micro_batches:
             # If there are fewer samples than portions, use the first portions.
             filled = range(min(self.accumulate, len(samples)))
-            return [self._portion(k, list(share(samples, k, self.accumulate)), state) for k in filled]
+            return [self._deal_portion(k, list(share(samples, k, self.accumulate)), state) for k in filled]
         if passes := self.passes(len(samples)):
-            return [self._divided(number, passes, samples, state) for number in range(passes)]
+            return [self._deal_divided(number, passes, samples, state) for number in range(passes)]
         count = min(self.micro_batches, len(samples))
-        mine = [self._whole(k, samples, state) for k in share(range(count), self.rank, self.world)]
+        mine = [self._deal_whole(k, samples, state) for k in share(range(count), self.rank, self.world)]
         least = -(-count // self.world) if self.equal else 1
         if len(mine) >= least:
             return mine
-        return mine + [replace(self._whole(0, samples, state), counts=False)] * (least - len(mine))
+        return mine + [replace(self._deal_whole(0, samples, state), counts=False)] * (least - len(mine))
 
     def passes(self, samples: int) -> int:
         """Return the number of passes in which the ranks share a global batch's micro-batches.
@@ -263,7 +263,7 @@ class Dealing:
         """The busiest rank's number of whole micro-batches, as a multiple of an even share."""
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
-    def _divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
+    def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
         """Return this rank's even share of the micro-batches of pass `number`."""
         count = self.micro_batches
         numbers = share(range(count), number, passes)
@@ -285,12 +285,12 @@ class Dealing:
         assert sum(part.count for part in parts) == end - begin, "parts must cover this rank's share"
         return Micro(number, samples[begin:end], parts[0].key, parts=tuple(parts))
 
-    def _portion(self, number: int, portion: list[int], state: SamplerState) -> Micro:
+    def _deal_portion(self, number: int, portion: list[int], state: SamplerState) -> Micro:
         mine = list(share(portion, self.rank, self.world))
         micro = self._micro(number, mine or portion[:1], state)
         return micro if mine else replace(micro, counts=False)
 
-    def _whole(self, number: int, samples: list[int], state: SamplerState) -> Micro:
+    def _deal_whole(self, number: int, samples: list[int], state: SamplerState) -> Micro:
         return self._micro(number, list(share(samples, number, self.micro_batches)), state)
 
     @classmethod
