@@ -41,7 +41,7 @@ _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 class CheckpointFolder:
     """The checkpoints in one folder, as seen by one rank.
 
-    `writes` tells whether it maintains the folder.
+    `writes`: whether it maintains the folder.
     """
 
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
@@ -168,7 +168,7 @@ class CheckpointFolder:
         """Return whether to save after `step` steps, by rank 0's clock and count.
 
         `epoch` is the number of epochs that are then complete, or None within an epoch; `last`
-        tells that training is complete. A save that becomes due while another is in progress waits
+        says that training is complete. A save that becomes due while another is in progress waits
         for a later step, unless retention needs this very one.
         """
         if self._group.rank != 0:
@@ -413,7 +413,7 @@ class CheckpointFolder:
     def newest(self, layout: Layout | None = None) -> Snapshot | None:
         """Return the newest whole checkpoint that any writing rank holds, on every rank, or None.
 
-        `layout` tells of which tensors a rank needs only its shard (format dcp). No rank has a
+        `layout` says of which tensors a rank needs only its shard (format dcp). No rank has a
         tensor in memory twice. A broken checkpoint, which some rank cannot read, is named in a
         warning. Raises CheckpointError on every rank if all are broken.
         """
