@@ -11,7 +11,7 @@ from typing import Any
 import ddpjob_trainer
 import pytest
 import torch
-from ddpjob_trainer import torch_parts
+from ddpjob_trainer import private_torch
 from ddpjob_trainer.errors import TrainingError
 from torch_names import replaced_names
 
@@ -21,9 +21,9 @@ NOTHING: Any = SimpleNamespace()
 @pytest.mark.parametrize(
     ("use", "name"),
     [
-        (lambda: torch_parts.wrap_waits(lambda wait: wait), "torch.distributed.Work.wait"),
-        (torch_parts.shorten_unpickling_errors, "torch._weights_only_unpickler.UnpicklingError"),
-        (lambda: torch_parts.call_after_backward(print), "torch.autograd.Variable._execution_engine"),
+        (lambda: private_torch.wrap_waits(lambda wait: wait), "torch.distributed.Work.wait"),
+        (private_torch.shorten_unpickling_errors, "torch._weights_only_unpickler.UnpicklingError"),
+        (lambda: private_torch.call_after_backward(print), "torch.autograd.Variable._execution_engine"),
     ],
 )
 def test_a_torch_without_a_name_that_is_replaced_is_refused(
@@ -40,10 +40,10 @@ def test_a_torch_without_a_name_that_is_replaced_is_refused(
 @pytest.mark.parametrize(
     ("use", "name"),
     [
-        (torch_parts.check_all_reduced, "_check_reducer_finalized"),
-        (torch_parts.layout_of, "_spec"),
-        (lambda scaler: torch_parts.find_overflow(scaler, NOTHING), "_found_inf_per_device"),
-        (lambda module: torch_parts.check_dimensions(module, NOTHING), "_check_input_dim"),
+        (private_torch.check_all_reduced, "_check_reducer_finalized"),
+        (private_torch.layout_of, "_spec"),
+        (lambda scaler: private_torch.find_overflow(scaler, NOTHING), "_found_inf_per_device"),
+        (lambda module: private_torch.check_dimensions(module, NOTHING), "_check_input_dim"),
     ],
 )
 def test_an_object_of_torch_without_a_part_that_is_called_is_refused(use: Callable[[Any], object], name: str) -> None:
@@ -53,4 +53,4 @@ def test_an_object_of_torch_without_a_part_that_is_called_is_refused(use: Callab
 
 def test_no_other_module_replaces_names_of_torch() -> None:
     found = replaced_names(Path(ddpjob_trainer.__file__).parent)
-    assert found == [], "replace it in torch_parts.py, which checks that the name exists"
+    assert found == [], "replace it in private_torch.py, which checks that the name exists"

@@ -12,7 +12,7 @@ from itertools import tee
 import torch
 from ddpjob_pod import late_dynamo
 
-from ddpjob_trainer import plan
+from ddpjob_trainer import run_plan
 from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.index import prepare_folder
@@ -72,7 +72,7 @@ def run(config: Config) -> int:
     if group.rank == 0 and device_peak(config, placement.device, torch.float32):
         flops = flops_of_run(config, data.shape, data.classes, whole_numbers=data.whole_numbers)
     with join_group(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
-        same = plan.check_same_data(group, data, config)
+        same = run_plan.check_same_data(group, data, config)
         trainer = Trainer(config, group, placement.device, data, checkpoints, flops, same)
         with closing(trainer.stacks), closing(trainer.reporter):
             trainer.resume()
@@ -118,16 +118,16 @@ class Trainer:
 
         amp, self._float32_for = agree_on_amp(config.amp, device, group)
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
-        plan.check_fit(config, data, self.strategy)
+        run_plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
         if is_own(config.model):  # It may draw from a generator that nobody has seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._erasers = build_erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
-        with plan.explain_sizes(config, data):
+        with run_plan.explain_sizes(config, data):
             self.strategy.prepare(model, data.shape)
 
-        self.division = plan.Division.choose(config, data, self.strategy, group, model, tied=tied)
+        self.division = run_plan.Division.choose(config, data, self.strategy, group, model, tied=tied)
         self.corrupt = CorruptCount(data.train_size, config.data)
         first = SamplerState(seed=config.data.seed)
         self.sampler = ElasticSampler(
@@ -240,7 +240,7 @@ class Trainer:
         self.ledger.step(self.step + 1, step if self.strategy.data_share.counts else replace(step, micros=[]))
         count = len(step.samples)
         self._clock.lap(StepPhase.OTHER)
-        with plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
+        with run_plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
             losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
         self._first_pass = False
         self._clock.lap(self._end_of_passes)
@@ -383,7 +383,7 @@ class Trainer:
                 self.config.train.eval_batch,
                 self.group,
                 self.stop,
-                adding=plan.make_accumulator(self.config, self.data, strategy),
+                adding=run_plan.make_accumulator(self.config, self.data, strategy),
                 alive=self._report_alive,
             )
         strategy.train_mode(True)
@@ -483,8 +483,8 @@ class Trainer:
         return self.division.steps_left(self.sampler.state)
 
     def _list_notes(self) -> list[str]:
-        changed = [plan.note_changed_data(self.sampler.state.epoch + 1)] if self._other_data else []
+        changed = [run_plan.note_changed_data(self.sampler.state.epoch + 1)] if self._other_data else []
         steps = range(self.step + 1, self.step + 1 + self._steps_left)
-        return changed + plan.note_choices(
+        return changed + run_plan.note_choices(
             self.config, self.strategy, self._float32_for, steps, self._peaks, self._flops
         )

@@ -20,7 +20,7 @@ started cold, and a line of the log says so.
 
 worker.py replaces one more name, because it knows no other module: `FileBaton.try_acquire`. The
 modules `late_*.py` call what they can find, and report what they cannot. The trainer has a module
-of its own, `ddpjob_trainer/torch_parts.py`; neither may import the other.
+of its own, `ddpjob_trainer/private_torch.py`; neither may import the other.
 """
 
 from __future__ import annotations

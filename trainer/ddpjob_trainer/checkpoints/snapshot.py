@@ -14,7 +14,7 @@ import torch
 
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
 from ddpjob_trainer.errors import CheckpointError
-from ddpjob_trainer.torch_parts import layout_of
+from ddpjob_trainer.private_torch import layout_of
 
 Snapshot = dict[str, Any]
 """Tensors, numbers, text and dicts, lists and tuples of them."""

@@ -20,7 +20,7 @@ from ddpjob_trainer.atomic_files import Check, replacing, write_all
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.errors import CheckpointError
-from ddpjob_trainer.torch_parts import shorten_unpickling_errors
+from ddpjob_trainer.private_torch import shorten_unpickling_errors
 
 SUFFIX = ".pt"
 _END_OF_DIRECTORY, _END_SIZE, _LONGEST_COMMENT = b"PK\x05\x06", 22, 4096

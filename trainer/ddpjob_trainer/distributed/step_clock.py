@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpjob_trainer.torch_parts import call_after_backward, wrap_waits
+from ddpjob_trainer.private_torch import call_after_backward, wrap_waits
 
 
 class StepPhase(enum.StrEnum):

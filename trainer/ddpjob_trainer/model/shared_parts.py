@@ -43,7 +43,7 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import TrainingError
 from ddpjob_trainer.model.batchnorm_stats import move_running
 from ddpjob_trainer.model.models import RANDOM_PATHS, ties_samples
-from ddpjob_trainer.torch_parts import check_dimensions
+from ddpjob_trainer.private_torch import check_dimensions
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

@@ -19,7 +19,7 @@ from ddpjob_trainer.config.sections import AmpConfig, AmpDtype, AmpLevel
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.torch_parts import find_overflow
+from ddpjob_trainer.private_torch import find_overflow
 
 
 @dataclass(frozen=True)

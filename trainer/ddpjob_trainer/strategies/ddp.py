@@ -22,9 +22,9 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics, ordered_parts
 from ddpjob_trainer.optim.precision import Update
+from ddpjob_trainer.private_torch import check_all_reduced
 from ddpjob_trainer.strategies import comm_hooks
 from ddpjob_trainer.strategies.strategy import Strategy, flat_gradients, set_gradients
-from ddpjob_trainer.torch_parts import check_all_reduced
 
 _BUFFERS = (
     "forward_sync_buffers"
