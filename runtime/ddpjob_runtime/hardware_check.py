@@ -153,6 +153,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
     rank, world, host, port = (settings[name] for name in ("rank", "world", "host", "port"))
     on_gpu = settings["gpus"] > 0 and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and torch.cuda.is_available()
@@ -163,7 +164,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.set_device(device)
     patience = timedelta(seconds=settings["seconds"])
     _say(step=f"connection to the store at {host}:{port}")
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
     _say(step=f"forming a group of {world} by {backend}")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
     pattern = torch.arange(SUM_BYTES // 4, dtype=torch.int32, device=device) % 1000

@@ -253,7 +253,12 @@ def mend_baton(module: Any) -> None:
     import fcntl
     import os
 
-    acquire = module.FileBaton.try_acquire
+    acquire = getattr(getattr(module, "FileBaton", None), "try_acquire", None)
+    if acquire is None:
+        sys.stderr.write(
+            "ddpjob: this torch has no FileBaton.try_acquire: remove a killed builder's lock file by hand\n"
+        )
+        return
 
     def try_acquire(baton: Any) -> bool:
         path = baton.lock_file_path
@@ -358,7 +363,7 @@ def show(error: BaseException) -> None:
 
     If that fails, print both errors, as Python does.
     """
-    trace = own_frames_removed(error)
+    trace = remove_own_frames(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -367,13 +372,13 @@ def show(error: BaseException) -> None:
     except BaseException as problem:
         for title, shown in ("Error in sys.excepthook:", problem), ("\nOriginal exception was:", error):
             sys.stderr.write(f"{title}\n")
-            trace = own_frames_removed(shown)
+            trace = remove_own_frames(shown)
             sys.__excepthook__(type(shown), shown.with_traceback(trace), trace)
 
 
 def hide_own_frames(error: BaseException) -> None:
     """Have the interpreter print this exception without this file's frames."""
-    hook, trace = sys.excepthook, own_frames_removed(error)
+    hook, trace = sys.excepthook, remove_own_frames(error)
 
     def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
         hook(kind, value.with_traceback(trace), trace)
@@ -457,7 +462,7 @@ def new_main() -> Any:
 # ---- errors
 
 
-def own_frames_removed(error: BaseException) -> TracebackType | None:
+def remove_own_frames(error: BaseException) -> TracebackType | None:
     """Return the traceback as Python would show it; None for the program's own syntax error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -470,7 +475,7 @@ def program_frames(error: BaseException) -> TracebackType | None:
 
     Frames of `python -m` are left out too.
     """
-    trace = own_frames_removed(error)
+    trace = remove_own_frames(error)
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace
@@ -715,7 +720,7 @@ class StepCounter:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 self.captured = True  # The steps that a CUDA graph replays are not counted, as they run no Python.
                 return
-            self.captured, self.compiled = False, frames_compiled()
+            self.captured, self.compiled = False, count_compiled_frames()
             if not counts:
                 self.start()
             key = id(optimizer)
@@ -776,17 +781,17 @@ class StepCounter:
                 # The first steps' time is unknown. Later measure over several posts: one has only few steps.
                 self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
                 posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
-            elif not self.said_uncountable and self.uncountable():
+            elif not self.said_uncountable and self.is_uncountable():
                 self.posted, self.said_uncountable = -1, True
                 self.post(0.0)
 
-    def uncountable(self) -> bool:
+    def is_uncountable(self) -> bool:
         """Whether the next steps may escape the counter.
 
         That is so if something was compiled, or a CUDA graph was captured, after the last counted
         step.
         """
-        return self.captured or frames_compiled() > self.compiled
+        return self.captured or count_compiled_frames() > self.compiled
 
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
         """Post the count. A failed post is dropped, since the next one contains its count.
@@ -807,7 +812,7 @@ class StepCounter:
             report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
         if alone:
             report["ungrouped"] = True
-        if self.uncountable():
+        if self.is_uncountable():
             report["uncountable"] = True
         else:
             self.said_uncountable = False
@@ -855,7 +860,7 @@ class StepCounter:
         return answer[9:12], next((value for name, _, value in lines if name == "DDPJob-Instance"), "")
 
 
-def frames_compiled() -> int:
+def count_compiled_frames() -> int:
     """Return how often torch's compiler has compiled something in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Any = getattr(utils, "counters", None)

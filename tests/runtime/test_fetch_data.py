@@ -217,7 +217,7 @@ def test_a_part_of_another_version_or_boot_is_not_continued(
     remote = Remote("big", 1000, server.etag("big"))
     names = [Fetch(settings(server, tmp_path), lambda: False, print)._part(remote)]
     names.append(Fetch(settings(server, tmp_path), lambda: False, print)._part(Remote("big", 1000, "other")))
-    monkeypatch.setattr(fetch_data, "_boot", lambda: "another")
+    monkeypatch.setattr(fetch_data, "_read_boot_id", lambda: "another")
     names.append(Fetch(settings(server, tmp_path), lambda: False, print)._part(remote))
     assert len(set(names)) == 3
     for path in names[:2]:
@@ -451,7 +451,7 @@ import time
 class Held:
     folder = Path(sys.argv[1])
     class place: url = "s3://bucket/p"
-with Fetch(Held, lambda: False, print)._alone():
+with Fetch(Held, lambda: False, print)._hold_lock():
     print("held", flush=True)
     time.sleep(600)
 """

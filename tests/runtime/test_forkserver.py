@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +27,7 @@ from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.protocol import Mode
 from machine import slowness
 from runtime_harness import RUNTIME, SCRIPTS
+from torch_names import replaced_names
 
 torch: Any = pytest.importorskip("torch")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -229,7 +233,7 @@ from ddpjob_runtime.launcher import forkserver
 fork, flag = os.fork, {flag!r}
 def refuse():
     asks = sys._getframe(1).f_code.co_name
-    if asks == "_fork" and os.path.exists(flag) or asks == "_unfit" and not late_dynamo.is_put_off():
+    if asks == "_fork" and os.path.exists(flag) or asks == "_find_obstacle" and not late_dynamo.is_put_off():
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return fork()
 os.fork, forkserver.IDLE_SECONDS = refuse, {idle}
@@ -406,6 +410,36 @@ def test_a_torch_without_a_part_that_a_launcher_needs_is_refused(
     with pytest.raises(InitFailure, match="this torch is not supported: ") as refused:
         launcher.require_torchrun()
     assert f"{torch.__version__} has no torch.distributed.elastic.{module}.{lacks};" in str(refused.value)
+
+
+REPLACED: list[tuple[str, Callable[[], object]]] = [
+    ("torch.distributed.launcher.api.LocalElasticAgent", lambda: torch_parts.use_agent(print)),
+    ("torch.distributed.run.config_from_args", lambda: torch_parts.wrap_configuration(lambda own: own)),
+    (
+        "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
+        lambda: torch_parts.use_signal_handler(print),
+    ),
+    (
+        "torch.distributed.elastic.multiprocessing.errors.ProcessFailure.__post_init__",
+        torch_parts.tolerate_error_files,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "replace"), REPLACED)
+def test_a_name_that_this_torch_lacks_is_not_replaced(
+    name: str, replace: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("torch.distributed.run")
+    monkeypatch.delattr(name)
+    with pytest.raises(RuntimeError, match=f"this torch has no {re.escape(name)}; use an earlier version"):
+        replace()
+
+
+def test_only_one_module_of_the_launcher_replaces_names_of_torch(tmp_path: Path) -> None:
+    assert replaced_names(RUNTIME) == [], "replace it in torch_parts.py, which checks that the name exists"
+    (tmp_path / "patch.py").write_text("import torch.distributed as dist\ndist.Work.wait = None\n")
+    assert replaced_names(tmp_path) == ["patch.py:2"]
 
 
 @pytest.mark.parametrize(("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container's memory")])

@@ -311,10 +311,10 @@ def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytes
     assert looks() and not looks(), "once"
     counter.counts["optimizer"] = 1
     hooks[0]("optimizer", (), {})
-    assert not counter.uncountable(), "a step was counted again"
+    assert not counter.is_uncountable(), "a step was counted again"
     torch.cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: True)
     hooks[0]("optimizer", (), {})
-    assert counter.uncountable()
+    assert counter.is_uncountable()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def order(package: str, *more: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["ddpjob", "ddpjob_runtime", "ddpjob_pod", "ddpjob_report", "ddpjob_bucket", "ddpjob_trainer"]
+    "package",
+    ["ddpjob", "ddpjob_runtime", "ddpjob_pod", "ddpjob_report", "ddpjob_bucket", "ddpjob_trainer", "benchmarks"],
 )
 def test_no_import_circle(package: str) -> None:
     order(package)

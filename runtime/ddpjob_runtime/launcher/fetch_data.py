@@ -85,7 +85,7 @@ class FetchSettings:
     def take(cls) -> FetchSettings | None:
         """Read the variables DDPJOB_DATA_*, and remove the keys so that no worker gets them.
 
-        Returns None if there is nothing to fetch. Raises Refused.
+        Returns None if there is nothing to fetch. Raises BucketRefusal.
         """
         job, known = JobEnvironment.read(), os.environ.get
         keys = {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_DATA_{name}", ""))}
@@ -115,11 +115,11 @@ class Fetch:
     def run(self) -> None:
         """Fetch until the folder has every object of the bucket.
 
-        Raises Refused, Unfit, Abandoned, OSError.
+        Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._alone():
+            with self._hold_lock():
                 self._fetch()
         except OSError as error:
             if error.errno in _NO_ROOM:
@@ -136,7 +136,7 @@ class Fetch:
                 self._report("")
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Hold the folder's lock.
 
         It depends on no clock, and the kernel frees that of a killed holder.
@@ -167,7 +167,7 @@ class Fetch:
     def _fetch_listed(self) -> None:
         reader = Reader(self._settings.place, self._settings.credentials)
         try:
-            objects = self._patiently(lambda: list(reader.objects()), self._cancelled)
+            objects = self._retry(lambda: list(reader.objects()), self._cancelled)
         finally:
             reader.close()
         check_names(objects, self._url)
@@ -238,7 +238,7 @@ class Fetch:
 
         It names this boot as well, so that a file cut by a power failure is never resumed.
         """
-        text = f"{remote.name}\0{remote.etag}\0{_boot()}"
+        text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
 
     def _clear_parts(self, wanted: set[str]) -> None:
@@ -296,7 +296,7 @@ class Fetch:
     def _download(self, reader: Reader, remote: Remote) -> None:
         for tried in range(1, WRONG_TRIES + 1):
             part = self._part(remote)
-            problem = self._patiently(partial(self._fill, reader, remote, part), self._stop.is_set)
+            problem = self._retry(partial(self._fill, reader, remote, part), self._stop.is_set)
             if not problem:
                 return self._keep(remote, part)
             part.unlink()
@@ -308,7 +308,7 @@ class Fetch:
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
         """Complete the part. Returns what is wrong with it, empty if nothing.
 
-        Raises Away, Changed, Refused, OSError.
+        Raises Away, Changed, BucketRefusal, OSError.
         """
         sums, counted = Sums(remote), 0
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
@@ -363,10 +363,10 @@ class Fetch:
 
     # --- patience
 
-    def _patiently(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
+    def _retry(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
         """Return the result of `act`, retried while the bucket is unreachable.
 
-        Raises Refused, Changed, Abandoned, OSError.
+        Raises BucketRefusal, Changed, FetchAbandoned, OSError.
         """
         failures = 0
         while True:
@@ -384,7 +384,7 @@ class Fetch:
             self._pause(pause, ended)
 
     def _pause(self, seconds: float, ended: Callable[[], bool]) -> None:
-        """Sleep, unless `ended()` becomes true. Raises Abandoned if it does."""
+        """Sleep, unless `ended()` becomes true. Raises FetchAbandoned if it does."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if ended():
@@ -451,7 +451,7 @@ class Sums:
 
 
 def check_names(objects: list[Remote], url: str) -> None:
-    """Raise Refused unless each object can be a file of its own below a folder."""
+    """Raise BucketRefusal unless each object can be a file of its own below a folder."""
     if not objects:
         raise BucketRefusal(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
     names = set[str]()
@@ -497,7 +497,7 @@ def size_text(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -83,7 +83,7 @@ devices, opens neither."""
 
 def preload() -> None:
     """Import what every worker needs. Raises ImportError, or any error of a broken torch."""
-    with _traces_removed():
+    with _remove_traces():
         import_torchrun()
         for name in PRELOADED:
             importlib.import_module(name)
@@ -91,7 +91,7 @@ def preload() -> None:
 
 
 @contextlib.contextmanager
-def _traces_removed() -> Iterator[None]:
+def _remove_traces() -> Iterator[None]:
     """Undo what imports of torch set in the environment, and record what they add to sys.path."""
     before, paths = dict(os.environ), list(sys.path)
     try:
@@ -321,7 +321,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 
     Return why workers must not be forked from this process; empty if they can be.
     """
-    if why := _unfit():
+    if why := _find_obstacle():
         return f"{why} when Python starts or torch is imported in this image, and no fork survives that"
     asked = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"  # torch.cuda.is_available() then asks without initializing CUDA
@@ -333,7 +333,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
             log(f"DDPJOB_PRELOAD: {name} cannot be imported: {error}")
         except BaseException as error:
             return f"importing {name} (DDPJOB_PRELOAD) fails: {type(error).__name__}: {error}"
-        if why := _unfit():
+        if why := _find_obstacle():
             return f"{why} when {name} is imported, and no fork survives that; remove it from DDPJOB_PRELOAD"
     del os.environ[NVML_CHECK]
     if asked is not None:
@@ -347,19 +347,19 @@ def _import_compiler(orders: socket.socket) -> None:
     Refuse to serve if no fork survives that.
     """
     try:
-        with _traces_removed():
+        with _remove_traces():
             late_dynamo.load()
     except BaseException as error:  # Scripts that need it fail too, as they would anyway.
         log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
     gc.freeze()
     try:
-        if why := _unfit():
+        if why := _find_obstacle():
             _send(orders, ready=f"{why} when torch._dynamo is imported in this image, and no fork survives that")
     except OSError as error:  # The script has too many processes now, which must not end running workers.
         _send(orders, ready=f"it is not known whether a fork survives torch._dynamo: {error}")
 
 
-def _unfit() -> str:
+def _find_obstacle() -> str:
     """Return what in this process does not survive a fork; empty if nothing.
 
     Raises OSError if it cannot fork at all.

@@ -89,7 +89,7 @@ class BucketPlace:
         """Return the place of s3://BUCKET/PREFIX.
 
         `endpoint`: the server's URL (empty: AWS); `region`: empty means us-east-1. Raises
-        Refused.
+        BucketRefusal.
         """
         split = urlsplit(url)
         if split.scheme != "s3" or not split.netloc:
@@ -122,7 +122,7 @@ class Credentials:
         self._lock = threading.Lock()
 
     def keys(self) -> Keys | None:
-        """Return the current keys; None if there are none. Raises Refused, Away."""
+        """Return the current keys; None if there are none. Raises BucketRefusal, Away."""
         with self._lock:
             if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
                 self._keys = self._read()
@@ -145,7 +145,7 @@ class Credentials:
             return Keys(access, secret, known("AWS_SESSION_TOKEN", ""))
         role, file = known("AWS_ROLE_ARN", ""), known("AWS_WEB_IDENTITY_TOKEN_FILE", "")
         if role and file:
-            return self._of_role(role, _text_of(file))
+            return self._fetch_role_keys(role, _text_of(file))
         uri = known("AWS_CONTAINER_CREDENTIALS_FULL_URI", "")
         if uri:
             file = known("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "")
@@ -162,7 +162,7 @@ class Credentials:
             raise BucketRefusal(f"{text}: set both in the Secret of storage.data.secretName, or in env without it")
         return None
 
-    def _of_role(self, role: str, token: str) -> Keys:
+    def _fetch_role_keys(self, role: str, token: str) -> Keys:
         query = {
             "Action": "AssumeRoleWithWebIdentity",
             "Version": "2011-06-15",
@@ -216,7 +216,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 class Reader:
     """A connection to a place, which is renewed when it breaks.
 
-    Methods raise Refused, Away, Changed.
+    Methods raise BucketRefusal, Away, Changed.
     """
 
     def __init__(self, place: BucketPlace, credentials: Credentials) -> None:
@@ -294,7 +294,7 @@ class Reader:
             return read(size)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            raise Away(f"{self._place.server} has broken off: {_why(error)}") from None
+            raise Away(f"{self._place.server} has broken off: {_explain(error)}") from None
 
     def close(self) -> None:
         """Close the connection. The next request opens a new one."""
@@ -323,7 +323,7 @@ class Reader:
             raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file of its authority") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            raise Away(f"{place.server} does not answer: {_why(error)}") from None
+            raise Away(f"{place.server} does not answer: {_explain(error)}") from None
         if response.status in (200, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
@@ -434,5 +434,5 @@ def _tag(element: ET.Element) -> str:
     return str(element.tag).rpartition("}")[2]
 
 
-def _why(error: BaseException) -> str:
+def _explain(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:300]

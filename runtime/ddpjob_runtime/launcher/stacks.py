@@ -35,11 +35,11 @@ def prepare() -> None:
     try:
         for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):  # of launchers that were killed
             with contextlib.suppress(OSError):
-                descriptor = _locked(old)
+                descriptor = _lock(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
         made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # no other launcher removes this name before it is locked
-        prepare.lock = _locked(made)  # type: ignore[attr-defined]
+        prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:
         log(f"no stacks of hanging workers: {error}; give the pod a writable /tmp")
@@ -52,7 +52,7 @@ def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _locked(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     """Lock the folder until this process ends, and return the descriptor.
 
     Raises OSError if it is locked already.
@@ -87,13 +87,13 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
     found = {}
     for rank, path in files.items():
         text = path.read_bytes()[before[rank] :].decode(errors="replace") if path.exists() else ""
-        found[rank] = of_the_script(text) or (protocol.RANK_ENDED if rank in ended else NONE)
+        found[rank] = strip_runtime_frames(text) or (protocol.RANK_ENDED if rank in ended else NONE)
         log(f"stacks of rank {rank}:\n{found[rank]}")
     _keep(found)
     return found
 
 
-def of_the_script(text: str) -> str:
+def strip_runtime_frames(text: str) -> str:
     """Return the stack without the frames of the runtime and of `python -m`."""
     lines = text.splitlines(keepends=True)
     kept = [line for line in lines if not _OWN_FRAME.match(line)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ddpjob_trainer.checkpoints import compatibility, torch_file
-from ddpjob_trainer.checkpoints.compatibility import differences, load_weights, read_whole, weights_in
+from ddpjob_trainer.checkpoints.compatibility import list_differences, load_weights, read_whole, weights_in
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.commands import evaluate_checkpoint
 from ddpjob_trainer.config.sections import CheckpointConfig
@@ -45,7 +45,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def test_differences() -> None:
     saved = {"a": torch.zeros(2, 3), "old": torch.zeros(()), "same": torch.zeros(1)}
     wanted = {"a": torch.zeros(3, 2), "new": torch.zeros(4), "same": torch.ones(1)}
-    assert differences(saved, wanted) == [
+    assert list_differences(saved, wanted) == [
         "a is (2, 3) in the checkpoint and (3, 2) in the model",
         "new (4,) is not in the checkpoint",
         "old () is not in the model",

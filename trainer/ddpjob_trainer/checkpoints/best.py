@@ -86,7 +86,7 @@ def _unlink(folder: Path, but: Path | None = None) -> None:
             link.unlink()
 
 
-def pointed_to(folder: Path) -> Path | None:
+def find_marked(folder: Path) -> Path | None:
     """Return the best checkpoint of a folder, or None if none is marked."""
     try:
         name = json.loads((folder / _NAME).read_text())["best"]

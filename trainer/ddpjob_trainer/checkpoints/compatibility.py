@@ -29,7 +29,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that torch.compile and other wrappers of modules put into the names of tensors."""
 
 
-def differences(saved: Tensors, wanted: Tensors) -> list[str]:
+def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
     """Return the differences between a checkpoint's tensors and a model's, as text.
 
     They are in the model's order. An empty list means that the tensors fit.
@@ -61,7 +61,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
                 f" {key}={was}; to start from scratch set checkpoint.dir to another folder"
             )
     changed = changed_keys(snapshot["config"], settings)
-    found = differences(snapshot["model"], wanted)
+    found = list_differences(snapshot["model"], wanted)
     if not found and snapshot["config"]["optim.name"] != settings["optim.name"]:
         found = [f"its optimizer is {snapshot['config']['optim.name']}, and now it is {settings['optim.name']}"]
     if not found:
@@ -102,7 +102,7 @@ def load_weights(
     weights: dict[str, torch.Tensor] = {}
     problem = ""
     reading = done_in_thread(
-        group, "weights", lambda: _fitting(path, keep, model, average) if group.rank == 0 else {}, alive
+        group, "weights", lambda: _take_fitting(path, keep, model, average) if group.rank == 0 else {}, alive
     )
     if group.rank == 0:
         try:
@@ -117,7 +117,7 @@ def load_weights(
     return {name: sent["weights"].get(name, tensor) for name, tensor in model.items()}
 
 
-def _fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -> dict[str, torch.Tensor]:
+def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -> dict[str, torch.Tensor]:
     content = read_whole(path)
     found = weights_in(content, path, average=average)
     if idle := [pattern for pattern in keep if not fnmatch.filter([*model, *found], pattern)]:
@@ -139,7 +139,7 @@ def _fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -
         for name, tensor in model.items()
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in keep)
     }
-    if wrong := differences(weights, wanted):
+    if wrong := list_differences(weights, wanted):
         names = ",".join(dict.fromkeys(text.split()[0] for text in wrong))
         raise CheckpointError(
             f"checkpoint.load: the weights in {path} do not fit the model: {_summary(wrong)}. Set model.* as they were"
@@ -161,7 +161,7 @@ def read_whole(path: Path) -> Any:
     `_WHERE`. Raises CheckpointError.
     """
     try:
-        path = _chosen(path)
+        path = _choose_checkpoint(path)
         return _read(path)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.load: {path} is {error}; give another checkpoint") from error
@@ -231,11 +231,11 @@ def _plain_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _chosen(path: Path) -> Path:
+def _choose_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a folder of them stands for, or any other path unchanged."""
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
-    if (marked := best.pointed_to(path)) is not None and not marked.exists():
+    if (marked := best.find_marked(path)) is not None and not marked.exists():
         raise CheckpointError(f"a folder whose best.json names {marked.name}, which is gone")
     inside = marked or max([*path.glob("step-*.pt"), *path.glob("step-*.dcp")], default=None)
     if inside is None:

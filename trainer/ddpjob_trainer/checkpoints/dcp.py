@@ -73,7 +73,7 @@ def write(
         # ranks write the same manifest.
         mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
         files = [found for found, _, _ in mine]
-        listed = {name: found.written() for name, found in _merged([found for _, found, _ in mine]).items()}
+        listed = {name: found.written() for name, found in _merge([found for _, found, _ in mine]).items()}
         recorded = metadata.written(
             files={name: entry for found in files for name, entry in sorted(found.items())},
             time=begun[0],
@@ -229,9 +229,9 @@ class _Target:
 
     def overlapping(self, stored: StoredTensor) -> list[TensorChunk]:
         """Return the chunks that overlap this part."""
-        return [chunk for chunk in stored.chunks if all(low < high for low, high in self._common(chunk))]
+        return [chunk for chunk in stored.chunks if all(low < high for low, high in self._intersect(chunk))]
 
-    def _common(self, chunk: TensorChunk) -> list[tuple[int, int]]:
+    def _intersect(self, chunk: TensorChunk) -> list[tuple[int, int]]:
         """Return (first, end) of the overlap in each dimension of the whole tensor."""
         sides = zip(self.offsets, self.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
         return [(max(own, at), min(own + length, at + size)) for own, length, at, size in sides]
@@ -241,7 +241,7 @@ class _Target:
 
         Raises CheckpointError if the file is too short, OSError.
         """
-        common = self._common(chunk)
+        common = self._intersect(chunk)
         into = self.tensor[
             tuple(slice(low - at, high - at) for (low, high), at in zip(common, self.offsets, strict=True))
         ]
@@ -417,7 +417,7 @@ class _FilePart(io.RawIOBase):
         return len(content)
 
 
-def _merged(parts: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def _merge(parts: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """Return what all ranks have written, by name."""
     merged: dict[str, StoredTensor] = {}
     for name, stored in (item for part in parts for item in part.items()):

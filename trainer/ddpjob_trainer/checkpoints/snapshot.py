@@ -14,6 +14,7 @@ import torch
 
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
 from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.private_torch import layout_of
 
 Snapshot = dict[str, Any]
 """Tensors, numbers, text and dicts, lists and tuples of them."""
@@ -143,4 +144,4 @@ def with_local(sharded: Any, local: torch.Tensor) -> Any:
     """
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, sharded._spec, requires_grad=False)
+    return DTensor(local, layout_of(sharded), requires_grad=False)

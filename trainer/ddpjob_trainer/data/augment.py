@@ -151,7 +151,7 @@ Eraser = Callable[[torch.Tensor, list[int], int], torch.Tensor]
 in place."""
 
 
-def erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
+def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
     """Return the configured erasers.
 
     Raises ConfigError for a wrong value, and if the inputs are not images.

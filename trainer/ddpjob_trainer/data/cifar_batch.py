@@ -160,20 +160,20 @@ class _Machine:
             case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_TUPLE":
                 stack.append({"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}[name]())
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(self._taken(len(stack) - int(name[-1]))))
+                stack.append(tuple(self._take_from(len(stack) - int(name[-1]))))
             case "TUPLE":
                 stack.append(tuple(self._since_mark()))
             case "APPEND" | "APPENDS":
                 _extend(list, self._since_mark() if name == "APPENDS" else [stack.pop()], stack)
             case "SETITEM" | "SETITEMS":
-                _extend(dict, self._since_mark() if name == "SETITEMS" else self._taken(len(stack) - 2), stack)
+                _extend(dict, self._since_mark() if name == "SETITEMS" else self._take_from(len(stack) - 2), stack)
             case "GLOBAL":
                 stack.append(_name(*argument.split(" ", 1)))
             case "STACK_GLOBAL":
-                stack.append(_name(*self._taken(len(stack) - 2)))
+                stack.append(_name(*self._take_from(len(stack) - 2)))
             case "REDUCE":
-                function, arguments = self._taken(len(stack) - 2)
-                stack.append(_called(function, arguments))
+                function, arguments = self._take_from(len(stack) - 2)
+                stack.append(_call(function, arguments))
             case "BUILD":
                 state = stack.pop()
                 _build(stack[-1], state)
@@ -183,9 +183,9 @@ class _Machine:
                 raise ValueError(f"the opcode {name} does not belong in a CIFAR batch")
 
     def _since_mark(self) -> list[Any]:
-        return self._taken(self._marks.pop())
+        return self._take_from(self._marks.pop())
 
-    def _taken(self, start: int) -> list[Any]:
+    def _take_from(self, start: int) -> list[Any]:
         """Remove and return everything from position `start` on. Raises IndexError."""
         if not 0 <= start <= len(self.stack):
             raise IndexError
@@ -228,7 +228,7 @@ def _name(module: Any, name: Any) -> _Name:
     return _Name(name)
 
 
-def _called(function: Any, arguments: Any) -> Any:
+def _call(function: Any, arguments: Any) -> Any:
     """Return the object that a call describes. Raises ValueError."""
     if isinstance(function, _Name) and isinstance(arguments, tuple):
         match function.text, arguments:

@@ -55,7 +55,7 @@ def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.
     """
     pixels, box = _decode(content, choose, size)
     rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
-    return _resized(pixels[:, rows, columns], size, size)
+    return _resize(pixels[:, rows, columns], size, size)
 
 
 def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
@@ -71,7 +71,7 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     shorter, longer = min(height, width), max(height, width)
     long = int(short * longer / shorter)
     check_pixels(short, long)  # A line of 65,535 pixels would be scaled to 4 billion pixels.
-    resized = _resized(pixels, *((short, long) if height <= width else (long, short)))
+    resized = _resize(pixels, *((short, long) if height <= width else (long, short)))
     top, left = (round((side - size) / 2) for side in resized.shape[1:])
     return resized[:, top : top + size, left : left + size]
 
@@ -79,7 +79,7 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
 def size_of(content: bytes) -> tuple[int, int]:
     """Return (height, width) of an encoded image, from its header. Raises UnreadableImage."""
     _check_scans(content)
-    with _opened(content) as image:
+    with _open_image(content) as image:
         return image.height, image.width
 
 
@@ -95,7 +95,7 @@ def _check_scans(content: bytes) -> None:
         raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}: save it again")
 
 
-def _resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def _resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     if pixels.shape[1:] == (height, width):
         return pixels
     return torch.nn.functional.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
@@ -117,10 +117,10 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
                 box = choose(height, width)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
-                return _planes(pixels), _scaled(box, pixels.shape[0] / height, pixels.shape[1] / width)
+                return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
         except ValueError:  # libjpeg's warnings raise too. Pillow can tell them from a broken file.
             pass
-    pixels = _by_pillow(content)
+    pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
 
 
@@ -130,7 +130,7 @@ def _scale(box: Box, size: int | None) -> int:
     return next((scale for scale in _SCALES if min(box.height, box.width) >= scale * size), 1)
 
 
-def _scaled(box: Box, down: float, across: float) -> Box:
+def _scale_box(box: Box, down: float, across: float) -> Box:
     """Return the box in an image of reduced size, with corners rounded to whole pixels."""
     if down == across == 1:
         return box
@@ -139,8 +139,8 @@ def _scaled(box: Box, down: float, across: float) -> Box:
     return Box(top, left, max(1, bottom - top), max(1, right - left))
 
 
-def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
-    with _opened(content) as image:
+def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
+    with _open_image(content) as image:
         sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Scaled to 65535.
         # Pillow's conversion would cut these values at 255, which makes the image white.
         if sixteen:
@@ -152,7 +152,7 @@ def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
 
 
 @contextmanager
-def _opened(content: bytes) -> Iterator[Any]:
+def _open_image(content: bytes) -> Iterator[Any]:
     """Open an image with Pillow, once its header has been read and its size checked.
 
     Raises UnreadableImage, also for errors in the body, because damaged files make Pillow raise

@@ -181,12 +181,12 @@ class ImageData(DataSet):
                 if request.epoch is None or draws is None:
                     pixels[index] = middle(content, pixels.shape[-1], self._config.test_crop)
                 else:
-                    pixels[index] = self._augmented(content, draws[index], request.epoch, request.numbers[index])
+                    pixels[index] = self._augment_batch(content, draws[index], request.epoch, request.numbers[index])
             except UnreadableImage as error:
                 unreadable.append((index, str(error)))
         return Chunk(pixels, unreadable)
 
-    def _augmented(self, content: bytes, draws: npt.NDArray[np.float64], epoch: int, number: int) -> torch.Tensor:
+    def _augment_batch(self, content: bytes, draws: npt.NDArray[np.float64], epoch: int, number: int) -> torch.Tensor:
         boxes = draws[:40].reshape(10, 4)
         pixels = crop(content, lambda height, width: resized_crop_box(boxes, height, width), self._config.image_size)
         if draws[40] < 0.5:

@@ -82,7 +82,7 @@ def file_system(url: str) -> Any:
 
 
 @contextmanager
-def answering(url: str) -> Iterator[None]:
+def translate_errors(url: str) -> Iterator[None]:
     """Turn the errors of a store's library, which may be of any kind, into DataError."""
     try:
         yield
@@ -106,15 +106,15 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
     files = file_system(url)
     # Few web servers list folders, so trust the index's own list.
     if url.startswith(_WEB) and files.exists(beside):
-        return _loaded(files.open(beside, "rb"), url)
+        return _load(files.open(beside, "rb"), url)
     found = _listing(url, remedy)
-    if files.exists(beside) and _is_of(index := _loaded(files.open(beside, "rb"), url), found, copied="://" in url):
+    if files.exists(beside) and _is_of(index := _load(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
     with ExitStack() as held:  # The ranks of a node arrive together, and one of them builds it.
         with _keeping(path):
             held.enter_context(alone(path.with_name(f".{path.name}.lock")))
-        if path.is_file() and _is_of(index := _loaded(path.open("rb"), url), found):
+        if path.is_file() and _is_of(index := _load(path.open("rb"), url), found):
             return index
         index = _scan(url, found, remedy)
         with _keeping(path):
@@ -188,7 +188,7 @@ def _listing(url: str, remedy: str) -> _Found:
     )
 
 
-def _loaded(file: IO[bytes], url: str) -> Index:
+def _load(file: IO[bytes], url: str) -> Index:
     """Return the index in a file. Raises DataError."""
     columns = {"shard": np.int32, "offsets": np.int64, "sizes": np.int32, "labels": np.int64, "lengths": np.int64}
     try:

@@ -22,10 +22,13 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ddpjob_trainer.private_torch import call_after_backward, wrap_waits
 
 
 class StepPhase(enum.StrEnum):
@@ -103,8 +106,7 @@ class StepClock:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def _at_begin(self, _: torch.Tensor) -> None:
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self.lap(StepPhase.BACKWARD))
+        call_after_backward(lambda: self.lap(StepPhase.BACKWARD))
 
     def _mark(self) -> Any:
         if not self._events:
@@ -126,17 +128,19 @@ _waited = _Waited()
 @functools.cache
 def _count_waits() -> None:
     """Count waits from now on, for the rest of the process."""
-    wait = dist.Work.wait
 
-    @functools.wraps(wait)
-    def counted(work: dist.Work, *given: Any, **named: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return wait(work, *given, **named)
-        finally:
-            _waited.seconds += time.perf_counter() - began
+    def wrap(wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def counted(work: dist.Work, *given: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return wait(work, *given, **named)
+            finally:
+                _waited.seconds += time.perf_counter() - began
 
-    dist.Work.wait = counted  # type: ignore[method-assign, assignment]
+        return counted
+
+    wrap_waits(wrap)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddpjob_trainer.config.sections import ModelConfig, NormName
-from ddpjob_trainer.data.randomness import drawn
+from ddpjob_trainer.data.randomness import seed_draws
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 from ddpjob_trainer.own_functions import load_function
 
@@ -41,7 +41,7 @@ def build_model(
     device = device or torch.device("cpu")
     # A user's function may also draw from Python's and numpy's generators. For other models,
     # numpy's is not loaded.
-    with drawn(seed) if is_own(config) else nullcontext():
+    with seed_draws(seed) if is_own(config) else nullcontext():
         model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
         for normalization in _last_normalizations(model, config, "zero_init_residual"):
@@ -59,9 +59,9 @@ def build_model(
         )
     if not config.sync_batchnorm:
         return model
-    from ddpjob_trainer.model.sync_batchnorm import synchronized
+    from ddpjob_trainer.model.sync_batchnorm import synchronize
 
-    model = synchronized(model, device)
+    model = synchronize(model, device)
     if is_tied_to_micro_batches(model):
         random = "uses dropout, which drops other inputs"
         if getattr(model, _OWN, False):
@@ -257,7 +257,7 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 
 
 @contextmanager
-def explaining_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
+def explain_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
     """Run a first forward pass in this `with`; if it fails, call `check_image_size`.
 
     That check takes time, so it does not run before.

@@ -17,7 +17,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import move_running
 
 
-def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
+def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model with its batch normalizations replaced; names and values stay.
 
     The replacements are torch's on accelerators and ours on the CPU. Raises ConfigError for a layer
