@@ -374,7 +374,7 @@ def _explained(condition: Condition) -> Iterator[str]:
     For containers' reasons that the page does not list, it has one common text.
     """
     known, reason = remedies(), condition.reason
-    texts = (name for name in known if name.startswith(_SAID) and name[len(_SAID) :] in condition.message)
+    texts = (name for name in known if name.startswith(SAID) and name[len(SAID) :] in condition.message)
     found = known.get(next(texts, "")) or known.get(f"{condition.type} {reason}") or known.get(reason)
     if found is None and condition.type is ConditionType.RUNNING and condition.message.startswith("container "):
         found = remedies().get("Running ErrImagePull")
@@ -384,7 +384,7 @@ def _explained(condition: Condition) -> Iterator[str]:
         yield f"What to do: {found['remedy']}"
 
 
-_SAID = "message "
+SAID = "message "
 """Prefix of the name of a remedy that is found by the text of an error."""
 _STATUS = re.compile(r"^\([^)]*\) ")
 """A status in parentheses, with which the page's text begins if the reason belongs to a true
@@ -438,40 +438,3 @@ def remedies() -> dict[str, dict[str, str]]:
     text = resources.files(__package__).joinpath("remedies.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)
     return found
-
-
-_LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
-"""A link to another page of docs/, which a terminal would show as Markdown."""
-
-
-_CONDITION = re.compile(r"## Condition (\w+)")
-"""The heading above a condition's table."""
-
-
-def read_remedies(page: str) -> dict[str, dict[str, str]]:
-    """Read the page's tables: {reason: {meaning, remedy}}.
-
-    If several conditions have a reason, it is repeated for each further one as `CONDITION REASON`.
-    Errors that are known by their text are listed as `message TEXT`.
-    """
-    found: dict[str, dict[str, str]] = {}
-    titles: list[str] = []
-    kind = ""
-    for line in page.splitlines():
-        if line.startswith("#"):
-            heading = _CONDITION.match(line)
-            kind = heading[1] if heading is not None else ""
-        cells = [_LINK.sub(r"\1 (docs/\2)", cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
-        if not line.startswith("|"):
-            titles = []
-        elif not titles:
-            titles = cells
-        elif titles[0] == "reason" and not set(line) <= set("|- "):
-            by_title = dict(zip(titles, cells, strict=False))
-            entry = {"meaning": by_title.get("what it means", ""), "remedy": by_title.get("what to do", "")}
-            for reason in re.findall(r"`(\w+)`", cells[0]):
-                found.setdefault(reason if reason not in found else f"{kind} {reason}".strip(), entry)
-        elif titles[0] == "the message has" and not set(line) <= set("|- "):
-            for text in re.findall(r"`([^`]+)`", cells[0]):
-                found[_SAID + text] = {"meaning": cells[1], "remedy": cells[2]}
-    return dict(sorted(found.items()))
