@@ -97,15 +97,12 @@ class Gate(Protocol):
 
     async def admit(self, request: web.Request) -> FleetView:
         """Return the view of a request. Raises Refused, or HTTPSeeOther."""
-        ...
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the gate's own paths, which it answers without `admit`."""
-        ...
 
     async def close(self) -> None:
         """End all views."""
-        ...
 
 
 class OneSession:

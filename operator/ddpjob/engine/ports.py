@@ -78,18 +78,15 @@ class Cluster(Protocol):
 
     async def observe(self, key: JobKey) -> Observation | None:
         """Return the job and everything that belongs to it; None if it does not exist."""
-        ...
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
         """Replace the status, and return the job as written.
 
         The job must still have `job.resource_version`. Raises Conflict, Refused.
         """
-        ...
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         """Create an object; succeed if this job has it already. Raises NameTaken, Refused."""
-        ...
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         """Request a pod's deletion with a grace period in seconds (None: the pod's own).
@@ -97,55 +94,45 @@ class Cluster(Protocol):
         Succeed if the pod is gone or has a different uid. A refusal is not an error: the next
         observation shows it, and the deletion is tried again after a while.
         """
-        ...
 
     async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
         """Request a PodGroup's deletion; succeed if it is gone or has a different uid."""
-        ...
 
     async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
         """Request a Workload's deletion; succeed if it is gone or has a different uid."""
-        ...
 
     async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
         """Set a condition of a Workload to True; succeed if it is gone or has a different uid.
 
         A refusal is not an error either. Raises Conflict.
         """
-        ...
 
     async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
         """Give back the quota of a Workload; succeed if it is gone or not evicted.
 
         A refusal is not an error either. Raises Conflict.
         """
-        ...
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Set a pod's role label; succeed if the pod is gone or has a different uid.
 
         A refusal is not an error either.
         """
-        ...
 
     async def delete_job(self, job: DDPJob) -> None:
         """Delete the job; Kubernetes' garbage collector removes what it owns."""
-        ...
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         """Send `POST /v1/VERB` to the coordinator at `host:port`.
 
         An empty or unreachable endpoint is not an error.
         """
-        ...
 
     async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
         """Queue a notification for the receiver without waiting for its delivery.
 
         A known id changes nothing.
         """
-        ...
 
     async def record(self, job: DDPJob, event: Event) -> None:
         """Record an event on the job."""
-        ...

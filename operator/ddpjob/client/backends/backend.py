@@ -145,15 +145,12 @@ class Backend(Protocol):
     @property
     def where(self) -> str:
         """The place in words: `namespace ml, context prod`, or the folder of the runs."""
-        ...
 
     def jobs(self) -> list[Json]:
         """Return all jobs as objects, the oldest first."""
-        ...
 
     def job(self, name: str) -> Json:
         """Return one job. Raises NoSuchJob."""
-        ...
 
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
@@ -166,40 +163,30 @@ class Backend(Protocol):
 
         Raises NoSuchJob if there is no job `name`, also after its deletion.
         """
-        ...
 
     def pods(self, name: str) -> list[PodLine]:
         """Return the job's pods, in the order of their index."""
-        ...
 
     def events(self, name: str) -> list[Happened]:
         """Return the job's events, the oldest first."""
-        ...
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         """Yield pieces of a pod's log."""
-        ...
 
     def metrics(self, name: str) -> str:
         """Return the end of rank 0's metrics.jsonl, at most METRICS_BYTES."""
-        ...
 
     def patch(self, name: str, spec: Json) -> None:
         """Merge into `spec`, as `kubectl patch --type=merge` does."""
-        ...
 
     def create(self, manifests: list[Json]) -> str:
         """Create a job, and first the objects that it needs. Returns its name."""
-        ...
 
     def delete(self, name: str) -> None:
         """Delete a job and its pods. Checkpoints on volumes stay."""
-        ...
 
     def kill(self, pod: str) -> None:
         """Delete a pod by force, as the loss of its machine would."""
-        ...
 
     def run_in(self, pod: PodLine, code: str) -> str:
         """Run Python code in a pod's trainer container; return its output."""
-        ...
