@@ -9,16 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ddpjob.cli.output import (
-    document,
-    documents,
-)
-from ddpjob.cli.places import (
-    EXIT_NEGATIVE,
-    PLACE_NAMES,
-    Place,
-    in_place,
-)
+from ddpjob.cli.output import document, documents
+from ddpjob.cli.places import EXIT_NEGATIVE, PLACE_NAMES, Place, in_place
 from ddpjob.cli.root import BeforeArguments, print_line, print_note, root, say
 from ddpjob.cli.waiting import wait_for
 from ddpjob.client.backends.backend import Backend, Mistake
@@ -57,7 +49,7 @@ Example: ddpjob run examples/digits.yaml"""
 @click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
 @click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0: the CPU.")
-def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
+def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> None:
     """Write a manifest, job.yaml, to begin with, and a script where SCRIPT is not there yet.
 
     The script trains a small model, shows its loss, saves, and continues from what it saved. A file that is there is
@@ -71,7 +63,6 @@ def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
 
     for line in write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus):
         click.echo(line)
-    return 0
 
 
 @root.command(help=_RUN)
@@ -152,7 +143,7 @@ def _complete_field(ctx: click.Context, parameter: click.Parameter, incomplete: 
 @root.command()
 @click.argument("field", default="", shell_complete=_complete_field)
 @click.option("--recursive", is_flag=True, help="The names and types of all fields below, without their descriptions.")
-def explain(field: str, recursive: bool) -> int:
+def explain(field: str, recursive: bool) -> None:
     """Explain a field of a DDPJob: type, limits, default, rules. As `kubectl explain`, without a cluster.
 
     \b
@@ -163,11 +154,10 @@ def explain(field: str, recursive: bool) -> int:
 
     for line in explained(field, recursive=recursive):
         print_line(line)
-    return 0
 
 
 @root.command()
-def schema() -> int:
+def schema() -> None:
     """Print the JSON schema of DDPJob, by which editors complete and check manifests.
 
     \b
@@ -180,7 +170,6 @@ def schema() -> int:
     from ddpjob.client.manifests.explain_fields import editor_schema
 
     click.echo(json.dumps(editor_schema(), indent=1, ensure_ascii=False))
-    return 0
 
 
 @root.command(cls=BeforeArguments)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from ddpjob.cli.output import (
-    printable,
-)
-from ddpjob.cli.places import (
-    Place,
-)
+from ddpjob.cli.output import printable
+from ddpjob.cli.places import Place
 from ddpjob.client.backends.backend import Backend, Mistake
 
 _ROOT = """\
@@ -131,7 +128,6 @@ def bare(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
     return value and value.removeprefix(kind)
 
 
-of_job = click.argument("job", shell_complete=complete_job, callback=bare)
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 
@@ -145,6 +141,11 @@ def root(ctx: click.Context, version: bool) -> None:
         click.echo(f"ddpjob {client_version()}")
     elif ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+def command_of_job(command: Callable[..., Any]) -> click.Command:
+    """Register a command whose first argument is the name of a job."""
+    return root.command()(click.argument("job", shell_complete=complete_job, callback=bare)(command))
 
 
 def say(text: str, place: Backend) -> None:

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json, WhenDeleted
-from ddpjob.api.job_status import ConditionType
+from ddpjob.api.job_status import ConditionType, utc_now
 from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
 from ddpjob.cli.output import abandon_output, printable
 from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
 from ddpjob.local.local_platform import NoFreePorts, free_ports
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder

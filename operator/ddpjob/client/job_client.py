@@ -306,8 +306,8 @@ class Client:
 
     def why(self, job: str | Job) -> str:
         """What the job waits for or why it failed, and what to do about it: the text of `ddpjob why`."""
+        from ddpjob.api.job_status import utc_now
         from ddpjob.client.texts.job_text import why
-        from ddpjob.engine.reconcile import utc_now
 
         body = self._backend.job(_name(job))
         return "\n".join(why(body, if_allowed(self._backend.pods, _name(job), []), utc_now()))

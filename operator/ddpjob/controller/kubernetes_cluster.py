@@ -19,7 +19,7 @@ from ddpjob_runtime.protocol import Report
 from ddpjob.api.job import API_VERSION, KIND, DDPJob
 from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_spec import Json, size_fault
-from ddpjob.api.job_status import JobStatus, NotificationState, SlotState
+from ddpjob.api.job_status import JobStatus, NotificationState, SlotState, utc_now
 from ddpjob.api.schema import exceeds
 from ddpjob.controller.caches import WATCHED, Caches, Owned, collection
 from ddpjob.controller.host_watch import NODES
@@ -56,7 +56,6 @@ from ddpjob.engine.ports import (
     ReportPending,
     Unavailable,
 )
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.objects.claim import template_mark
 from ddpjob.objects.isolation import policy_name
 from ddpjob.objects.platform import Platform

@@ -21,6 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import utc_now
 from ddpjob.api.yamltext import write_document
 from ddpjob.client.backends.backend import (
     METRICS,
@@ -49,7 +50,6 @@ from ddpjob.dashboard.job_views import (
     timeline,
     trained_curves,
 )
-from ddpjob.engine.reconcile import utc_now
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

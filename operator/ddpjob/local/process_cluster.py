@@ -21,11 +21,10 @@ from ddpjob_runtime.protocol import Report
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import format_time
+from ddpjob.api.job_status import format_time, utc_now
 from ddpjob.core.decision import Event
 from ddpjob.core.world import NODE_ROLES, Role, World
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.local import processes
 from ddpjob.local.adapt_spec import LocalSpec
 from ddpjob.local.environment import inherited

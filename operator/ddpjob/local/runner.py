@@ -20,10 +20,10 @@ from typing import Protocol
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import ConditionType, JobStatus, format_time
+from ddpjob.api.job_status import ConditionType, JobStatus, format_time, utc_now
 from ddpjob.core.status.messages import count
 from ddpjob.engine.ports import JobKey
-from ddpjob.engine.reconcile import reconcile, utc_now
+from ddpjob.engine.reconcile import reconcile
 from ddpjob.local import processes, watchdog
 from ddpjob.local.adapt_spec import LocalSpec, too_many_nodes
 from ddpjob.local.paths import JobFolder, RunFolder

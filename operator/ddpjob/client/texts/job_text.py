@@ -37,9 +37,11 @@ _SHOWN = 8
 PAGE = "docs/troubleshooting.md"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with aligned columns, like kubectl's."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def table(rows: Sequence[Sequence[str]], widths: list[int] | None = None) -> list[str]:
+    """Return lines with aligned columns, like kubectl's; `widths` of earlier lines only grow."""
+    widths = [] if widths is None else widths
+    columns = zip(widths or [0] * len(rows[0]), zip(*rows, strict=True), strict=True)
+    widths[:] = [max(width, *map(len, cells)) for width, cells in columns]
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
