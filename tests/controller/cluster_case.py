@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job import QUEUE_LABEL, DDPJob
+from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_spec import Json
 from ddpjob.controller.caches import Caches
 from ddpjob.controller.kubernetes_cluster import KubernetesCluster
-from ddpjob.engine.coordinator_client import CoordinatorClient
+from ddpjob.controller.notifier import Notifier, Receivers
+from ddpjob.controller.report_watch import ReportWatch
+from ddpjob.engine.coordinator_client import CoordinatorClient, Target
 from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import reconcile
 from ddpjob.objects.platform import Platform
@@ -115,13 +118,26 @@ class Case:
         self.server.faults = lambda m, path: left.pop() if left and m == method and part in path else None
 
 
+class NoReports(ReportWatch):
+    """No coordinator is followed."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda key: None)
+
+    def follow(self, key: JobKey, target: Target | None) -> None:
+        pass
+
+
 @asynccontextmanager
 async def case(*, serves_gangs: bool = False, serves_queues: bool = False) -> AsyncIterator[Case]:
     async with api_server() as server, connected(server) as rest:
         server.serves_gangs, server.serves_queues = serves_gangs, serves_queues
         coordinators, woken = CoordinatorClient(), list[tuple[JobKey, bool]]()
         caches = Caches(rest, lambda key, urgent: woken.append((key, urgent)), lambda hosts, changed: None)
-        cluster = KubernetesCluster(rest, caches, coordinators, Platform(operator_key=b"key"), "operator-0")
+        platform, notifier = Platform(operator_key=b"key"), Notifier(Receivers(), lambda key: None)
+        cluster = KubernetesCluster(
+            rest, caches, coordinators, platform, NoReports(), notifier, JobClasses(), "operator-0"
+        )
         case = Case(server, cluster)
         case.woken = woken
         async with followed(server, caches):

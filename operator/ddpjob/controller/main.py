@@ -85,10 +85,12 @@ class Leader:
         platform = Platform(
             operator_key=settings.key, operator_peer=settings.peer, metrics_peers=settings.metrics_peers
         )
-        self.cluster = KubernetesCluster(rest, self.caches, coordinators, platform, settings.identity)
-        self.report_watch = self.cluster.report_watch = ReportWatch(self.queue.add)
-        self.cluster.classes = settings.classes
-        self.notifier = self.cluster.notifier = Notifier(settings.receivers, self.queue.add)
+        self.report_watch = ReportWatch(self.queue.add)
+        self.notifier = Notifier(settings.receivers, self.queue.add)
+        self.cluster = KubernetesCluster(
+            rest, self.caches, coordinators, platform, self.report_watch, self.notifier, settings.classes,
+            settings.identity,
+        )  # fmt: skip
         release = f"{settings.lease_namespace}/{settings.lease_name}"
         self.claims = NamespaceClaims(rest, release) if settings.lease_namespace else None
 
