@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
@@ -190,3 +190,29 @@ class Backend(Protocol):
 
     def run_in(self, pod: PodLine, code: str) -> str:
         """Run Python code in a pod's trainer container; return its output."""
+
+
+def poll_changes(
+    jobs: Callable[[], list[Json]], name: str | None, nowhere: str, pause: float,
+    seconds: float | None, known: Iterable[Json] | None,
+) -> Iterator[tuple[Json, bool]]:  # fmt: skip
+    """Yield the changes of jobs that have no watch, as `Backend.changes` does.
+
+    `jobs` is called every `pause` seconds. `nowhere` says that there is no job `name`.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    seen = _by_name(known or ())
+    while True:
+        now = _by_name(job for job in jobs() if name in (None, job["metadata"]["name"]))
+        if name is not None and not now and not seen:
+            raise NoSuchJob(nowhere)
+        yield from [(job, True) for key, job in seen.items() if key not in now]
+        yield from [(job, False) for key, job in now.items() if seen.get(key) != job]
+        seen = now
+        if end is not None and time.monotonic() >= end:
+            return
+        time.sleep(pause)
+
+
+def _by_name(jobs: Iterable[Json]) -> dict[tuple[str, str], Json]:
+    return {(job["metadata"].get("namespace", ""), job["metadata"]["name"]): job for job in jobs}

@@ -30,6 +30,7 @@ from ddpjob.client.backends.backend import (
     Mistake,
     NoSuchJob,
     PodLine,
+    poll_changes,
 )
 from ddpjob.core.world import COORDINATOR_CONTAINER
 from ddpjob.local import processes
@@ -138,21 +139,8 @@ class ProcessBackend:
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        end = None if seconds is None else time.monotonic() + seconds
-        seen: dict[str, Json] = {job["metadata"]["name"]: job for job in known or ()}
-        while True:
-            now = {job["metadata"]["name"]: job for job in self.jobs() if name in (None, job["metadata"]["name"])}
-            if name is not None and not now and not seen:
-                raise NoSuchJob(f"no job {name} was run in {runs_folder()}")
-            for gone in [job for job in seen if job not in now]:
-                yield seen.pop(gone), True
-            for found, job in now.items():
-                if seen.get(found) != job:
-                    seen[found] = job
-                    yield job, False
-            if end is not None and time.monotonic() >= end:
-                return
-            time.sleep(_POLL)
+        nowhere = f"no job {name} was run in {runs_folder()}"
+        return poll_changes(self.jobs, name, nowhere, _POLL, seconds, known)
 
     @_named
     def pods(self, name: str) -> list[PodLine]:
