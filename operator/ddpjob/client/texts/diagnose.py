@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
 from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import load_crd
 from ddpjob.client.backends.api_server import ApiRefusal, ApiServer
+from ddpjob.client.manifests.explain_fields import paths
 from ddpjob.missing_package import INSTALL
 
 SUPPORTED_MINOR = 29
@@ -102,7 +102,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
     """Return the fields that only the client's definition has, and only the cluster's."""
-    here, there = ({*_fields(_schema(c), "")} for c in (load_crd(), crd))
+    here, there = ({*paths(_schema(c))} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 
 
@@ -111,15 +111,6 @@ def _schema(crd: Json) -> Json:
     version: Json = next((v for v in versions if v.get("name") == VERSION), {})
     schema: Json = version.get("schema", {}).get("openAPIV3Schema", {})
     return schema
-
-
-def _fields(schema: Any, path: str) -> Iterator[str]:
-    for name, child in (schema.get("properties") or {}).items():
-        below = f"{path}.{name}".lstrip(".")
-        yield below
-        yield from _fields(child, below)
-    if isinstance(schema.get("items"), dict):
-        yield from _fields(schema["items"], path)
 
 
 def _operators(api: ApiServer) -> Iterator[Diagnosis]:
