@@ -61,7 +61,14 @@ from ddpjob.objects.pod_group import KIND as GANG
 from ddpjob.objects.pod_group import VOLCANO_KIND as VOLCANO_GANG
 from ddpjob.objects.pod_group import kind_of
 from ddpjob.objects.pod_template import problems
-from ddpjob.objects.service import build_runtime_jobs, holds_runtime, runtime_jobs_name, runtime_name, runtime_owner
+from ddpjob.objects.service import (
+    build_runtime_jobs,
+    holds_runtime,
+    make_object,
+    runtime_jobs_name,
+    runtime_name,
+    runtime_owner,
+)
 from ddpjob.objects.workload import API_VERSION as WORKLOAD_API
 from ddpjob.objects.workload import KIND as WORKLOAD
 
@@ -375,12 +382,8 @@ class KubernetesCluster:
     # --- writing: called by apply alone
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
-        body = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "metadata": {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version},
-            "status": status,
-        }
+        meta = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
+        body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
         # It is stored only if the rest of the object is still that of `job`, so up to 1.5 MB of
         # that need not come back. But a different class in the status changes the meaning of the
@@ -819,13 +822,7 @@ class KubernetesCluster:
             "reason": event.reason,
             "note": event.message.encode()[:1000].decode(errors="ignore"),
             "action": "Reconcile",
-            "regarding": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": job.name,
-                "namespace": job.namespace,
-                "uid": job.uid,
-            },
+            "regarding": {**job.reference, "namespace": job.namespace},
             "reportingController": "ddpjob.io/operator",
             "reportingInstance": self.instance[:128],
         }
