@@ -215,4 +215,4 @@ def poll_changes(
 
 
 def _by_name(jobs: Iterable[Json]) -> dict[tuple[str, str], Json]:
-    return {(job["metadata"].get("namespace", ""), job["metadata"]["name"]): job for job in jobs}
+    return {(job["metadata"].get("namespace") or "default", job["metadata"]["name"]): job for job in jobs}
