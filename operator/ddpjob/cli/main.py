@@ -16,6 +16,7 @@ from ddpjob.cli.output import abandon_output, printable, usable_streams
 from ddpjob.cli.places import EXIT_MISTAKE, EXIT_NEGATIVE, PLACE_OPTIONS, PLUGIN, Place, exit_code, in_place
 from ddpjob.cli.root import SystemFault, print_line, print_note, root
 from ddpjob.client.backends.backend import Mistake
+from ddpjob.missing_package import installed_version
 
 # In the order in which the help lists the commands.
 from ddpjob.cli import preparing  # noqa: F401  isort: skip
@@ -52,9 +53,7 @@ def version() -> None:
     \b
     Example: ddpjob version
     """
-    from ddpjob.client.texts.diagnose import client_version
-
-    click.echo(f"ddpjob {client_version()}")
+    click.echo(f"ddpjob {installed_version()}")
 
 
 @root.command()

@@ -12,6 +12,7 @@ import click
 from ddpjob.cli.output import printable
 from ddpjob.cli.places import Place
 from ddpjob.client.backends.backend import Backend, Mistake
+from ddpjob.missing_package import installed_version
 
 _ROOT = """\
 PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
@@ -136,9 +137,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 @click.pass_context
 def root(ctx: click.Context, version: bool) -> None:
     if version:
-        from ddpjob.client.texts.diagnose import client_version
-
-        click.echo(f"ddpjob {client_version()}")
+        click.echo(f"ddpjob {installed_version()}")
     elif ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

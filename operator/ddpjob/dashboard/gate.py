@@ -165,6 +165,12 @@ def host_name(header: str) -> str:
         return ""
 
 
+def is_loopback(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
+
+
 def own_port(request: web.Request) -> int:
     """Return the server's own port.
 
