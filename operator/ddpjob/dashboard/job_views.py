@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -110,9 +111,7 @@ def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
     every = list(rows)
     words = choice.words.lower().split()
     fitting = [row for row in every if all(word in _text(row) for word in words)] if words else every
-    states: dict[str, int] = {}
-    for row in fitting:
-        states[row.state] = states.get(row.state, 0) + 1
+    states = Counter(row.state for row in fitting)
     chosen = fitting
     if choice.state == "active":
         chosen = [row for row in fitting if row.state not in ENDED]

@@ -209,11 +209,9 @@ class Runner:
             await reconcile(self.cluster, self.key)
 
     async def _sleep(self, seconds: float) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.cluster.changed.wait()
-        except TimeoutError:
-            return
 
     def _is_over(self) -> bool:
         self.cluster.collect()
@@ -297,13 +295,8 @@ class Runner:
             {"name": pod.name, "role": str(pod.role), "state": _state(pod), "logs": [str(log) for log in pod.logs()]}
             for pod in self.cluster.pods.values()
         ]
-        local = {
-            "run": self.run_folder.name,
-            "folder": str(self.run_folder.path),
-            "pods": pods,
-            "stallSeconds": self.cluster.stalls,
-        }
-        record = {**self.cluster.body, "local": local}
+        local = {"run": self.run_folder.name, "folder": str(self.run_folder.path), "pods": pods}
+        record = {**self.cluster.body, "local": {**local, "stallSeconds": self.cluster.stalls}}
         if record == self._recorded:
             return
         try:

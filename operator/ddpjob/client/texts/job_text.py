@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -185,12 +186,9 @@ def _ranks(status: JobStatus) -> str:
 
 
 def _progress(status: JobStatus) -> str:
-    progress = status.progress
-    words = [str(progress[name]) for name in ("display",) if name in progress]
-    words += [f"loss {progress['lossDisplay']}"] if "lossDisplay" in progress else []
-    words += [str(progress["speedDisplay"])] if "speedDisplay" in progress else []
-    words += [f"eta {progress['eta']}"] if "eta" in progress and time_is_left(status) else []
-    return ", ".join(words)
+    shown = [("", "display"), ("loss ", "lossDisplay"), ("", "speedDisplay")]
+    shown += [("eta ", "eta")] if time_is_left(status) else []
+    return ", ".join(f"{label}{status.progress[name]}" for label, name in shown if name in status.progress)
 
 
 def time_is_left(status: JobStatus) -> bool:
@@ -240,10 +238,7 @@ def _pods(pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 
 
 def _tally(words: Iterable[str]) -> str:
-    counted: dict[str, int] = {}
-    for word in words:
-        counted[word] = counted.get(word, 0) + 1
-    return ", ".join(f"{number} {word}" for word, number in sorted(counted.items()))
+    return ", ".join(f"{number} {word}" for word, number in sorted(Counter(words).items()))
 
 
 def restart_line(restart: Restart, now: datetime) -> str:
