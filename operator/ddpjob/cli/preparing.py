@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,9 @@ def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> None:
 @click.option("--data", type=Path, metavar="DIR", help="Folder with the data, instead of spec.storage.data.")
 @click.option("--workdir", type=Path, metavar="DIR", help="Folder to start in, instead of spec.workingDir.")
 def run(file: str, name: str | None, fresh: bool, data: Path | None, workdir: Path | None) -> int:
-    from ddpjob.cli.run import RunOptions, run_command
+    from ddpjob.cli.run import run_command
 
-    return run_command(RunOptions(file, name=name, fresh=fresh, data=data, workdir=workdir))
+    return run_command(file, name, data, workdir, fresh=fresh)
 
 
 @root.command()
@@ -217,9 +218,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
             if not options["dry_run"]:
                 backend = place.backend()
                 if not local and not place.namespace and bodies[-1]["metadata"].get("namespace"):
-                    backend = Place(
-                        bodies[-1]["metadata"]["namespace"], place.context, place.kubeconfig, None
-                    ).backend()
+                    backend = replace(place, namespace=bodies[-1]["metadata"]["namespace"], local=None).backend()
                 name = backend.create(bodies)
                 created.append((backend, name))
             if output == "name":
