@@ -28,9 +28,7 @@ PHASE_COLOURS = {
     Phase.RUNNING: "green",
     Phase.COMPLETE: "bold green",
     Phase.FAILED: "bold red",
-    Phase.RESTARTING: "yellow",
-    Phase.SUSPENDED: "yellow",
-    Phase.QUEUED: "yellow",
+    **dict.fromkeys((Phase.RESTARTING, Phase.SUSPENDED, Phase.QUEUED), "yellow"),
 }
 
 

@@ -170,6 +170,8 @@ def as_non_root(pod: Json) -> Json | None:
 def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
     spec = job.spec
     patience = spec.recovery.node_lost_after_seconds + _TAINT_MARGIN
+    # Kubernetes' own default is 300 s.
+    lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": patience}
     basics: Json = {
         "restartPolicy": "Never",
         "hostname": name,
@@ -177,16 +179,7 @@ def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": DEFAULT_GRACE,
-        "tolerations": [
-            # Kubernetes' own default is 300 s.
-            {
-                "key": f"node.kubernetes.io/{taint}",
-                "operator": "Exists",
-                "effect": "NoExecute",
-                "tolerationSeconds": patience,
-            }
-            for taint in ("unreachable", "not-ready")
-        ],
+        "tolerations": [{"key": f"node.kubernetes.io/{taint}", **lost} for taint in ("unreachable", "not-ready")],
         # Not runAsNonRoot: the kubelet would refuse the many images that run as root.
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
     }
