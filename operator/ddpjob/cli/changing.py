@@ -8,7 +8,7 @@ import click
 
 from ddpjob.cli.places import with_backend
 from ddpjob.cli.root import bare, command_of_job, complete_job, print_note, root, say
-from ddpjob.client.backends.backend import Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
 from ddpjob.client.texts.job_text import phase
 
 
@@ -63,13 +63,11 @@ class _Ended(Mistake):
 
 def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
     """Wait until the job is suspended and its pods have ended. Raises Mistake."""
-    from ddpjob.client.job_client import ENDED
-
     end, patience = time.monotonic() + timeout, OutagePatience()
     while True:
         try:
             state = phase(backend.job(job))
-            if state in (*ENDED, "Interrupted"):
+            if state in ENDED:
                 raise _Ended(f"{job} is {state}; it was not restarted")
             if state == "Suspended" and all(pod.ended for pod in backend.pods(job)):
                 return

@@ -8,7 +8,7 @@ from ddpjob.api.job_status import JobStatus, utc_now
 from ddpjob.cli.output import format_rows
 from ddpjob.cli.places import EXIT_NEGATIVE, EXIT_TIMEOUT
 from ddpjob.cli.root import print_note, say
-from ddpjob.client.backends.backend import Backend
+from ddpjob.client.backends.backend import ENDED, Backend
 from ddpjob.client.texts.job_text import phase, restart_line, why
 
 WAITING_SECONDS = 30.0
@@ -26,7 +26,7 @@ def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> in
         if state == goal or (goal == "end" and state == "Complete"):
             say(f"{job} is {state}", backend)
             return 0
-        if state in ("Failed", "Complete", "Interrupted"):
+        if state in ENDED:
             for line in why(body, (), utc_now()):
                 print_note(line)
             return EXIT_NEGATIVE

@@ -15,11 +15,11 @@ from ddpjob_runtime.protocol import CHECKPOINT_TIME, COPY_TIME, is_number
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus
-from ddpjob.client.backends.backend import PodLine
+from ddpjob.client.backends.backend import ENDED, PodLine
 from ddpjob.client.logs.log_follower import ranks_of_pods
 from ddpjob.client.texts.metric_series import MetricSeries
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.dashboard.fleet import ENDED, STATES, CurveSamples, FleetRow
+from ddpjob.dashboard.fleet import STATES, CurveSamples, FleetRow
 
 PER_PAGE = 100
 MOST_SLOTS = 256

@@ -24,6 +24,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import utc_now
 from ddpjob.api.yamltext import write_document
 from ddpjob.client.backends.backend import (
+    ENDED,
     METRICS,
     Backend,
     Happened,
@@ -38,7 +39,7 @@ from ddpjob.client.texts.job_text import phase, restart_counts, took, why
 from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.core.status.messages import cause_first, count
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.dashboard.fleet import ENDED, STATES, WITHOUT_ETA, Key, read_job
+from ddpjob.dashboard.fleet import STATES, WITHOUT_ETA, Key, read_job
 from ddpjob.dashboard.gate import AccessRefused, FleetView, Gate, own_host
 from ddpjob.dashboard.job_views import (
     Choice,

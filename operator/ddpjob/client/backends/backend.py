@@ -27,6 +27,12 @@ METRICS_WRITERS = "the built-in trainer, and scripts that call ddpjob_report.rep
 METRICS_BYTES = 8 << 20
 
 
+FINISHED = ("Complete", "Failed")
+"""Phases that a job does not leave."""
+INTERRUPTED = "Interrupted"
+ENDED = (*FINISHED, INTERRUPTED)
+
+
 class Mistake(Exception):
     """The request cannot be done; the message says why and what to do."""
 

@@ -22,6 +22,7 @@ from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.job_status import JobStatus, SlotState, parse_time
 from ddpjob.api.reader import validate, with_defaults
 from ddpjob.client.backends.backend import (
+    INTERRUPTED,
     METRICS,
     METRICS_BYTES,
     METRICS_WRITERS,
@@ -42,7 +43,6 @@ STOP_MARGIN = 15.0
 """Seconds beyond the pods' grace period for which `stop` waits for the runner."""
 _POLL = 0.3
 _STARTED_SECONDS = 30.0
-INTERRUPTED = "Interrupted"
 """Phase of a job whose `ddpjob run` was stopped or has died before the job's end."""
 _STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
 """Message of the condition Suspended in that case, since there is no job whose runPolicy.suspend
