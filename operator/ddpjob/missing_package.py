@@ -20,3 +20,13 @@ def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str
     if error.name.partition(".")[0] in sys.stdlib_module_names:
         return f"{program} runs on Linux and macOS, on Windows in WSL 2: this Python has no module {error.name}"
     return f"{program} needs the package {error.name}: {INSTALL.format(extra=extra)}"
+
+
+def installed_version() -> str:
+    """Return the version of DDPJob that is installed here."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ddpjob")
+    except PackageNotFoundError:
+        return "unknown"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from ddpjob.api.job import PRIORITY_LABEL, DDPJob
 from ddpjob.controller.caches import Caches
 from ddpjob.core.decision import BLOCKED_POLL
+from ddpjob.objects.workload import marked
 
 from .api_server import Fault
 from .cluster_case import SPOT, case, judged, put_into_queue, refused_by, seen
@@ -158,14 +160,15 @@ def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(policy: Fault) -> N
             judged(c, admitted=True, QuotaReserved="True", Admitted="True")
             c.server.faults = lambda m, path: policy if m == "PUT" and "/workloads/" in path else None
             (workload,) = c.server.store.all("Workload")
-            mark = workload["metadata"]["name"], workload["metadata"]["uid"], "PodsReady", "Started", "the group trains"
+            known = workload["metadata"]["name"], workload["metadata"]["uid"]
+            mark = partial(marked, condition="PodsReady", reason="Started", message="the group trains")
             for _ in range(120):
-                await c.cluster.mark_workload(await c.job(), *mark)
+                await c.cluster.change_workload(await c.job(), *known, mark)
                 await asyncio.sleep(1)
             assert sum(m == "PUT" and "/workloads/" in path for m, path, _ in c.server.requests) == 4
             c.server.faults = lambda m, path: None
             await asyncio.sleep(60)
-            await c.cluster.mark_workload(await c.job(), *mark)
+            await c.cluster.change_workload(await c.job(), *known, mark)
             assert "PodsReady" in {one["type"] for one in workload["status"]["conditions"] if one["status"] == "True"}
 
     run(main())

@@ -13,6 +13,7 @@ from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.world import Role
 from ddpjob.engine.ports import Conflict, JobKey, NamespaceEnding, Refused, Unavailable
 from ddpjob.engine.reconcile import reconcile
+from ddpjob.objects.workload import released
 from simulation.store import Refusal
 
 from .api_server import Fault
@@ -481,10 +482,11 @@ def test_quota_is_not_given_back_where_kueue_has_judged_again() -> None:
             await seen()
             await c.reconcile()
             workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True", Evicted="False")
-            await c.cluster.release_workload(await c.job(), workload["metadata"]["name"], workload["metadata"]["uid"])
+            name = workload["metadata"]["name"]
+            await c.cluster.change_workload(await c.job(), name, workload["metadata"]["uid"], released)
             assert "admission" in workload["status"]
             judged(c, Evicted="True")
-            await c.cluster.release_workload(await c.job(), workload["metadata"]["name"], "another")
+            await c.cluster.change_workload(await c.job(), name, "another", released)
             assert "admission" in workload["status"], "a Workload of the same name is another one"
 
     run(main())

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from ddpjob.api.job import DDPJob, queue_labels, taken_class
@@ -39,7 +38,6 @@ from ddpjob.objects.isolation import policy_name
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pod_template import problems
 from ddpjob.objects.service import runtime_name
-from ddpjob.objects.workload import marked, released
 from ddpjob_runtime.protocol import Report
 
 from .clock import Clock
@@ -270,35 +268,23 @@ class MemoryCluster:
 
         self._call(f"deletes {name} (grace {grace})", act)
 
-    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
+    async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
         def act() -> None:
             with contextlib.suppress(Refusal):
-                self.store.delete("PodGroup", name, uid)
+                self.store.delete(kind, name, uid)
 
-        self._call(f"deletes PodGroup {name}", act)
+        self._call(f"deletes {kind} {name}", act)
 
-    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        def act() -> None:
-            with contextlib.suppress(Refusal):
-                self.store.delete("Workload", name, uid)
-
-        self._call(f"deletes Workload {name}", act)
-
-    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
-        change = partial(marked, condition=condition, reason=reason, message=message)
-        self._change_workload(f"marks Workload {name} {condition}", name, uid, change)
-
-    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        self._change_workload(f"releases Workload {name}", name, uid, released)
-
-    def _change_workload(self, what: str, name: str, uid: str, change: Callable[[Json, datetime], Json | None]) -> None:
+    async def change_workload(
+        self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
+    ) -> None:
         def act() -> None:
             found = self.store.find("Workload", name)
             changed = change(found, self.clock.moment()) if found and found["metadata"]["uid"] == uid else None
             if changed is not None:
                 self.store.replace_status("Workload", name, changed)
 
-        self._call(what, act)
+        self._call(f"changes Workload {name}", act)
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         def act() -> None:
@@ -307,13 +293,6 @@ class MemoryCluster:
             self.changed()
 
         self._call(f"labels {name} {role}", act)
-
-    async def delete_job(self, job: DDPJob) -> None:
-        def act() -> None:
-            with contextlib.suppress(Refusal):
-                self.store.delete("DDPJob", job.name, job.uid)
-
-        self._call("deletes the job", act)
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         token, content = self.platform.token(job), json.dumps(body).encode()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from corpus import Case, cases
 from ddpjob.api import cel
-from ddpjob.api.reader import ManifestError, read_manifest, validate
+from ddpjob.api.reader import ManifestError, read_manifests, validate
 from ddpjob.api.schema import object_schema
 
 
@@ -19,13 +19,13 @@ def _named(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("case", _named("valid"))
 def test_valid(case: Case) -> None:
-    assert read_manifest(case.path)["kind"] == "DDPJob"
+    assert read_manifests(case.path)[0].checked()["kind"] == "DDPJob"
 
 
 @pytest.mark.parametrize("case", _named("invalid"))
 def test_invalid(case: Case) -> None:
     with pytest.raises(ManifestError) as caught:
-        read_manifest(case.path)
+        read_manifests(case.path)[0].checked()
     for text in case.says + case.locally:
         assert text in str(caught.value)
     assert str(case.path) in str(caught.value)

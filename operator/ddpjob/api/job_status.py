@@ -88,6 +88,11 @@ class Phase(StrEnum):
     FAILED = "Failed"
 
 
+def utc_now() -> datetime:
+    """Return the current time, timezone-aware."""
+    return datetime.now(UTC)
+
+
 def parse_time(text: str | None) -> datetime | None:
     """Convert RFC 3339 to an aware datetime; None stays None."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None

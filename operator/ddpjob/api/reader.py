@@ -86,15 +86,6 @@ def with_defaults(manifest: Mapping[str, Any]) -> Json:
     return stored
 
 
-def read_manifest(source: Path | str, *, name: str | None = None) -> Json:
-    """Read the DDPJob of a file (Path) or of YAML text (str), validated and with defaults.
-
-    Objects of other kinds are ignored. `name` selects one of several DDPJobs. Raises ManifestError.
-    """
-    label, text = (str(source), _read_file(source)) if isinstance(source, Path) else ("the manifest", source)
-    return _choose(label, _documents(label, text), name).checked()
-
-
 @dataclass(frozen=True)
 class Manifest:
     """One DDPJob of a text, as written."""
@@ -185,20 +176,6 @@ def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
     convert = any(d.value.get("kind") in CONVERTIBLE for d in documents)
     remedy = f"; `ddpjob convert {label}` translates it" if convert else f" and kind: {KIND}"
     raise _error(label, f"contains no {KIND}, but {kinds}. A {KIND} has apiVersion: {API_VERSION}{remedy}")
-
-
-def _choose(label: str, documents: list[Document], name: str | None) -> Manifest:
-    jobs = _jobs(label, documents)
-    fitting = [job for job in jobs if name is None or job.name == name]
-    if len(fitting) == 1:
-        return fitting[0]
-    if not fitting:
-        raise _error(label, f"contains no {KIND} named {name}, but {', '.join(job.name for job in jobs)}")
-    if name is not None or len({job.name for job in fitting}) < len(fitting):
-        lines = ", ".join(str(job.document.line) for job in fitting)
-        raise _error(label, f"contains {len(fitting)} DDPJobs of the same name (lines {lines}); rename one of them")
-    listed = ", ".join(job.name for job in fitting)
-    raise _error(label, f"contains {len(fitting)} DDPJobs ({listed}); name one of them, with --name NAME")
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:

@@ -28,9 +28,7 @@ PHASE_COLOURS = {
     Phase.RUNNING: "green",
     Phase.COMPLETE: "bold green",
     Phase.FAILED: "bold red",
-    Phase.RESTARTING: "yellow",
-    Phase.SUSPENDED: "yellow",
-    Phase.QUEUED: "yellow",
+    **dict.fromkeys((Phase.RESTARTING, Phase.SUSPENDED, Phase.QUEUED), "yellow"),
 }
 
 
@@ -42,19 +40,14 @@ def open_display() -> RunDisplay:
 
 def summary(job: DDPJob, status: JobStatus) -> str:
     """Return state, nodes and progress in one line."""
-    return "  ".join(
-        [f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}", *_figures(status)]
-    )
+    head = f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}"
+    return "  ".join([head, *_figures(status)])
 
 
 def _figures(status: JobStatus) -> list[str]:
     """Return the known ones of progress, loss, time left, speed and accuracy."""
-    progress = status.progress
-    words = [str(progress[name]) for name in ("display",) if name in progress]
-    words += [
-        f"{label} {progress[name]}" for label, name in (("loss", "lossDisplay"), ("eta", "eta")) if name in progress
-    ]
-    words += [str(progress[name]) for name in ("speedDisplay",) if name in progress]
+    shown = (("", "display"), ("loss ", "lossDisplay"), ("eta ", "eta"), ("", "speedDisplay"))
+    words = [f"{label}{status.progress[name]}" for label, name in shown if name in status.progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
     return words
 

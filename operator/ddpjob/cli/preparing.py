@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from ddpjob.cli.output import (
-    document,
-    documents,
-)
-from ddpjob.cli.places import (
-    EXIT_NEGATIVE,
-    PLACE_NAMES,
-    Place,
-    in_place,
-)
+from ddpjob.cli.output import document, documents
+from ddpjob.cli.places import EXIT_NEGATIVE, PLACE_NAMES, Place, in_place
 from ddpjob.cli.root import BeforeArguments, print_line, print_note, root, say
 from ddpjob.cli.waiting import wait_for
 from ddpjob.client.backends.backend import Backend, Mistake
@@ -57,7 +50,7 @@ Example: ddpjob run examples/digits.yaml"""
 @click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
 @click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0: the CPU.")
-def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
+def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> None:
     """Write a manifest, job.yaml, to begin with, and a script where SCRIPT is not there yet.
 
     The script trains a small model, shows its loss, saves, and continues from what it saved. A file that is there is
@@ -71,7 +64,6 @@ def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
 
     for line in write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus):
         click.echo(line)
-    return 0
 
 
 @root.command(help=_RUN)
@@ -81,9 +73,9 @@ def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
 @click.option("--data", type=Path, metavar="DIR", help="Folder with the data, instead of spec.storage.data.")
 @click.option("--workdir", type=Path, metavar="DIR", help="Folder to start in, instead of spec.workingDir.")
 def run(file: str, name: str | None, fresh: bool, data: Path | None, workdir: Path | None) -> int:
-    from ddpjob.cli.run import RunOptions, run_command
+    from ddpjob.cli.run import run_command
 
-    return run_command(RunOptions(file, name=name, fresh=fresh, data=data, workdir=workdir))
+    return run_command(file, name, data, workdir, fresh=fresh)
 
 
 @root.command()
@@ -152,7 +144,7 @@ def _complete_field(ctx: click.Context, parameter: click.Parameter, incomplete: 
 @root.command()
 @click.argument("field", default="", shell_complete=_complete_field)
 @click.option("--recursive", is_flag=True, help="The names and types of all fields below, without their descriptions.")
-def explain(field: str, recursive: bool) -> int:
+def explain(field: str, recursive: bool) -> None:
     """Explain a field of a DDPJob: type, limits, default, rules. As `kubectl explain`, without a cluster.
 
     \b
@@ -163,11 +155,10 @@ def explain(field: str, recursive: bool) -> int:
 
     for line in explained(field, recursive=recursive):
         print_line(line)
-    return 0
 
 
 @root.command()
-def schema() -> int:
+def schema() -> None:
     """Print the JSON schema of DDPJob, by which editors complete and check manifests.
 
     \b
@@ -180,7 +171,6 @@ def schema() -> int:
     from ddpjob.client.manifests.explain_fields import editor_schema
 
     click.echo(json.dumps(editor_schema(), indent=1, ensure_ascii=False))
-    return 0
 
 
 @root.command(cls=BeforeArguments)
@@ -228,9 +218,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
             if not options["dry_run"]:
                 backend = place.backend()
                 if not local and not place.namespace and bodies[-1]["metadata"].get("namespace"):
-                    backend = Place(
-                        bodies[-1]["metadata"]["namespace"], place.context, place.kubeconfig, None
-                    ).backend()
+                    backend = replace(place, namespace=bodies[-1]["metadata"]["namespace"], local=None).backend()
                 name = backend.create(bodies)
                 created.append((backend, name))
             if output == "name":

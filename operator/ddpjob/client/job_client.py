@@ -13,17 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ddpjob.api.job_spec import JobSpec, Json
 from ddpjob.api.job_status import Condition, JobStatus
-from ddpjob.client.backends.backend import Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
+from ddpjob.client.backends.backend import ENDED, FINISHED, Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
 from ddpjob.client.manifests.build_manifest import JobRequest, build
 from ddpjob.client.texts.job_text import phase, readable
 from ddpjob.core.view import is_number
 
 if TYPE_CHECKING:
     from ddpjob.client.logs.log_follower import LogFollower
-
-ENDED = ("Complete", "Failed")
-"""Phases that a job does not leave."""
-INTERRUPTED = "Interrupted"
 
 
 class JobFailed(Mistake):
@@ -104,7 +100,7 @@ class Job:
     @property
     def ended(self) -> bool:
         """Whether it is Complete, Failed or Interrupted."""
-        return self.phase in (*ENDED, INTERRUPTED)
+        return self.phase in ENDED
 
     @property
     def failure(self) -> Condition | None:
@@ -115,7 +111,7 @@ class Job:
 def change(backend: Backend, name: str, spec: Json) -> None:
     """Merges into the spec of a job that has not ended: no change takes effect in one that has. Raises Mistake."""
     state = phase(backend.job(name))
-    if state in ENDED:
+    if state in FINISHED:
         raise Mistake(f"{name} is {state} and does not start again; delete it and submit it again")
     backend.patch(name, spec)
 
@@ -306,8 +302,8 @@ class Client:
 
     def why(self, job: str | Job) -> str:
         """What the job waits for or why it failed, and what to do about it: the text of `ddpjob why`."""
+        from ddpjob.api.job_status import utc_now
         from ddpjob.client.texts.job_text import why
-        from ddpjob.engine.reconcile import utc_now
 
         body = self._backend.job(_name(job))
         return "\n".join(why(body, if_allowed(self._backend.pods, _name(job), []), utc_now()))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
+from ddpjob.api.job_status import utc_now
 from ddpjob.controller.kube.informer import Informer
 from ddpjob.controller.kube.rest import ApiError, Rest
 from ddpjob.core.world import HealthSignals, HostView, remembered
-from ddpjob.engine.reconcile import utc_now
 
 log = logging.getLogger("ddpjob.hosts")
 

@@ -119,21 +119,12 @@ class Leader:
         (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
-            if not known:
-                # Forget it, whoever acts in its namespace. If it exists, it comes back with its
-                # next event.
-                return await reconcile(self.cluster, key, outcome=outcomes.append)
-            if not self.caches.complete_in(key.namespace):
+            # A job that is not known is forgotten, whoever acts in its namespace. If it exists, it
+            # comes back with its next event.
+            pause = await self._find_pause(key) if known else 0.0
+            if pause:
                 outcomes.append("left")
-                return INCOMPLETE_SECONDS
-            if not self.schema.fits:
-                outcomes.append("left")
-                return INCOMPLETE_SECONDS
-            ours = await self._is_ours(key)
-            self.accounts.acts_on(key, acts=ours)
-            if not ours:
-                outcomes.append("left")
-                return OTHERS_SECONDS
+                return pause
             return await reconcile(self.cluster, key, outcome=outcomes.append)
         except asyncio.CancelledError:
             # The term is over, which is not a defect: another replica reconciles the job.
@@ -142,6 +133,14 @@ class Leader:
         finally:
             result = outcomes[0] if outcomes else "failed"
             metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
+
+    async def _find_pause(self, key: JobKey) -> float:
+        """Return for how many seconds this replica leaves a job alone; 0 if it acts on it."""
+        if not self.caches.complete_in(key.namespace) or not self.schema.fits:
+            return INCOMPLETE_SECONDS
+        ours = await self._is_ours(key)
+        self.accounts.acts_on(key, acts=ours)
+        return 0.0 if ours else OTHERS_SECONDS
 
     async def _is_ours(self, key: JobKey) -> bool:
         """Whether this operator, and no other one, acts on the job."""

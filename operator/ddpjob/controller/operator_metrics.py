@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -21,6 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from ddpjob.controller.kube.request_metrics import API_REQUESTS as API_REQUESTS
 from ddpjob.controller.kube.request_metrics import WATCH_ERRORS as WATCH_ERRORS
+from ddpjob.missing_package import installed_version
 
 RECONCILE_SECONDS = Histogram(
     "ddpjob_operator_reconcile_duration_seconds",
@@ -63,14 +63,7 @@ for _result in ("delivered", "failed", "given_up"):
 BUILD_INFO = Gauge("ddpjob_operator_build_info", "Always 1; the versions are labels", ["version", "python_version"])
 
 
-def _version() -> str:
-    try:
-        return version("ddpjob")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-BUILD_INFO.labels(_version(), platform.python_version()).set(1)
+BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 
 
 # --- the event loop ---------------------------------------------------------------------------------------------

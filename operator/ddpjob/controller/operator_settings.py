@@ -158,10 +158,7 @@ def _classes(found: Json) -> JobClasses:
 _STATUSES = ("True", "False", "Unknown")
 _OF_A_HEALTHY_NODE = {
     "Ready": "True",
-    "MemoryPressure": "False",
-    "DiskPressure": "False",
-    "PIDPressure": "False",
-    "NetworkUnavailable": "False",
+    **dict.fromkeys(("MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable"), "False"),
 }
 """Kubernetes' own conditions."""
 

@@ -21,8 +21,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import utc_now
 from ddpjob.api.yamltext import write_document
 from ddpjob.client.backends.backend import (
+    ENDED,
     METRICS,
     Backend,
     Happened,
@@ -37,7 +39,7 @@ from ddpjob.client.texts.job_text import phase, restart_counts, took, why
 from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.dashboard.fleet import ENDED, STATES, WITHOUT_ETA, Key, read_job
+from ddpjob.dashboard.fleet import STATES, WITHOUT_ETA, Key, read_job
 from ddpjob.dashboard.gate import AccessRefused, FleetView, Gate, own_host
 from ddpjob.dashboard.job_views import (
     Choice,
@@ -49,7 +51,6 @@ from ddpjob.dashboard.job_views import (
     timeline,
     trained_curves,
 )
-from ddpjob.engine.reconcile import utc_now
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -227,15 +228,9 @@ class Dashboard:
         namespaces = len({row.namespace for row in rows}) > 1 or "all namespaces" in view.where
         goodput, seconds = view.fleet.goodput()
         return self._page(
-            request,
-            "fleet.html",
-            goodput=goodput,
-            seconds=seconds,
-            choice=choice,
-            found=found,
-            link=link,
+            request, "fleet.html", goodput=goodput, seconds=seconds, choice=choice, found=found, link=link,
             namespaces=namespaces,
-        )
+        )  # fmt: skip
 
     async def job_page(self, request: web.Request) -> web.Response:
         key = _key(request)
@@ -406,20 +401,15 @@ def _backend(view: FleetView, key: Key) -> Backend:
 def _read_now(view: FleetView, key: Key) -> Read:
     backend = _backend(view, key)
     body = backend.job(key[1])
-    pods, events, faults = list[PodLine](), list[Happened](), dict[str, str]()
-    try:
-        pods = backend.pods(key[1])
-    except Unreachable:
-        raise
-    except Mistake as mistake:  # A viewer may be allowed to read jobs, but not their pods.
-        faults["pods"] = str(mistake)
-    try:
-        events = backend.events(key[1])
-    except Unreachable:
-        raise
-    except Mistake as mistake:
-        faults["events"] = str(mistake)
-    return Read(body, pods, events, faults)
+    found, faults = dict[str, Any](), dict[str, str]()
+    for part, read in (("pods", backend.pods), ("events", backend.events)):
+        try:
+            found[part] = read(key[1])
+        except Unreachable:
+            raise
+        except Mistake as mistake:  # A viewer may be allowed to read jobs, but not their pods.
+            faults[part] = str(mistake)
+    return Read(body, found.get("pods", []), found.get("events", []), faults)
 
 
 def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
@@ -429,8 +419,7 @@ def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
             series = read_metrics(backend.metrics(key[1]))
             drawn = trained_curves(series)
             if drawn["curves"]:
-                note = series.after_last_loss()
-                return {**drawn, "source": METRICS, "more": False, "note": note}
+                return {**drawn, "source": METRICS, "more": False, "note": series.after_last_loss()}
         except Unreachable:
             raise
         except Mistake as mistake:
@@ -438,12 +427,8 @@ def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
     row = view.fleet.row(key)
     unit = "steps/s" if row is not None and "steps" in row.speed else "samples/s"
     source = "what the job has reported since the dashboard was started"
-    return {
-        **reported_curves(view.fleet.samples(key), unit),
-        "source": source,
-        "more": view.commands and not backend.local,
-        "note": note,
-    }
+    more = view.commands and not backend.local
+    return {**reported_curves(view.fleet.samples(key), unit), "source": source, "more": more, "note": note}
 
 
 class _EventStream:

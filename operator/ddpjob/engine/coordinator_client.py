@@ -24,7 +24,7 @@ from yarl import URL
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.engine.reconcile import utc_now
+from ddpjob.api.job_status import utc_now
 from ddpjob.objects.platform import Platform
 
 log = logging.getLogger("ddpjob.coordinator")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 
 from ddpjob_runtime.protocol import escaped
 
+from ddpjob.api.job_status import utc_now
 from ddpjob.core.decide import decide
 from ddpjob.core.decision import BLOCKED_POLL, Decision, Event
 from ddpjob.core.status.messages import event_text
@@ -30,11 +31,6 @@ log = logging.getLogger("ddpjob.reconcile")
 CONFLICT_RETRY = 0.05
 NAME_RETRY = 1.0
 UNAVAILABLE_RETRY = 2.0
-
-
-def utc_now() -> datetime:
-    """Return the current time, timezone-aware."""
-    return datetime.now(UTC)
 
 
 async def reconcile(

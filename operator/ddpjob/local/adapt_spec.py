@@ -191,27 +191,21 @@ def _data(spec: JobSpec, folder: JobFolder, options: Options) -> Path | None:
     volume = spec.storage.data
     if volume is None:
         return None
-    if volume.host_path and Path(volume.host_path).is_dir():
+    if volume.host_path and _is_here(volume):
         return Path(volume.host_path) / (volume.sub_path or "")
     return folder.data / volume.fetched_folder if volume.url else folder.data
 
 
+def _is_here(volume: DataVolume) -> bool:
+    return bool(volume.host_path) and Path(str(volume.host_path)).is_dir()
+
+
 def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[str]:
     volume = spec.storage.data
-    if (
-        volume is None
-        or volume.url
-        or options.data is not None
-        or (volume.host_path and Path(volume.host_path).is_dir())
-    ):
+    if volume is None or volume.url or options.data is not None or _is_here(volume):
         return
-    where = (
-        f"hostPath {volume.host_path}"
-        if volume.host_path
-        else f"claim {volume.claim_name}"
-        if volume.claim_name
-        else "NFS share"
-    )
+    names = {"hostPath": volume.host_path, "claim": volume.claim_name}
+    where = next((f"{kind} {name}" for kind, name in names.items() if name), "NFS share")
     remedy = "name another folder with --data DIR"
     yield f"spec.storage.data: the {where} is not on this machine: data is read from {data}; {remedy}"
 

@@ -90,10 +90,8 @@ def end_all(marks: Mapping[str, str], seconds: float = 5.0) -> list[int]:
 
 def send(pid: int, number: signal.Signals) -> None:
     """Send a signal. It is not an error if the process has ended."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def kill(pids: Iterable[int]) -> None:
@@ -105,10 +103,8 @@ def kill(pids: Iterable[int]) -> None:
 
 def send_group(leader: int, number: signal.Signals) -> None:
     """Send a signal to a process group. It is not an error if the group has ended."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(leader, number)
-    except ProcessLookupError:
-        return
 
 
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:

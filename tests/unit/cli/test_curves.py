@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ddpjob.api.job_status import utc_now
 from ddpjob.cli import top
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
@@ -21,7 +22,6 @@ from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import FleetView
 from ddpjob.dashboard.web_server import _curves_now
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.paths import job_folder
 from ddpjob.local.record import write_record
 from rich.console import Console

@@ -12,7 +12,7 @@ import pytest
 from ddpjob.cli.top import JobScreen
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.client.job_client import Job
-from ddpjob.client.texts.job_text import describe, read_remedies, remedies, row, table, why
+from ddpjob.client.texts.job_text import describe, remedies, row, table, why
 
 ROOT = Path(__file__).parents[3]
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -269,13 +269,13 @@ def test_the_remedies_are_those_of_the_page() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "generate_remedies.py"))
     page = script["PAGE"].read_text()
     assert script["FILE"].read_text() == script["render"](page), "run: python docs/generate_remedies.py"
-    assert remedies() == read_remedies(page)
     assert remedies()["ClaimNotFound"]["remedy"] == "Create the claim."
     assert len(remedies()) > 40
 
 
 def test_a_remedy_names_a_page_as_a_terminal_shows_it() -> None:
     page = "| reason | what to do |\n| --- | --- |\n| `Hang` | Have it [report](own-scripts.md) meanwhile. |\n"
+    read_remedies = runpy.run_path(str(ROOT / "docs" / "generate_remedies.py"))["read_remedies"]
     assert read_remedies(page)["Hang"]["remedy"] == "Have it report (docs/own-scripts.md) meanwhile."
     assert "](" not in str(remedies())
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import utc_now
 from ddpjob.api.reader import with_defaults
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec, usable_gpus
 from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import new_body

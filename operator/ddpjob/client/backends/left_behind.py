@@ -191,9 +191,14 @@ def _progress(line: Line) -> str:
 def _break(incident: Incident) -> Iterator[str]:
     where = [f"pod {incident.pod}"] if incident.pod else []
     where += [f"rank {incident.rank}"] if incident.rank is not None else []
-    where += [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
-    where += [incident.signal] if incident.signal else []
-    where += [count(incident.consequences, "consequence")] if incident.consequences else []
+    where += describe_end(incident)
     message = next(iter(incident.message.splitlines()), "")
     yield f"{format_time(incident.time)}  {incident.kind} ({', '.join(where)}): {message}"
     yield from (f"    | {line}" for line in incident.traceback.splitlines())
+
+
+def describe_end(incident: Incident) -> list[str]:
+    """Return the exit code, the signal and the number of consequences, as far as they are known."""
+    parts = [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
+    parts += [incident.signal] if incident.signal else []
+    return [*parts, *([count(incident.consequences, "consequence")] if incident.consequences else [])]

@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob.api.schema import load_crd, object_schema, to_json_schema
+from ddpjob.api.job import API_VERSION, GROUP, KIND, VERSION
+from ddpjob.api.schema import object_schema, to_json_schema
 from ddpjob.client.backends.backend import Mistake
 
 Schema = Mapping[str, Any]
@@ -33,11 +34,9 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
         schema, required = holder["properties"][name], name in holder.get("required", ())
         rules += _rules_on(schema, names[depth + 1 :])
         rules += _rules_on(schema.get("items", {}), names[depth + 1 :])
-    crd = load_crd()["spec"]
-    [version] = [version["name"] for version in crd["versions"] if version["storage"]]
-    yield f"GROUP:      {crd['group']}"
-    yield f"KIND:       {crd['names']['kind']}"
-    yield f"VERSION:    {version}"
+    yield f"GROUP:      {GROUP}"
+    yield f"KIND:       {KIND}"
+    yield f"VERSION:    {VERSION}"
     yield ""
     if names:
         yield f"FIELD: {'.'.join(names)} <{_type(schema)}>{' -required-' if required else ''}"
@@ -87,7 +86,7 @@ def _kubernetes(names: list[str]) -> str:
     return ".".join(["pod", *names[at:]])
 
 
-def paths() -> list[str]:
+def paths(of: Schema | None = None) -> list[str]:
     """Return the path of every field."""
     found: list[str] = []
 
@@ -96,7 +95,7 @@ def paths() -> list[str]:
             found.append(f"{above}{name}")
             walk(child, f"{above}{name}.")
 
-    walk(object_schema(), "")
+    walk(object_schema() if of is None else of, "")
     return found
 
 
@@ -171,10 +170,8 @@ def editor_schema() -> dict[str, Any]:
     schema = object_schema()
     made: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "DDPJob"}
     made |= _with_texts(to_json_schema(schema), schema)
-    crd = load_crd()["spec"]
-    [version] = [version["name"] for version in crd["versions"] if version["storage"]]
-    made["properties"]["apiVersion"]["const"] = f"{crd['group']}/{version}"
-    made["properties"]["kind"]["const"] = crd["names"]["kind"]
+    made["properties"]["apiVersion"]["const"] = API_VERSION
+    made["properties"]["kind"]["const"] = KIND
     made["required"] = ["apiVersion", "kind", "metadata", *made.get("required", ())]
     return made
 

@@ -9,14 +9,13 @@ import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Any
 
 from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import load_crd
 from ddpjob.client.backends.api_server import ApiRefusal, ApiServer
-from ddpjob.missing_package import INSTALL
+from ddpjob.client.manifests.explain_fields import paths
+from ddpjob.missing_package import INSTALL, installed_version
 
 SUPPORTED_MINOR = 29
 """Oldest minor version of Kubernetes 1 that the chart accepts."""
@@ -42,20 +41,12 @@ class Diagnosis:
     remedy: str = ""
 
 
-def client_version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return metadata.version("ddpjob")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     """Yield all checks of a cluster, ordered so that the first failure explains the others.
 
     Raises Unreachable.
     """
-    yield Diagnosis(True, f"client {client_version()}, Python {platform.python_version()}")
+    yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()}")
     try:
         version = api.request("GET", "/version")
     except ApiRefusal as error:
@@ -102,7 +93,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
     """Return the fields that only the client's definition has, and only the cluster's."""
-    here, there = ({*_fields(_schema(c), "")} for c in (load_crd(), crd))
+    here, there = ({*paths(_schema(c))} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 
 
@@ -111,15 +102,6 @@ def _schema(crd: Json) -> Json:
     version: Json = next((v for v in versions if v.get("name") == VERSION), {})
     schema: Json = version.get("schema", {}).get("openAPIV3Schema", {})
     return schema
-
-
-def _fields(schema: Any, path: str) -> Iterator[str]:
-    for name, child in (schema.get("properties") or {}).items():
-        below = f"{path}.{name}".lstrip(".")
-        yield below
-        yield from _fields(child, below)
-    if isinstance(schema.get("items"), dict):
-        yield from _fields(schema["items"], path)
 
 
 def _operators(api: ApiServer) -> Iterator[Diagnosis]:
@@ -143,9 +125,9 @@ def _operators(api: ApiServer) -> Iterator[Diagnosis]:
         image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
         tag = re.search("/[^/]*:v?([0-9]+[.][0-9]+[.][^:@/]+)(@|$)", f"/{image}")
         version = tag[1] if tag else (meta.get("labels") or {}).get("app.kubernetes.io/version") or f"of image {image}"
-        same = version == client_version()
+        same = version == installed_version()
         yield Diagnosis(
-            same, f"operator {where}: version {version}", f"this client is {client_version()}; use the same release"
+            same, f"operator {where}: version {version}", f"this client is {installed_version()}; use the same release"
         )
 
 

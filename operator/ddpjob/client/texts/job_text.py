@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,9 +38,11 @@ _SHOWN = 8
 PAGE = "docs/troubleshooting.md"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with aligned columns, like kubectl's."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def table(rows: Sequence[Sequence[str]], widths: list[int] | None = None) -> list[str]:
+    """Return lines with aligned columns, like kubectl's; `widths` of earlier lines only grow."""
+    widths = [] if widths is None else widths
+    columns = zip(widths or [0] * len(rows[0]), zip(*rows, strict=True), strict=True)
+    widths[:] = [max(width, *map(len, cells)) for width, cells in columns]
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
@@ -183,12 +186,9 @@ def _ranks(status: JobStatus) -> str:
 
 
 def _progress(status: JobStatus) -> str:
-    progress = status.progress
-    words = [str(progress[name]) for name in ("display",) if name in progress]
-    words += [f"loss {progress['lossDisplay']}"] if "lossDisplay" in progress else []
-    words += [str(progress["speedDisplay"])] if "speedDisplay" in progress else []
-    words += [f"eta {progress['eta']}"] if "eta" in progress and time_is_left(status) else []
-    return ", ".join(words)
+    shown = [("", "display"), ("loss ", "lossDisplay"), ("", "speedDisplay")]
+    shown += [("eta ", "eta")] if time_is_left(status) else []
+    return ", ".join(f"{label}{status.progress[name]}" for label, name in shown if name in status.progress)
 
 
 def time_is_left(status: JobStatus) -> bool:
@@ -238,10 +238,7 @@ def _pods(pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 
 
 def _tally(words: Iterable[str]) -> str:
-    counted: dict[str, int] = {}
-    for word in words:
-        counted[word] = counted.get(word, 0) + 1
-    return ", ".join(f"{number} {word}" for word, number in sorted(counted.items()))
+    return ", ".join(f"{number} {word}" for word, number in sorted(Counter(words).items()))
 
 
 def restart_line(restart: Restart, now: datetime) -> str:
@@ -374,7 +371,7 @@ def _explained(condition: Condition) -> Iterator[str]:
     For containers' reasons that the page does not list, it has one common text.
     """
     known, reason = remedies(), condition.reason
-    texts = (name for name in known if name.startswith(_SAID) and name[len(_SAID) :] in condition.message)
+    texts = (name for name in known if name.startswith(SAID) and name[len(SAID) :] in condition.message)
     found = known.get(next(texts, "")) or known.get(f"{condition.type} {reason}") or known.get(reason)
     if found is None and condition.type is ConditionType.RUNNING and condition.message.startswith("container "):
         found = remedies().get("Running ErrImagePull")
@@ -384,7 +381,7 @@ def _explained(condition: Condition) -> Iterator[str]:
         yield f"What to do: {found['remedy']}"
 
 
-_SAID = "message "
+SAID = "message "
 """Prefix of the name of a remedy that is found by the text of an error."""
 _STATUS = re.compile(r"^\([^)]*\) ")
 """A status in parentheses, with which the page's text begins if the reason belongs to a true
@@ -438,40 +435,3 @@ def remedies() -> dict[str, dict[str, str]]:
     text = resources.files(__package__).joinpath("remedies.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)
     return found
-
-
-_LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
-"""A link to another page of docs/, which a terminal would show as Markdown."""
-
-
-_CONDITION = re.compile(r"## Condition (\w+)")
-"""The heading above a condition's table."""
-
-
-def read_remedies(page: str) -> dict[str, dict[str, str]]:
-    """Read the page's tables: {reason: {meaning, remedy}}.
-
-    If several conditions have a reason, it is repeated for each further one as `CONDITION REASON`.
-    Errors that are known by their text are listed as `message TEXT`.
-    """
-    found: dict[str, dict[str, str]] = {}
-    titles: list[str] = []
-    kind = ""
-    for line in page.splitlines():
-        if line.startswith("#"):
-            heading = _CONDITION.match(line)
-            kind = heading[1] if heading is not None else ""
-        cells = [_LINK.sub(r"\1 (docs/\2)", cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
-        if not line.startswith("|"):
-            titles = []
-        elif not titles:
-            titles = cells
-        elif titles[0] == "reason" and not set(line) <= set("|- "):
-            by_title = dict(zip(titles, cells, strict=False))
-            entry = {"meaning": by_title.get("what it means", ""), "remedy": by_title.get("what to do", "")}
-            for reason in re.findall(r"`(\w+)`", cells[0]):
-                found.setdefault(reason if reason not in found else f"{kind} {reason}".strip(), entry)
-        elif titles[0] == "the message has" and not set(line) <= set("|- "):
-            for text in re.findall(r"`([^`]+)`", cells[0]):
-                found[_SAID + text] = {"meaning": cells[1], "remedy": cells[2]}
-    return dict(sorted(found.items()))
