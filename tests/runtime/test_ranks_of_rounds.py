@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_world import FAST, STANDARD, Settings, World
+from coordinator_world import FAST, STANDARD, World
 from ddpjob_runtime.coordinator.formation import ORDER_SECONDS
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.protocol import MAX_PODS, order_mark
 
 
@@ -122,7 +123,7 @@ def test_a_round_that_was_taken_over_keeps_its_ranks_and_the_next_one_waits_for_
     world = World(3, mode=FAST, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1))
     world.form(3)
-    world.restart_coordinator(Settings(3, 3, mode=FAST, attempt=1, ordered=True))
+    world.restart_coordinator(CoordinatorSettings(3, 3, mode=FAST, attempt=1, ordered=True))
     assert world.report()["order"] == "", "the operator sees that it has to send it again"
     members = [world.resume(index, 1, rank, 3) for rank, index in enumerate([0, 2, 1])]
     assert world.report()["state"] == "Running" and world.ranks() == [0, 2, 1]

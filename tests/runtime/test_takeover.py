@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_world import FAST, Settings, World
+from coordinator_world import FAST, World
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.coordinator.takeover import ADOPT_SECONDS, BROKEN_SECONDS
 
 
@@ -229,7 +230,7 @@ def test_a_member_that_comes_back_to_a_superseded_coordinator_is_told_why_and_no
 
 def test_a_first_coordinator_waits_for_nobody_to_come_back() -> None:
     world = World(2, mode=FAST)
-    world.restart_coordinator(Settings(2, 2, mode=FAST))
+    world.restart_coordinator(CoordinatorSettings(2, 2, mode=FAST))
     world.ready(world.hello(0), world.hello(1))
     assert world.round.number == 1
 
