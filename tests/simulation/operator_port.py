@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -68,8 +68,10 @@ class MemoryCluster:
         self.clock, self.store, self.machines, self.network, self.random = clock, store, machines, network, chance
         self.platform = Platform(operator_key=b"key")
         self.points = 0
-        """Before and after every write there is one."""
-        self.die_at: set[int] = set()
+        """There is one before the first write of a reconcile and one after every write: before a later write, nothing
+        has changed since the point after the earlier one.
+        """
+        self.die_at: Container[int] = ()
         self.dead = False
         self.conflicts = 0
         """So many of the next writes of the status meet another writer."""
@@ -213,7 +215,8 @@ class MemoryCluster:
     def _call(self, what: str, act: Callable[[], Any]) -> Any:
         if self.dead:
             raise Killed
-        self._point(f"before {what}")
+        if not self.actions:
+            self._point(f"before {what}")
         self.network.say(f"operator: {what}")
         self.actions.append(what)
         result = act()

@@ -5,7 +5,10 @@ The job ends as if it had not, and nothing is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import os
+import pickle
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import replace
 
 import ddpjob.engine.reconcile as reconcile_module
@@ -245,7 +248,52 @@ def outcome(s: Simulation) -> object:
     return s.phase, restarts["counted"], restarts["uncounted"] - echoes, reasons, got
 
 
-async def run(scenario: Scenario, die_at: set[int], placement: str) -> Simulation:
+class Forks:
+    """Every point, each for a fork of this process: it alone dies there, and reports its outcome.
+
+    So the story before a point is played once, and not once for each point after it.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: list[object] = []
+        self._answer: int | None = None
+        """In a fork."""
+
+    def __contains__(self, point: int) -> bool:
+        if self._answer is not None:
+            return False
+        loop = asyncio.get_running_loop()
+        inward, outward = os.pipe()
+        child = os.fork()
+        if child == 0:
+            asyncio._set_running_loop(loop)
+            os.close(inward)
+            self._answer = outward
+            return True
+        os.close(outward)
+        with os.fdopen(inward, "rb") as answers:
+            self.outcomes.append(pickle.load(answers))
+        os.waitpid(child, 0)
+        return False
+
+    async def ends(self, scenario: Scenario, simulation: Simulation) -> object:
+        """Play to the end, and return the outcome. A fork ends here instead."""
+        simulation.cluster.die_at = self
+        try:
+            await scenario(simulation)
+            end = outcome(simulation)
+        except BaseException as error:
+            if self._answer is None:
+                raise
+            end = repr(error)
+        if self._answer is not None:
+            with os.fdopen(self._answer, "wb") as answer:
+                pickle.dump(end, answer)
+            os._exit(0)
+        return end
+
+
+async def run(scenario: Scenario, die_at: Container[int], placement: str) -> Simulation:
     simulation = Simulation({"rendezvous": {"placement": placement}})
     simulation.cluster.die_at = die_at
     await scenario(simulation)
@@ -259,11 +307,11 @@ CASES = [(scenario, "Dedicated") for scenario in SCENARIOS] + [
 
 
 async def die_everywhere(scenario: Scenario, placement: str) -> None:
-    undisturbed = await run(scenario, set(), placement)
-    assert undisturbed.cluster.points >= 10
-    for point in range(1, undisturbed.cluster.points + 1):
-        disturbed = await run(scenario, {point}, placement)
-        assert outcome(disturbed) == outcome(undisturbed), f"died at point {point}"
+    forks = Forks()
+    undisturbed = await forks.ends(scenario, Simulation({"rendezvous": {"placement": placement}}))
+    assert len(forks.outcomes) >= 10
+    for point, disturbed in enumerate(forks.outcomes, 1):
+        assert disturbed == undisturbed, f"died at point {point}; to see it, run(scenario, {{{point}}}, placement)"
 
 
 @pytest.mark.parametrize(("scenario", "placement"), CASES, ids=lambda c: c if isinstance(c, str) else c.__name__)

@@ -378,20 +378,17 @@ async def test_the_operator_dies_before_and_after_every_call(
 async def test_a_preempted_job_ends_well_whenever_the_operator_dies() -> None:
     """A new process may find the pod gone, without the reason: then the job yields a while later."""
 
-    async def play(die_at: set[int]) -> Simulation:
-        s = WithGangs({}, steps=60)
-        s.cluster.die_at = die_at
+    async def preempted(s: Simulation) -> None:
         await s.until_phase("Running")
         s.machines.capacity = 1
         preempt(s, "job-1-0")
         await s.until(lambda: s.status["rendezvous"]["generation"] == 1 and not bound(s))
         s.machines.capacity = 2
         await s.until_phase("Complete")
-        assert s.status["restarts"]["counted"] == 0
-        return s
 
-    for point in range(1, (await play(set())).cluster.points + 1):
-        await play({point})
+    forks = crashes.Forks()
+    await forks.ends(preempted, WithGangs({}, steps=60))
+    assert {end[:2] for end in forks.outcomes} == {("Complete", 0)}
 
 
 class RefusesGroups(MemoryCluster):
