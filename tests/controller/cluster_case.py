@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from base64 import b64decode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from ddpjob.objects.service import (
 )
 
 from .api_server import ApiServer, Fault
+from .virtual_loop import Test, virtual_in
 from .world import api_server, connected, followed, loop_moment
 
 KEY = JobKey("space", "job")
@@ -127,6 +129,11 @@ async def case(*, serves_gangs: bool = False, serves_queues: bool = False) -> As
         async with followed(server, caches):
             yield case
         await coordinators.close()
+
+
+def in_case(**serves: bool) -> Callable[[Test], Test]:
+    """A test in virtual time, whose first parameter is a case."""
+    return virtual_in(partial(case, **serves))
 
 
 async def seen() -> None:
