@@ -62,9 +62,7 @@ def test_launchers_that_need_an_address_sum_over_two_pods(name: str, command: li
     assert masters(jobs) == {f"{name}-0-0.{name}"}, "the name of index 0's pod"
 
 
-def test_mp_spawn_by_a_tcp_address_sums_again_after_the_pod_with_that_address_was_killed(
-    jobs: Jobs, tmp_path: Path
-) -> None:
+def test_mp_spawn_by_a_tcp_address_outlives_the_pod_with_that_address(jobs: Jobs, tmp_path: Path) -> None:
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
     command = [sys.executable, LAUNCHED, "--spawn", "--until", "/checkpoints/enough"]
     jobs.apply(launched("spawn", command, storage=storage))

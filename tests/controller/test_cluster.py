@@ -341,7 +341,7 @@ async def test_a_name_that_exists_is_its_own_or_taken(c: Case) -> None:
 
 
 @in_case()
-async def test_a_service_that_has_lost_its_labels_is_asked_for_now_and_then_and_made_again_when_it_is_gone(
+async def test_a_service_that_has_lost_its_labels_is_looked_for_until_it_is_gone(
     c: Case,
 ) -> None:
     """No watch shows it, and the operator has no right to write it."""
@@ -552,9 +552,7 @@ async def test_the_token_s_secret_is_created_once_and_never_read(c: Case) -> Non
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_token_that_was_deleted_is_made_once_while_the_kubelet_has_not_looked_again(
-    c: Case, *, restarted: bool
-) -> None:
+async def test_a_deleted_token_is_made_once_until_the_kubelet_looks_again(c: Case, *, restarted: bool) -> None:
     await c.reconcile()
     for _ in range(2):
         await delete_token(c)

@@ -381,7 +381,7 @@ async def test_watches_of_many_namespaces_leave_connections_to_requests(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def test_metrics_tell_an_unavailable_api_server_from_work_and_count_jobs_and_requests(
+def test_metrics_count_jobs_requests_and_an_unavailable_api_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def value(name: str, **labels: str) -> float:

@@ -178,9 +178,7 @@ async def test_throttling_is_waited_for_as_long_as_the_server_says(c: Case) -> N
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_quota_of_secrets_that_is_used_up_keeps_no_pod_from_a_job_that_has_its_token(
-    c: Case, *, restarted: bool
-) -> None:
+async def test_a_used_up_quota_of_secrets_keeps_no_pod_from_a_job_with_its_token(c: Case, *, restarted: bool) -> None:
     """It is judged before the name: a Secret that exists is refused like one that does not."""
     await c.reconcile()
     use_up_the_quota_of_secrets(c)
@@ -195,9 +193,7 @@ async def test_a_quota_of_secrets_that_is_used_up_keeps_no_pod_from_a_job_that_h
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_whose_token_was_deleted(
-    c: Case, *, restarted: bool
-) -> None:
+async def test_a_used_up_quota_of_secrets_is_shown_when_a_token_was_deleted(c: Case, *, restarted: bool) -> None:
     await c.reconcile()
     use_up_the_quota_of_secrets(c)
     await delete_token(c)
@@ -211,7 +207,7 @@ async def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_whose_token_
 
 
 @in_case()
-async def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_without_a_token(c: Case) -> None:
+async def test_a_used_up_quota_of_secrets_is_shown_to_a_job_without_a_token(c: Case) -> None:
     use_up_the_quota_of_secrets(c)
     await c.reconcile()
     await seen()
@@ -282,7 +278,7 @@ def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_event_say
 
 @refused_by(Fault(403, reason="Forbidden", message="policy 'nodel' denied request: pods are evidence"))
 @in_case()
-async def test_an_ended_job_whose_pod_may_not_be_deleted_is_looked_at_no_more_than_one_that_is_refused_pods(
+async def test_an_ended_job_whose_pod_may_not_be_deleted_is_tried_seldom(
     c: Case,
     policy: Fault,
 ) -> None:

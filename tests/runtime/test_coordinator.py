@@ -219,7 +219,7 @@ def test_a_connection_that_is_renewed_does_not_hurry_a_planned_restart() -> None
 
 
 @pytest.mark.parametrize("later", [0, 5])
-def test_a_member_that_has_saved_and_connects_again_leaves_the_others_their_time_to_save(later: float) -> None:
+def test_a_member_that_has_saved_and_reconnects_leaves_others_time_to_save(later: float) -> None:
     """Its `ready` was lost with the connection. For a loss the others would be killed while they save."""
     world, members = growing(grace=30.0)
     world.pass_time(later)
@@ -231,7 +231,7 @@ def test_a_member_that_has_saved_and_connects_again_leaves_the_others_their_time
     assert world.round.world == 3 and world.incidents() == [("Joined", "job-2-0", 0)]
 
 
-def test_a_rank_that_has_saved_before_its_launcher_was_asked_leaves_the_others_their_time_to_save() -> None:
+def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_save() -> None:
     """Ranks agree by themselves: one that has nothing to write leaves while its launcher still sleeps."""
     world, members = growing(grace=100.0)
     world.fail(members[1], "ended with exit code 75", code=75)
@@ -244,9 +244,7 @@ def test_a_rank_that_has_saved_before_its_launcher_was_asked_leaves_the_others_t
 
 @pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
 @pytest.mark.parametrize("later", [0.2, 5.0])
-def test_a_script_that_ends_with_an_error_when_asked_to_leaves_the_others_their_time_to_save(
-    error: str, later: float
-) -> None:
+def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error: str, later: float) -> None:
     """A handler of SIGTERM that raises, and the peers' errors after it, are how such a script ends."""
     world, members = growing(grace=100.0)
     world.pass_time(later)
@@ -348,7 +346,7 @@ def test_a_left_member_frees_peers_that_hang() -> None:
     assert world.incidents() == [("Left", "job-1-0", 0)]
 
 
-def test_peers_that_have_agreed_to_save_may_finish_that_when_the_leaving_node_is_gone() -> None:
+def test_peers_that_have_agreed_to_save_finish_after_the_leaving_node() -> None:
     world = World(3)
     first, second, third = world.form(3)
     world.coordinator.leaving(second, "ended by SIGTERM")

@@ -82,7 +82,7 @@ def test_a_worker_that_hangs_is_reported_although_only_connection_errors_are_kno
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]  # nothing better is known
 
 
-def test_a_connection_error_long_before_the_silent_peer_is_given_up_is_its_consequence() -> None:
+def test_an_early_connection_error_is_the_consequence_of_the_silent_peer() -> None:
     world = World()
     first, second = world.form()
     world.silent.add(second.pod)
@@ -161,7 +161,7 @@ def test_a_worker_killed_alone_is_a_failure() -> None:
     assert world.report()["incidents"][0]["signal"] == "SIGKILL"
 
 
-def test_a_worker_that_the_memory_limit_killed_is_the_cause_even_when_its_pod_goes_with_it() -> None:
+def test_a_worker_that_the_memory_limit_killed_is_the_cause_of_its_pods_end() -> None:
     world = World()
     first, second = world.form()
     world.fail(second, RESET)
@@ -181,7 +181,7 @@ def test_an_import_error_is_an_init_failure_with_its_traceback() -> None:
     assert world.report()["incidents"][0]["traceback"] == "Traceback ..."
 
 
-def test_a_member_that_finished_before_the_others_is_the_cause_of_their_connection_errors() -> None:
+def test_a_member_that_finished_first_is_the_cause_of_connection_errors() -> None:
     world = World()
     first, second = world.form()
     world.coordinator.finished(second, 1)
@@ -196,7 +196,7 @@ def test_a_member_that_finished_before_the_others_is_the_cause_of_their_connecti
     assert incident["message"] == "the workers of pod job-1-0 (group rank 1) ended with exit code 0 before the others"
 
 
-def test_a_rank_that_ended_with_0_is_the_cause_of_connection_errors_on_its_own_node_as_well() -> None:
+def test_a_rank_that_ended_with_0_is_the_cause_on_its_own_node_as_well() -> None:
     """One of eight calls sys.exit() where a loss is not finite."""
     world = World(1)
     [only] = world.form(1)

@@ -178,7 +178,7 @@ def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
 
 
 @pytest.mark.parametrize("seconds", [0.5, 30])
-def test_without_a_limit_a_step_far_beyond_the_jobs_own_pace_is_reported_and_nothing_ends(seconds: float) -> None:
+def test_without_a_limit_a_step_far_beyond_the_pace_is_only_reported(seconds: float) -> None:
     world, members = overdue(seconds)
     said = world.report()["overdue"]
     assert said["where"].startswith("rank 0 in all_reduce (") and "rank 1 in all_reduce (" in said["where"]
@@ -229,7 +229,7 @@ def test_what_the_script_says_that_it_does_is_reported_with_the_overdue_step() -
     assert "activity" not in world.report()["progress"]
 
 
-def test_an_activity_is_no_step_that_ends_a_downtime_and_no_report_that_replaces_the_step_counters() -> None:
+def test_an_activity_ends_no_downtime_and_replaces_no_step_counter() -> None:
     world = World(2)
     members = world.form()
     world.coordinator.report_progress({"automatic": True, "step": 1})
@@ -262,7 +262,7 @@ def test_a_copy_that_has_come_into_the_bucket_is_shown_and_is_no_sign_of_life() 
     assert world.last(members[0])[0] == "dump", "no step for 60 s"
 
 
-def test_a_limit_that_the_user_has_set_holds_during_an_activity_which_the_incident_names() -> None:
+def test_a_users_limit_holds_during_an_activity_which_the_incident_names() -> None:
     world = World(2, hang_after=60.0)
     world.form()
     world.coordinator.report_progress({"activity": "saving a checkpoint"})

@@ -506,7 +506,7 @@ def test_strangers_keep_nobody_out(job: Job) -> None:
     assert wire.hear()["t"] == "hb"
 
 
-def test_pods_of_the_largest_job_that_connect_at_once_do_not_close_each_others_connections() -> None:
+def test_pods_of_the_largest_job_connect_at_once_without_closing_others() -> None:
     strangers, closed = Strangers(), []
 
     def connect(address: str) -> None:

@@ -119,7 +119,7 @@ def test_an_order_that_ends_puts_the_indices_in_its_place_and_nobody_waits_any_m
     assert world.ranks() == [0, 1, 2]
 
 
-def test_a_round_that_was_taken_over_keeps_its_ranks_and_the_next_one_waits_for_the_order_again() -> None:
+def test_a_round_taken_over_keeps_its_ranks_and_the_next_waits_for_the_order() -> None:
     world = World(3, mode=FAST, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1))
     world.form(3)

@@ -49,7 +49,7 @@ def test_spares_that_are_back_first_do_not_make_a_second_group() -> None:
     assert all(world.verbs(m) == ["welcome"] for m in members + spares)
 
 
-def test_members_that_come_back_late_are_waited_for_while_nothing_says_that_the_round_is_over() -> None:
+def test_late_members_are_waited_for_until_the_round_is_known_to_be_over() -> None:
     world = second(3)
     first = world.resume(0, 7, 0, 3)
     world.resume(1, 7, 1, 3)
@@ -148,7 +148,7 @@ def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> 
     assert world.report()["round"] > 7 and world.ranks() == [0, 1]
 
 
-def test_a_member_that_comes_back_late_leaves_those_that_save_for_a_planned_restart_their_time() -> None:
+def test_a_late_member_leaves_others_time_to_save_for_a_planned_restart() -> None:
     """Its name server may return the address of the earlier coordinator for half a minute."""
     world = second(3)
     members = []
@@ -216,7 +216,7 @@ def test_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
     assert world.report()["members"] == []
 
 
-def test_a_member_that_comes_back_to_a_superseded_coordinator_is_told_why_and_not_stopped() -> None:
+def test_a_member_of_a_superseded_coordinator_is_told_why_and_not_stopped() -> None:
     """Its launcher looks for the later coordinator, with its workers. Nothing that it says is an illegal transition."""
     world = World(2)
     world.form(2)

@@ -142,7 +142,7 @@ async def test_a_resumed_job_whose_class_is_gone_or_refuses_it_waits_and_keeps_w
     await s.until_phase("Complete")
 
 
-async def test_a_job_that_was_created_suspended_and_is_resumed_without_its_class_names_the_class() -> None:
+async def test_a_job_created_suspended_and_resumed_without_its_class_names_it() -> None:
     s = classed({"runPolicy": {"suspend": True}})
     await passes(s, 3)
     assert s.phase == "Suspended" and conditions(s)["Suspended"]["reason"] == "Suspended"

@@ -48,7 +48,7 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_without_restarts_the_program_waits_for_the_verdict_and_continues_where_none_comes(
+async def test_without_restarts_the_program_waits_for_the_verdict_for_a_while(
     mode: str,
 ) -> None:
     s = Simulation({"recovery": {"mode": mode, "maxRestarts": 0}}, steps=1000)

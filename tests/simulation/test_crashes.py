@@ -377,7 +377,7 @@ async def test_a_job_whose_finished_pods_are_removed_while_nobody_looks_is_compl
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_is_complete_whose_finished_pods_are_removed_with_the_coordinator_between_two_looks(
+async def test_a_job_whose_finished_pods_and_coordinator_are_removed_is_complete(
     mode: str,
 ) -> None:
     """The event of a pod's deletion shows that it has ended with 0."""

@@ -194,7 +194,7 @@ async def test_a_lost_coordinator_s_node_is_left_in_both_modes() -> None:
         assert s.status["restarts"]["counted"] == 0
 
 
-async def test_a_node_that_is_lost_with_the_coordinator_and_a_member_costs_no_wait_for_that_member() -> None:
+async def test_a_member_that_is_lost_with_the_coordinators_node_costs_no_wait() -> None:
     """The others are in a collective with it, and the coordinator that takes over has never heard of it."""
     s = Simulation({"nodes": 3, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=10**6)
     await s.until_phase("Running")
@@ -300,7 +300,7 @@ async def test_a_hang_that_names_the_same_pod_twice_replaces_it() -> None:
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-1", "job-2-0"]
 
 
-async def test_a_host_whose_daemon_reload_takes_all_devices_costs_one_failure_for_each_node() -> None:
+async def test_a_daemon_reload_that_takes_all_devices_costs_one_failure_per_node() -> None:
     """Every container has lost its devices at the same time; new ones have them, wherever they are."""
     s = Simulation({**FAST, "nodes": 5, "gpusPerNode": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
@@ -381,7 +381,7 @@ async def loses_its_connection(s: Simulation, pod: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_whose_connection_breaks_three_times_is_replaced_if_a_third_node_kept_its_own(mode: str) -> None:
+async def test_a_pod_whose_connection_breaks_thrice_is_replaced_if_a_third_kept_its(mode: str) -> None:
     s = Simulation({"nodes": 3, "recovery": {"mode": mode}}, steps=10**6)
     await s.until_phase("Running")
     coordinator = next(p.node for p in s.pods.values() if not p.is_node)

@@ -127,7 +127,7 @@ async def test_a_host_that_is_lost_does_not_keep_the_quota_of_an_evicted_job() -
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_pods_of_a_suspended_job_on_a_lost_host_are_gone_in_time_and_the_coordinator_after_them() -> None:
+async def test_pods_of_a_suspended_job_on_a_lost_host_go_before_the_coordinator() -> None:
     s = Simulation({}, steps=10**6)
     await s.until_phase("Running")
     s.cut(s.pods["job-1-0"].node)

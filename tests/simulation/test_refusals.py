@@ -75,7 +75,7 @@ async def test_a_quota_is_reported_once_and_the_job_starts_when_it_is_raised() -
     assert conditions(s)["Scheduled"]["status"] == "True"
 
 
-async def test_pods_that_wait_for_refused_ones_are_told_with_what_they_hold_and_can_be_let_go() -> None:
+async def test_pods_that_wait_for_refused_ones_are_reported_and_can_be_released() -> None:
     """They stay: two jobs that each let go and try again could keep each other from starting for ever."""
     s = Refusing({"nodes": 4, "gpusPerNode": 8}, pods_allowed=3)
     messages = []
@@ -92,7 +92,7 @@ async def test_pods_that_wait_for_refused_ones_are_told_with_what_they_hold_and_
     await s.until_phase("Complete")
 
 
-async def test_a_disruption_budget_that_is_refused_is_shown_and_keeps_no_pod_from_being_replaced() -> None:
+async def test_a_refused_disruption_budget_is_shown_and_delays_no_replacement() -> None:
     s = Refusing({"nodes": 2}, steps=10**6)
     s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
     await s.until_phase("Running")
@@ -322,7 +322,7 @@ async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
     await s.until_phase("Complete")
 
 
-async def test_a_pod_template_that_became_faulty_while_suspended_is_refused_until_it_is_corrected() -> None:
+async def test_a_pod_template_that_became_faulty_while_suspended_waits_for_repair() -> None:
     s = Simulation({}, steps=200)
     await s.until_phase("Running")
     s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": {"hostname": "mine"}}})
@@ -394,7 +394,7 @@ async def test_an_isolated_job_has_its_policy_before_its_pods_and_no_condition()
     assert "Isolated" not in conditions(s) and s.cluster.policies_asked == 1
 
 
-async def test_a_running_job_follows_other_peers_of_its_metrics_and_keeps_those_that_it_had() -> None:
+async def test_a_running_job_adds_peers_of_its_metrics_and_keeps_the_earlier_ones() -> None:
     s = Unisolated({})
     s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
     s.cluster.status = 0
