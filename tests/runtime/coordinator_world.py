@@ -127,3 +127,9 @@ class World:
     def report(self) -> dict[str, Any]:
         """What the operator reads."""
         return self.coordinator.report().write()
+
+
+def formed(nodes: int = 2, *settings: Any, **more: Any) -> tuple[Any, ...]:
+    """The world of a running round, and its members."""
+    world = World(nodes, *settings, **more)
+    return (world, *world.form(nodes))

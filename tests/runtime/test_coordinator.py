@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from coordinator_world import FAST, RESET, STANDARD, World
+from coordinator_world import FAST, RESET, STANDARD, World, formed
 from ddpjob_runtime.coordinator import progress
 from ddpjob_runtime.coordinator.drain import DRAIN_SECONDS
 from ddpjob_runtime.coordinator.loop import within
@@ -75,8 +75,7 @@ def test_who_has_been_ready_for_longest_fills_the_gap_and_ranks_follow_the_indic
 
 @pytest.mark.parametrize(("mode", "wait"), [(FAST, 0.0), (STANDARD, 10.0)])
 def test_a_group_continues_with_fewer_after_the_shrink_grace(mode: str, wait: float) -> None:
-    world = World(3, 2, mode)
-    members = world.form(3)
+    world, *members = formed(3, 2, mode)
     world.lose(members[0])
     world.ready(members[1], members[2])
     if wait:
@@ -87,8 +86,7 @@ def test_a_group_continues_with_fewer_after_the_shrink_grace(mode: str, wait: fl
 
 
 def test_node_0_is_rank_0_whenever_it_trains() -> None:
-    world = World(3, 2, FAST)
-    members = world.form(3)
+    world, *members = formed(3, 2, FAST)
     world.lose(members[0])
     world.ready(members[1], members[2])
     assert world.ranks() == [1, 2]
@@ -111,8 +109,7 @@ def test_a_group_of_fewer_that_breaks_waits_for_nobody_who_was_not_there() -> No
 
 
 def test_below_the_minimum_the_group_waits() -> None:
-    world = World(3, 2)
-    members = world.form(3)
+    world, *members = formed(3, 2)
     world.lose(members[0])
     world.lose(members[1])
     world.ready(members[2])
@@ -139,8 +136,7 @@ def test_a_round_whose_workers_do_not_start_is_given_up() -> None:
 
 
 def test_who_does_not_drain_is_fenced_before_the_next_round() -> None:
-    world = World(3, 2)
-    members = world.form(3)
+    world, *members = formed(3, 2)
     world.lose(members[0])
     world.ready(members[1])
     world.pass_time(DRAIN_SECONDS - 0.1)
@@ -156,8 +152,7 @@ def test_who_does_not_drain_is_fenced_before_the_next_round() -> None:
 
 
 def test_two_that_do_not_drain_are_both_notified_before_a_round_forms() -> None:
-    world = World(3, 1)
-    members = world.form(3)
+    world, *members = formed(3, 1)
     world.lose(members[0])
     world.ready(world.hello(0, attempt=1))
     order: list[str] = []
@@ -279,15 +274,13 @@ def test_a_loss_during_a_planned_restart_is_reported_at_once(later: float) -> No
 
 
 def test_a_ready_that_has_crossed_go_changes_nothing() -> None:
-    world = World(2)
-    first, _ = world.form()
+    world, first, _ = formed(2)
     world.coordinator.ready(first, 0, "h", 1)
     assert world.report()["state"] == "Running" and first.state == "Running"
 
 
 def test_a_member_that_says_ready_while_its_round_runs_breaks_it() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.ready(first, 1, "h", 1)
     assert world.verbs(second)[-1] == "restart" and world.report()["state"] == "Restarting"
     world.ready(second)
@@ -296,8 +289,7 @@ def test_a_member_that_says_ready_while_its_round_runs_breaks_it() -> None:
 
 
 def test_a_round_that_comes_apart_again_and_again_waits() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     for _ in range(3):
         number = world.round.number
         world.coordinator.ready(members[0], number, "h", 1)
@@ -311,8 +303,7 @@ def test_a_round_that_comes_apart_again_and_again_waits() -> None:
 
 
 def test_leaving_is_no_failure_and_nobody_is_killed_while_it_saves() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.fail(first, "SystemExit: 75", code=75)
     world.pass_time(0.6)
@@ -336,8 +327,7 @@ def test_nobody_waits_for_one_that_leaves_once_its_peers_are_broken() -> None:
 
 
 def test_a_left_member_frees_peers_that_hang() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.pass_time(3)
     world.lose(second)
@@ -347,8 +337,7 @@ def test_a_left_member_frees_peers_that_hang() -> None:
 
 
 def test_peers_that_have_agreed_to_save_finish_after_the_leaving_node() -> None:
-    world = World(3)
-    first, second, third = world.form(3)
+    world, first, second, third = formed(3)
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.fail(first, "SystemExit: 75", code=75)
     world.lose(second)
@@ -357,8 +346,7 @@ def test_peers_that_have_agreed_to_save_finish_after_the_leaving_node() -> None:
 
 def test_one_that_leaves_still_leaves_over_a_new_connection() -> None:
     """It was taken for gone: its peers' workers were killed in the step that they would have saved after."""
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     position = {"round": 1, "rank": 1, "world": 2, "state": "Running"}
     assert world.hello(1, resume=position) is second and second.state == "Leaving"
@@ -385,8 +373,7 @@ def test_a_ready_member_that_leaves_is_not_chosen() -> None:
 
 
 def test_the_same_process_over_a_new_connection_continues() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     again = world.resume(0, 1, 0, 2)
     assert again is members[0] and world.report()["state"] == "Running"
     assert world.verbs(members[0])[-1] == "welcome"
@@ -414,8 +401,7 @@ def test_words_that_were_lost_with_the_old_connection_are_made_good() -> None:
 
 
 def test_who_comes_back_while_its_round_drains_is_a_survivor() -> None:
-    world = World(3)
-    first, second, third = world.form(3)
+    world, first, second, third = formed(3)
     world.lose(second)
     assert [entry["pod"] for entry in world.report()["lost"]] == ["job-1-0"]
     world.ready(first)
@@ -441,8 +427,7 @@ def test_who_comes_back_when_the_group_went_on_ends_its_workers_and_waits() -> N
 
 
 def test_a_place_belongs_to_its_highest_attempt() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     new = world.hello(1, attempt=1)
     assert world.last(members[1])[0] == "stop" and world.last(members[1])[1]["fenced"] is True
     assert world.try_hello(1) is None and world.last(members[1])[1]["fenced"] is True
@@ -452,8 +437,7 @@ def test_a_place_belongs_to_its_highest_attempt() -> None:
 
 
 def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     world.coordinator.note(members[1], "ColdWorkers", "torch is too old")
     assert world.report()["notes"] == [{"pod": "job-1-0", "kind": "ColdWorkers", "why": "torch is too old"}]
     world.coordinator.gone("job-1-0", "node n2 is lost")
@@ -464,8 +448,7 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
 
 def test_an_empty_note_takes_the_one_before_back() -> None:
     """A hundred notes are reported at most: those of pods that have fetched their data hid others."""
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.note(first, "Data", "1 of 2 files")
     world.coordinator.note(second, "ColdWorkers", "torch is too old")
     world.coordinator.note(first, "Data", "")
@@ -473,8 +456,7 @@ def test_an_empty_note_takes_the_one_before_back() -> None:
 
 
 def test_a_lost_member_is_reported_with_when_it_was_last_heard() -> None:
-    world = World(2)
-    _, second = world.form()
+    world, _, second = formed(2)
     world.silent.add(second.pod)
     world.pass_time(6)
     world.lose(second, "silent for 6 s")
@@ -498,8 +480,7 @@ def test_all_finished_is_success_for_spares_too() -> None:
 
 
 def test_a_finished_node_may_go_before_its_peers() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.finished(second, 1)
     world.lose(second)
     assert world.report()["state"] == "Running"
@@ -510,8 +491,7 @@ def test_a_finished_node_may_go_before_its_peers() -> None:
 
 
 def test_a_finished_node_that_comes_back_is_still_finished() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.finished(second, 1)
     world.lose(second)
     world.resume(1, 1, 1, 2, "Finished")
@@ -520,8 +500,7 @@ def test_a_finished_node_that_comes_back_is_still_finished() -> None:
 
 
 def test_finished_in_a_broken_round_is_run_again() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.lose(second)
     world.coordinator.finished(first, 1)
     assert world.report()["state"] == "Restarting" and world.verbs(first)[-1] == "restart"
@@ -541,8 +520,7 @@ def test_after_stop_nothing_forms() -> None:
 
 
 def test_recovery_is_measured_to_the_next_step() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1, "automatic": True})
     world.lose(second)
     world.pass_time(3)
@@ -557,8 +535,7 @@ def test_recovery_is_measured_to_the_next_step() -> None:
 
 def test_who_lagged_in_a_round_is_forgotten_with_it() -> None:
     """The ranks of the next round are others: a rank's name must not pass to another pod."""
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.coordinator.report_progress({"stragglers": [{"rank": 1, "slowdown": 2.0}]})
     assert world.report()["progress"]["stragglers"] == [{"rank": 1, "slowdown": 2.0}]
@@ -572,8 +549,7 @@ def test_who_lagged_in_a_round_is_forgotten_with_it() -> None:
 
 
 def test_a_fenced_rank_0_names_nobody_in_the_next_round_and_shows_no_life() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.lose(second)
     second = world.hello(1, attempt=1)
@@ -616,8 +592,7 @@ def test_the_stacks_of_a_round_do_not_reach_the_next_one() -> None:
 
 
 def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first)
     world.pass_time(DRAIN_SECONDS - 1)
     assert world.resume(1, 1, second.rank or 0, 2) is second
@@ -629,8 +604,7 @@ def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
 @pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "nobody has reported"])
 def test_a_failure_whose_report_was_lost_with_a_link_is_still_the_cause(peer_first: bool) -> None:
     """The peer whose connection to it was reset was blamed, or nothing but a loss was known."""
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.silent.add(second.pod)
     world.pass_time(1)
     if peer_first:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_world import STANDARD, World
+from coordinator_world import STANDARD, World, formed
 
 
 @pytest.mark.parametrize(("joiners", "wait"), [(2, 10.0), (1, 60.0)])
@@ -62,8 +62,7 @@ def test_more_than_wanted_are_spares() -> None:
 
 
 def test_a_smaller_size_applies_at_once_and_the_highest_places_step_back() -> None:
-    world = World(4)
-    members = world.form(4)
+    world, *members = formed(4)
     world.coordinator.resize(2, 2)
     assert all(
         world.last(m)[1] == {"round": 1, "why": "the group continues with 2 instead of 4 nodes", "planned": True}
@@ -79,8 +78,7 @@ def test_a_smaller_size_applies_at_once_and_the_highest_places_step_back() -> No
 
 
 def test_a_larger_size_waits_for_its_nodes() -> None:
-    world = World(2)
-    members = world.form(2)
+    world, *members = formed(2)
     world.coordinator.resize(3, 3)
     world.pass_time(100)
     assert world.report()["state"] == "Running" and world.report()["world"] == 2  # better than none
@@ -110,16 +108,14 @@ def crash(world: World, members: list[Any]) -> float:
 
 
 def test_a_crash_loop_waits_longer_each_time_up_to_the_limit() -> None:
-    world = World(2, backoff_initial=2.0, backoff_maximum=10.0)
-    members = world.form()
+    world, *members = formed(2, backoff_initial=2.0, backoff_maximum=10.0)
     waits = [crash(world, members) for _ in range(5)]
     assert waits == pytest.approx([0, 2, 4, 8, 10], abs=0.2)
     assert [i["backoffSeconds"] for i in world.report()["incidents"]] == [0, 2, 4, 8, 10]
 
 
 def test_the_wait_is_reported() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     crash(world, members)
     world.fail(members[0])
     world.ready(*members)
@@ -129,8 +125,7 @@ def test_the_wait_is_reported() -> None:
 
 
 def test_a_new_furthest_step_ends_a_crash_loop_but_the_same_steps_again_do_not() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     world.coordinator.report_progress({"step": 10})
     assert crash(world, members) == 0
     world.coordinator.report_progress({"step": 10})
@@ -143,8 +138,7 @@ def test_a_new_furthest_step_ends_a_crash_loop_but_the_same_steps_again_do_not()
 
 
 def test_a_minute_of_running_ends_a_crash_loop() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     crash(world, members)
     crash(world, members)
     world.pass_time(61)
@@ -152,8 +146,7 @@ def test_a_minute_of_running_ends_a_crash_loop() -> None:
 
 
 def test_lost_nodes_do_not_wait() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     for attempt in range(1, 8):
         world.lose(second)
         second = world.hello(1, attempt=attempt)

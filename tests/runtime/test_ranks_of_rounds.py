@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_world import FAST, STANDARD, World
+from coordinator_world import FAST, STANDARD, World, formed
 from ddpjob_runtime.coordinator.formation import ORDER_SECONDS
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.protocol import MAX_PODS, order_mark
@@ -61,8 +61,7 @@ def test_nobody_waits_for_an_order_that_is_not_announced() -> None:
 
 
 def test_a_later_order_changes_no_running_round_and_the_next_one_follows_it() -> None:
-    world = World(4)
-    members = world.form(4)
+    world, *members = formed(4)
     world.coordinator.set_order(pods(0, 3, 1, 2))
     world.pass_time(100)
     assert world.report()["state"] == "Running" and world.ranks() == [0, 1, 2, 3] and world.round.number == 1

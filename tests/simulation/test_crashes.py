@@ -364,8 +364,7 @@ async def test_the_operator_dies_at_every_second_point(scenario: Scenario) -> No
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_job_whose_finished_pods_are_removed_while_nobody_looks_is_complete(mode: str) -> None:
     """By the garbage collector of ended pods, or a cleaner: the coordinator, which has not ended, knows it."""
-    s = Simulation({"recovery": {"mode": mode}}, steps=20)
-    await s.until_phase("Running")
+    s = await Simulation({"recovery": {"mode": mode}}, steps=20).begun()
     s.advance(120)
     assert all(p.ended for p in s.nodes()), s.inventory()
     for pod in s.nodes():
@@ -381,8 +380,7 @@ async def test_a_job_whose_finished_pods_and_coordinator_are_removed_is_complete
     mode: str,
 ) -> None:
     """The event of a pod's deletion shows that it has ended with 0."""
-    s = Simulation({"recovery": {"mode": mode}}, steps=20)
-    await s.until_phase("Running")
+    s = await Simulation({"recovery": {"mode": mode}}, steps=20).begun()
     s.advance(120)
     for name in list(s.pods):
         s.force_delete(name)

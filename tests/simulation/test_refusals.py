@@ -124,8 +124,7 @@ async def test_a_refused_disruption_budget_does_not_keep_what_was_said_of_a_quot
 
 
 async def test_pods_that_train_hold_nothing_idle() -> None:
-    s = Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000)
-    await s.until_phase("Running")
+    s = await Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000).begun()
     await s.settle()
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
@@ -162,8 +161,7 @@ async def test_a_budget_that_is_lowered_below_what_is_spent_fails_the_job() -> N
 
 
 async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobody_looked() -> None:
-    s = Simulation({"runPolicy": {"activeDeadlineSeconds": 60}}, steps=10)
-    await s.until_phase("Running")
+    s = await Simulation({"runPolicy": {"activeDeadlineSeconds": 60}}, steps=10).begun()
     for _ in range(100):
         s.advance(1)
     assert (EPOCH.timestamp() + s.now) > EPOCH.timestamp() + 60
@@ -172,8 +170,7 @@ async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobo
 
 async def finished(*, seen: bool) -> Simulation:
     """A job that has made its last step: nobody has looked since, or its last pod takes a while to end."""
-    s = Simulation({"runPolicy": {"activeDeadlineSeconds": 600}}, steps=5)
-    await s.until_phase("Running")
+    s = await Simulation({"runPolicy": {"activeDeadlineSeconds": 600}}, steps=5).begun()
     last = s.pods["job-1-0"].launcher
     assert last is not None
     leave = last.leave
@@ -247,8 +244,7 @@ async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() 
 
 
 async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
-    s = Simulation({}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({}, steps=1000).begun()
     s.force_delete(next(p.name for p in s.nodes() if p.running))
     await s.until_phase("Restarting")
     await s.until_phase("Running")
@@ -277,8 +273,7 @@ async def test_a_job_that_is_resumed_in_another_mode_says_nothing_of_the_one_bef
 
 async def test_a_job_that_is_not_to_be_isolated_any_more_does_not_say_that_it_is_not() -> None:
     """As the condition itself advises."""
-    s = Simulation({"podTemplate": {"spec": {"hostNetwork": True}}}, steps=10**6)
-    await s.until_phase("Running")
+    s = await Simulation({"podTemplate": {"spec": {"hostNetwork": True}}}, steps=10**6).begun()
     assert "set spec.network.isolate to false" in conditions(s)["Isolated"]["message"]
     s.change_spec({"runPolicy": {"suspend": True}, "network": {"isolate": False}})
     await s.until(lambda: s.phase == "Suspended" and not s.pods)
@@ -288,8 +283,7 @@ async def test_a_job_that_is_not_to_be_isolated_any_more_does_not_say_that_it_is
 
 
 async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
-    s = Refusing({}, steps=200)
-    await s.until_phase("Running")
+    s = await Refusing({}, steps=200).begun()
     s.cluster.denial = Refused(400, 'admission webhook "images" denied the request: the registry does not answer')
     s.force_delete("job-1-0")
     for _ in range(60):
@@ -303,8 +297,7 @@ async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
 
 
 async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
-    s = Simulation({}, steps=200)
-    await s.until_phase("Running")
+    s = await Simulation({}, steps=200).begun()
     pods = {p.name for p in s.nodes()}
     s.change_spec({"podTemplate": {"spec": {"hostname": "mine"}}})
     for _ in range(10):
@@ -323,8 +316,7 @@ async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
 
 
 async def test_a_pod_template_that_became_faulty_while_suspended_waits_for_repair() -> None:
-    s = Simulation({}, steps=200)
-    await s.until_phase("Running")
+    s = await Simulation({}, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": {"hostname": "mine"}}})
     await s.until(lambda: s.phase == "Suspended" and not s.pods)
     s.change_spec({"runPolicy": {"suspend": False}})
@@ -554,8 +546,7 @@ async def until_trained(s: Simulation) -> None:
 
 @pytest.mark.parametrize("made_again", [False, True])
 async def test_a_claim_does_not_go_with_a_job_whose_spec_says_so_no_more(made_again: bool) -> None:
-    s = Refusing(storing("Delete"), steps=10**6)
-    await s.until_phase("Running")
+    s = await Refusing(storing("Delete"), steps=10**6).begun()
     named = {"storage": {"checkpoints": {"claimName": "job-checkpoints"}}}
     await resumed_with(s, named)
     if made_again:
