@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from coordinator_world import FAST, RESET, STANDARD, World, formed
+from coordinator_world import FAST, RESET, STANDARD, World, formed, formed_by
 from ddpjob_runtime.coordinator import progress
 from ddpjob_runtime.coordinator.drain import DRAIN_SECONDS
 from ddpjob_runtime.coordinator.loop import within
@@ -98,11 +98,7 @@ def test_node_0_is_rank_0_whenever_it_trains() -> None:
 
 
 def test_a_group_of_fewer_that_breaks_waits_for_nobody_who_was_not_there() -> None:
-    world = World(3, 2, STANDARD)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
+    world, *members = formed_by(2, 3, 2, STANDARD)
     world.fail(members[0])
     world.ready(*members)
     assert world.round.number == 2
@@ -218,8 +214,7 @@ def test_a_member_that_has_saved_and_reconnects_leaves_others_time_to_save(later
     """Its `ready` was lost with the connection. For a loss the others would be killed while they save."""
     world, members = growing(grace=30.0)
     world.pass_time(later)
-    position = {"round": 1, "rank": 1, "world": 2, "state": "Ready"}
-    assert world.hello(1, resume=position) is members[1]
+    assert world.resume(1, 1, 1, 2, "Ready") is members[1]
     world.ready(members[1])
     assert [fields["planned"] for verb, fields in world.heard[members[0].pod] if verb == "restart"] == [True]
     world.ready(members[0])
@@ -255,8 +250,7 @@ def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
     """Also from a member that cannot end its workers: the others waited for its grace."""
     world, members = growing(grace=600.0)
     world.lose(members[1])
-    position = {"round": 1, "rank": 0, "world": 2, "state": "Running"}
-    assert world.hello(0, resume=position) is members[0] and world.last(members[0])[1]["planned"] is False
+    assert world.resume(0, 1, 0, 2, "Running") is members[0] and world.last(members[0])[1]["planned"] is False
     world.pass_time(DRAIN_SECONDS + 1)
     assert world.last(members[0])[0] == "stop" and world.round.number == 2
 
@@ -348,8 +342,7 @@ def test_one_that_leaves_still_leaves_over_a_new_connection() -> None:
     """It was taken for gone: its peers' workers were killed in the step that they would have saved after."""
     world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
-    position = {"round": 1, "rank": 1, "world": 2, "state": "Running"}
-    assert world.hello(1, resume=position) is second and second.state == "Leaving"
+    assert world.resume(1, 1, 1, 2, "Running") is second and second.state == "Leaving"
     assert "restart" not in world.verbs(first) and world.report()["state"] == "Running"
     world.fail(second, "SystemExit: 75", code=75)
     world.lose(second)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_world import STANDARD, World, formed
+from coordinator_world import STANDARD, World, formed, formed_by
 
 
 @pytest.mark.parametrize(("joiners", "wait"), [(2, 10.0), (1, 60.0)])
 def test_joiners_are_paced(joiners: int, wait: float) -> None:
-    world = World(4, 2)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
+    world, *members = formed_by(2, 4, 2)
     new = [world.hello(2 + i) for i in range(joiners)]
     world.ready(*new)
     world.pass_time(wait - 0.5)
@@ -28,11 +24,7 @@ def test_joiners_are_paced(joiners: int, wait: float) -> None:
 
 
 def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
-    world = World(3, 2)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
+    world, *members = formed_by(2, 3, 2)
     world.coordinator.finished(members[0], 1)
     world.ready(world.hello(2))
     world.pass_time(300)
@@ -41,11 +33,7 @@ def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
 
 
 def test_a_joiner_that_dies_before_the_others_have_drained_costs_no_wait() -> None:
-    world = World(3, 2, STANDARD)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
+    world, *members = formed_by(2, 3, 2, STANDARD)
     joiner = world.hello(2)
     world.ready(joiner)
     world.pass_time(10.1)

@@ -105,6 +105,16 @@ class Simulation:
             await self.one_pass()
             self.advance(1)
 
+    async def suspended(self) -> None:
+        """Its user suspends the job, and all pods end."""
+        self.change_spec({"runPolicy": {"suspend": True}})
+        await self.until(lambda: self.phase == "Suspended" and not self.pods)
+
+    async def resumed(self, phase: str = "Running") -> None:
+        """Its user resumes the job."""
+        self.change_spec({"runPolicy": {"suspend": False}})
+        await self.until_phase(phase)
+
     def inventory(self) -> str:
         """The pods and the coordinators, for a failing test."""
         pods = [(p.name, p.state, p.main.exit_code if p.containers else None, p.node, p.launcher and p.launcher.workers)

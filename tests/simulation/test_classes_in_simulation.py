@@ -107,8 +107,7 @@ async def test_a_resumed_job_takes_the_class_as_it_is_then() -> None:
     platform_team_sets(s, h100={**H100, "spec": {"image": "team/train:2"}})
     await s.passes(5)
     assert s.status["jobClass"]["spec"]["image"] == "team/train:1", "it is looked at when the job resumes"
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     now = str(s.status["rendezvous"]["generation"])
     pods = [body for body in s.store.all("Pod") if body["metadata"]["labels"]["ddpjob.io/generation"] == now]
     assert {c["image"] for body in pods for c in body["spec"]["containers"]} == {"team/train:2"}
@@ -239,8 +238,7 @@ async def test_a_job_that_names_no_class_any_more_runs_without() -> None:
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.passes(60)
     del s.spec["className"]
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     assert "jobClass" not in s.status and "ClassApplied" not in conditions(s)
 
 

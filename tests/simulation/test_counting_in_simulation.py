@@ -271,10 +271,8 @@ async def test_pods_deleted_by_hand_never_wait() -> None:
 async def test_a_suspension_uses_up_the_names_of_pods_that_no_status_shows() -> None:
     s = Simulation({}, steps=1000)
     await s.one_pass()  # the pods are created, and no reconcile has seen them yet
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.suspended()
+    await s.resumed()
     assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-1"]
 
 
@@ -285,8 +283,7 @@ async def test_a_suspension_in_the_middle_of_a_restart_is_no_part_of_its_duratio
     s.change_spec({"runPolicy": {"suspend": True}})
     await passes(s, 600, 10)
     assert s.phase == "Suspended" and not s.pods
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     s.force_delete("job-0-1")
     await s.until_phase("Restarting")
     await s.until_phase("Running")

@@ -63,10 +63,8 @@ async def coordinator_deleted(s: Simulation) -> None:
 
 async def suspended_and_resumed(s: Simulation) -> None:
     await s.until_phase("Running")
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Complete")
+    await s.suspended()
+    await s.resumed("Complete")
 
 
 async def scaled(s: Simulation) -> None:

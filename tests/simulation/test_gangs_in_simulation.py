@@ -312,8 +312,7 @@ async def test_a_spare_without_a_node_replaces_nobody() -> None:
 
 async def test_a_resumed_job_waits_as_a_gang() -> None:
     s = await WithGangs({}, steps=60).begun()
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     await s.passes(2)
     assert not groups(s), "a scheduler's queue would show it as one that waits"
     s.machines.capacity = 1

@@ -160,8 +160,7 @@ async def test_a_job_that_its_user_suspends_holds_no_quota() -> None:
     await s.until(lambda: s.phase == "Suspended" and not kueue.workloads())
     await s.passes(5)
     assert not kueue.workloads() and "queue" not in s.status and "Admitted" not in conditions(s)
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Complete")
+    await s.resumed("Complete")
 
 
 async def test_a_workload_that_somebody_deletes_ends_the_pods_and_is_asked_for_again() -> None:
@@ -450,8 +449,7 @@ async def suspended_in_a_queue(s: Simulation) -> None:
     await s.until_phase("Running")
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: s.phase == "Suspended" and not kueue.workloads())
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Complete")
+    await s.resumed("Complete")
 
 
 SCENARIOS = [admitted_and_done, evicted_and_resumed, grown_while_admitted, suspended_in_a_queue]

@@ -58,12 +58,15 @@ class Refusing(Simulation):
                 return
         raise AssertionError("every pass writes, and so wakes the next: a hot loop")
 
+    async def settles(self, seconds: int) -> None:
+        for _ in range(seconds):
+            await self.settle()
+            self.advance(1)
+
 
 async def test_a_quota_is_reported_once_and_the_job_starts_when_it_is_raised() -> None:
     s = Refusing({"nodes": 3}, pods_allowed=2)
-    for _ in range(30):
-        await s.settle()
-        s.advance(1)
+    await s.settles(30)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["status"], scheduled["reason"]) == ("False", "CreationRefused")
     assert "exceeded quota: one" in scheduled["message"]
@@ -86,8 +89,7 @@ async def test_pods_that_wait_for_refused_ones_are_reported_and_can_be_released(
     assert len(set(messages[2:])) == 1, "it does not flap"
     assert "meanwhile 2 of 4 pods wait with 16 GPUs: to let go of them, set runPolicy.suspend to true" in messages[-1]
     assert len(s.nodes()) == 2 and s.status["restarts"]["total"] == 0
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     s.change_spec({"runPolicy": {"suspend": False}, "nodes": 2})
     await s.until_phase("Complete")
 
@@ -135,9 +137,7 @@ async def test_pods_that_train_hold_nothing_idle() -> None:
 
 async def test_a_name_that_another_has_is_reported() -> None:
     s = Refusing({}, taken=True)
-    for _ in range(5):
-        await s.settle()
-        s.advance(1)
+    await s.settles(5)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["status"], scheduled["reason"]) == ("False", "NameTaken")
     assert scheduled["message"].startswith("Service job: an object of this name is there")
@@ -248,11 +248,9 @@ async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
     s.force_delete(next(p.name for p in s.nodes() if p.running))
     await s.until_phase("Restarting")
     await s.until_phase("Running")
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     assert {c["reason"] for c in conditions(s).values()} == {"Suspended"}
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     assert not [c for c in conditions(s).values() if "suspended" in c["message"] or c["reason"] == "Suspended"]
 
 
@@ -260,8 +258,7 @@ async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
 async def test_a_job_that_is_resumed_in_another_mode_says_nothing_of_the_one_before(mode: str) -> None:
     s = Simulation({"recovery": {"mode": "Fast"}}, steps=10**6)
     await s.until(lambda: "FastRecovery" in conditions(s))
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     assert "FastRecovery" not in conditions(s), "what its pods could do is gone with them"
     s.change_spec({"runPolicy": {"suspend": False}, "recovery": {"mode": mode}})
     await s.one_pass()
@@ -277,8 +274,7 @@ async def test_a_job_that_is_not_to_be_isolated_any_more_does_not_say_that_it_is
     assert "set spec.network.isolate to false" in conditions(s)["Isolated"]["message"]
     s.change_spec({"runPolicy": {"suspend": True}, "network": {"isolate": False}})
     await s.until(lambda: s.phase == "Suspended" and not s.pods)
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     assert "Isolated" not in conditions(s)
 
 
@@ -286,9 +282,7 @@ async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
     s = await Refusing({}, steps=200).begun()
     s.cluster.denial = Refused(400, 'admission webhook "images" denied the request: the registry does not answer')
     s.force_delete("job-1-0")
-    for _ in range(60):
-        await s.settle()
-        s.advance(1)
+    await s.settles(60)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["reason"], s.phase) == ("CreationRefused", "Restarting")
     assert 'admission webhook "images" denied the request' in scheduled["message"]
@@ -300,9 +294,7 @@ async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
     s = await Simulation({}, steps=200).begun()
     pods = {p.name for p in s.nodes()}
     s.change_spec({"podTemplate": {"spec": {"hostname": "mine"}}})
-    for _ in range(10):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(10)
     assert (s.phase, {p.name for p in s.nodes()}) == ("Running", pods)
     assert conditions(s)["Scheduled"]["reason"] == "InvalidPodTemplate"
     assert "spec.podTemplate.spec.hostname" in conditions(s)["Scheduled"]["message"]
@@ -320,9 +312,7 @@ async def test_a_pod_template_that_became_faulty_while_suspended_waits_for_repai
     s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": {"hostname": "mine"}}})
     await s.until(lambda: s.phase == "Suspended" and not s.pods)
     s.change_spec({"runPolicy": {"suspend": False}})
-    for _ in range(10):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(10)
     assert (s.phase, s.pods) == ("Pending", {})
     assert conditions(s)["Scheduled"]["reason"] == "InvalidPodTemplate"
     s.change_spec({"podTemplate": {}})
@@ -360,9 +350,7 @@ async def test_a_job_runs_without_a_policy_that_is_refused_and_says_so(status: i
     s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
     s.cluster.status = status
     await s.until_phase("Running")
-    for _ in range(5):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(5)
     isolated = conditions(s)["Isolated"]
     assert (isolated["status"], isolated["reason"]) == ("False", "PolicyRefused")
     assert "networkpolicies is forbidden" in isolated["message"]
@@ -393,9 +381,7 @@ async def test_a_running_job_adds_peers_of_its_metrics_and_keeps_the_earlier_one
     await s.until_phase("Running")
     pods = set(s.pods)
     s.cluster.platform = replace(s.cluster.platform, metrics_peers=({"podSelector": {"matchLabels": {"a": "b"}}},))
-    for _ in range(5):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(5)
     assert len(list(s.store.all("NetworkPolicy"))) == 2 and set(s.pods) == pods
 
 
@@ -427,9 +413,7 @@ async def test_where_root_is_forbidden_pods_are_created_without_it() -> None:
 async def test_what_else_a_namespace_forbids_is_reported_with_the_field() -> None:
     s = InRestrictedNamespace({})
     s.cluster.forbids = "hostPort"
-    for _ in range(3):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(3)
     message = conditions(s)["Scheduled"]["message"]
     assert "spec.podTemplate.spec.securityContext" in message and "do without hostNetwork and hostPort" in message
     assert not list(s.store.all("Pod"))
@@ -448,9 +432,7 @@ def storing(when_deleted: str = "Retain") -> Json:
 async def test_a_quota_of_storage_is_reported_with_the_field_and_never_counts() -> None:
     s = Refusing(storing())
     s.cluster.claim_denial = Refused(403, "exceeded quota: storage, requested: requests.storage=1Gi")
-    for _ in range(30):
-        await s.settle()
-        s.advance(1)
+    await s.settles(30)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["status"], scheduled["reason"]) == ("False", "CreationRefused")
     assert f"PersistentVolumeClaim job-checkpoints ({FIELD}): exceeded quota" in scheduled["message"]
@@ -484,9 +466,7 @@ async def test_a_job_that_is_scaled_beyond_what_its_claim_can_serve_says_so_and_
     s.store.create("PersistentVolumeClaim", {"metadata": {"name": "disk"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     await s.until_phase("Running")
     s.change_spec({"nodes": 2})
-    for _ in range(30):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(30)
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "VolumeSingleNode" and "but spec.nodes is 2" in scheduled["message"]
     assert [p.name for p in s.nodes()] == ["job-0-0"] and s.status["restarts"]["total"] == 0
@@ -514,9 +494,7 @@ async def test_somebody_elses_claim_is_never_used() -> None:
     s = Refusing(storing())
     theirs = {"metadata": {"name": "job-checkpoints"}, "spec": CLAIM["spec"]}
     s.store.create("PersistentVolumeClaim", theirs)
-    for _ in range(20):
-        await s.settle()
-        s.advance(1)
+    await s.settles(20)
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "ClaimTaken" and FIELD in scheduled["message"]
     assert not s.pods and s.store.find("Service", "job") is None, "nothing is created"
@@ -528,13 +506,10 @@ async def test_somebody_elses_claim_is_never_used() -> None:
 
 
 async def resumed_with(s: Simulation, storage: Json) -> None:
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     s.spec["storage"] = {}
     s.change_spec({**storage, "runPolicy": {"suspend": False}})
-    for _ in range(20):
-        await s.settle()
-        s.advance(1)
+    await s.settles(20)
 
 
 async def until_trained(s: Simulation) -> None:
@@ -580,9 +555,7 @@ async def test_a_claim_that_is_lost_under_a_job_is_not_made_again(mode: str) -> 
     s.store.remove("PersistentVolumeClaim", claim)
     s.force_delete("job-0-0")
     await s.until(lambda: conditions(s)["Scheduled"]["reason"] == "ClaimNotFound")
-    for _ in range(60):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(60)
     assert s.store.find("PersistentVolumeClaim", "job-checkpoints") is None
     assert not {p.name for p in s.nodes()} - {"job-1-0"}, "no pod is made that would train from nothing"
     s.store.create("PersistentVolumeClaim", claim)  # from a backup
