@@ -1,10 +1,8 @@
-"""`ddpjob run` with recovery: mode Fast, spares, elastic sizes, rules, the coordinator's loss; real processes."""
+"""`ddpjob run` with elastic sizes: real processes. What else spares, rules and mode Fast do is tested in simulated time and on pods."""
 
 from __future__ import annotations
 
-import re
-
-from process_harness import ENDLESS, FAST, Machine, Run, manifest
+from process_harness import ENDLESS, Machine, Run, manifest
 
 
 def display(run: Run) -> str:
@@ -19,36 +17,6 @@ def further(run: Run, steps: int) -> None:
     """Waits until so many more steps are saved."""
     begin = run.steps()
     run.until(lambda r: r.steps() >= begin + steps)
-
-
-def test_a_spare_takes_over_in_mode_fast(machine: Machine) -> None:
-    run = machine.start(manifest(args=ENDLESS, recovery=FAST, spares=1))
-    run.until(lambda r: display(r) == "2/2 +1" and r.steps() >= 3)
-    run.until(lambda r: r.condition("FastRecovery").get("status") == "True")
-    for index in range(2):
-        pods = [p for p in run.pods() if "coordinator" not in p]
-        assert machine.command("kill", next(p for p in pods if p.startswith(f"job-{index}-"))).returncode == 0
-        further(run, 5)
-        run.until(lambda r, kills=index + 1: reasons(r) == ["Deleted"] * kills and display(r) == "2/2 +1")
-    assert run.status["rendezvous"]["generation"] == 0
-    run.finish()
-    run.assert_nothing_left()
-
-
-def test_a_lost_coordinator_costs_no_step_in_mode_fast(machine: Machine) -> None:
-    run = machine.start(manifest(args=ENDLESS, recovery=FAST))
-    run.until(lambda r: r.steps() >= 3)
-    for number in range(2):
-        name = "job-coordinator-0" + (f"-{number}" if number else "")
-        run.until(lambda r, name=name: name in r.pods())
-        assert machine.command("kill", name).returncode == 0
-        further(run, 10)
-    run.finish()
-    assert (run.status["rendezvous"]["generation"], run.status["rendezvous"]["attempt"]) == (0, 2)
-    assert reasons(run) == ["CoordinatorLost", "CoordinatorLost"]
-    assert run.status["round"] == 0
-    begins = re.findall(r"rank 0 of 2 begins at step (\d+)", "".join(run.log(f"job-{i}-0") for i in range(2)))
-    assert begins == ["0"], "the workers were never started again"
 
 
 def test_scaling_up_and_down_keeps_the_pods(machine: Machine) -> None:
