@@ -1,4 +1,4 @@
-"""`ddpjob run` with elastic sizes: real processes. What else spares, rules and mode Fast do is tested in simulated time and on pods."""
+"""`ddpjob run` with elastic sizes, by real processes; spares and mode Fast: tests/runtime and tests/cluster."""
 
 from __future__ import annotations
 
