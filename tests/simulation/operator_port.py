@@ -68,9 +68,9 @@ class MemoryCluster:
         self.clock, self.store, self.machines, self.network, self.random = clock, store, machines, network, chance
         self.platform = Platform(operator_key=b"key")
         self.points = 0
-        """There is one before the first write of a reconcile and one after every write: before a later write, nothing
-        has changed since the point after the earlier one.
-        """
+        """Before and after every write there is one."""
+        self.is_repeated = False
+        """Whether nothing has changed since the point before: it is the one before a write that follows another one."""
         self.die_at: Container[int] = ()
         self.dead = False
         self.conflicts = 0
@@ -215,8 +215,9 @@ class MemoryCluster:
     def _call(self, what: str, act: Callable[[], Any]) -> Any:
         if self.dead:
             raise Killed
-        if not self.actions:
-            self._point(f"before {what}")
+        self.is_repeated = bool(self.actions)
+        self._point(f"before {what}")
+        self.is_repeated = False
         self.network.say(f"operator: {what}")
         self.actions.append(what)
         result = act()

@@ -247,18 +247,19 @@ def outcome(s: Simulation) -> object:
 
 
 class Forks:
-    """Every point, each for a fork of this process: it alone dies there, and reports its outcome.
+    """Every point of a simulation, each for a fork of this process: it alone dies there, and reports its outcome.
 
-    So the story before a point is played once, and not once for each point after it.
+    So the story before a point is played once, and not once for each point after it. A repeated point is left out.
     """
 
-    def __init__(self) -> None:
-        self.outcomes: list[object] = []
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.outcomes: dict[int, object] = {}
         self._answer: int | None = None
         """In a fork."""
 
     def __contains__(self, point: int) -> bool:
-        if self._answer is not None:
+        if self._answer is not None or self.simulation.cluster.is_repeated:
             return False
         loop = asyncio.get_running_loop()
         inward, outward = os.pipe()
@@ -270,16 +271,16 @@ class Forks:
             return True
         os.close(outward)
         with os.fdopen(inward, "rb") as answers:
-            self.outcomes.append(pickle.load(answers))
+            self.outcomes[point] = pickle.load(answers)
         os.waitpid(child, 0)
         return False
 
-    async def ends(self, scenario: Scenario, simulation: Simulation) -> object:
+    async def play(self, scenario: Scenario) -> object:
         """Play to the end, and return the outcome. A fork ends here instead."""
-        simulation.cluster.die_at = self
+        self.simulation.cluster.die_at = self
         try:
-            await scenario(simulation)
-            end = outcome(simulation)
+            await scenario(self.simulation)
+            end = outcome(self.simulation)
         except BaseException as error:
             if self._answer is None:
                 raise
@@ -305,10 +306,10 @@ CASES = [(scenario, "Dedicated") for scenario in SCENARIOS] + [
 
 
 async def die_everywhere(scenario: Scenario, placement: str) -> None:
-    forks = Forks()
-    undisturbed = await forks.ends(scenario, Simulation({"rendezvous": {"placement": placement}}))
+    forks = Forks(Simulation({"rendezvous": {"placement": placement}}))
+    undisturbed = await forks.play(scenario)
     assert len(forks.outcomes) >= 10
-    for point, disturbed in enumerate(forks.outcomes, 1):
+    for point, disturbed in forks.outcomes.items():
         assert disturbed == undisturbed, f"died at point {point}; to see it, run(scenario, {{{point}}}, placement)"
 
 

@@ -372,9 +372,9 @@ async def test_a_preempted_job_ends_well_whenever_the_operator_dies() -> None:
         s.machines.capacity = 2
         await s.until_phase("Complete")
 
-    forks = crashes.Forks()
-    await forks.ends(preempted, WithGangs({}, steps=60))
-    assert {end[:2] for end in forks.outcomes} == {("Complete", 0)}
+    forks = crashes.Forks(WithGangs({}, steps=60))
+    await forks.play(preempted)
+    assert {end[:2] for end in forks.outcomes.values()} == {("Complete", 0)}
 
 
 class RefusesGroups(MemoryCluster):
