@@ -21,7 +21,6 @@ from .cluster_case import (
     MANIFEST,
     SPOT,
     Case,
-    case,
     delete_token,
     in_case,
     judged,
@@ -31,7 +30,7 @@ from .cluster_case import (
     seen,
     use_up_the_quota_of_secrets,
 )
-from .virtual_loop import run, virtual
+from .virtual_loop import virtual
 from .world import api_server, connected, followed, loop_moment
 
 
@@ -245,35 +244,31 @@ async def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less(
     assert (await c.cluster.observe(KEY)).world.deletion_refused == ""  # type: ignore[union-attr]
 
 
-def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_event_says_so() -> None:
+@in_case()
+async def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_event_says_so(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request: jobs are evidence")
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            await seen()
-            await c.change(runPolicy={"ttlSecondsAfterFinished": 0})
-            c.server.faults = lambda m, path: policy if m == "DELETE" and "/ddpjobs/" in path else None
-            c.finish("job")
-            c.server.requests.clear()
-            for _ in range(300):
-                await seen()
-                await c.reconcile()
-                await asyncio.sleep(1)
-            assert "job-coordinator-0" not in c.pods()
-            assert sum(method == "DELETE" and "/ddpjobs/" in path for method, path, _ in c.server.requests) <= 9
-            [refused] = [e["note"] for e in c.server.events if e["reason"] == "DeletionRefused"]
-            assert refused == (
-                "the API server refuses the deletion of DDPJob job: policy 'nodel' denied request: jobs are evidence "
-                "(retried within a minute)"
-            )
-            assert "ReconcileFailed" not in {e["reason"] for e in c.server.events}
-            c.server.faults = lambda m, path: None
-            await asyncio.sleep(60)
-            await c.reconcile()
-            assert c.server.store.find("DDPJob", "job") is None
-
-    run(main())
+    await c.reconcile()
+    await seen()
+    await c.change(runPolicy={"ttlSecondsAfterFinished": 0})
+    c.server.faults = lambda m, path: policy if m == "DELETE" and "/ddpjobs/" in path else None
+    c.finish("job")
+    c.server.requests.clear()
+    for _ in range(300):
+        await seen()
+        await c.reconcile()
+        await asyncio.sleep(1)
+    assert "job-coordinator-0" not in c.pods()
+    assert sum(method == "DELETE" and "/ddpjobs/" in path for method, path, _ in c.server.requests) <= 9
+    [refused] = [e["note"] for e in c.server.events if e["reason"] == "DeletionRefused"]
+    assert refused == (
+        "the API server refuses the deletion of DDPJob job: policy 'nodel' denied request: jobs are evidence "
+        "(retried within a minute)"
+    )
+    assert "ReconcileFailed" not in {e["reason"] for e in c.server.events}
+    c.server.faults = lambda m, path: None
+    await asyncio.sleep(60)
+    await c.reconcile()
+    assert c.server.store.find("DDPJob", "job") is None
 
 
 @refused_by(Fault(403, reason="Forbidden", message="policy 'nodel' denied request: pods are evidence"))
@@ -297,25 +292,21 @@ async def test_an_ended_job_whose_pod_may_not_be_deleted_is_tried_seldom(
     assert await c.reconcile() is None
 
 
-def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so() -> None:
+@in_case(serves_queues=True)
+async def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request")
-
-    async def main() -> None:
-        async with case(serves_queues=True) as c:
-            put_into_queue(c)
-            await seen()
-            await c.reconcile()
-            c.server.faults = lambda m, path: policy if m == "DELETE" and "/workloads/" in path else None
-            await c.change(runPolicy={"suspend": True})
-            assert await c.reconcile() == BLOCKED_POLL
-            reasons = [e["reason"] for e in c.server.events]
-            assert reasons.count("DeletionRefused") == 1 and "ReconcileFailed" not in reasons
-            c.server.faults = lambda m, path: None
-            await asyncio.sleep(60)
-            await c.reconcile()
-            assert not list(c.server.store.all("Workload"))
-
-    run(main())
+    put_into_queue(c)
+    await seen()
+    await c.reconcile()
+    c.server.faults = lambda m, path: policy if m == "DELETE" and "/workloads/" in path else None
+    await c.change(runPolicy={"suspend": True})
+    assert await c.reconcile() == BLOCKED_POLL
+    reasons = [e["reason"] for e in c.server.events]
+    assert reasons.count("DeletionRefused") == 1 and "ReconcileFailed" not in reasons
+    c.server.faults = lambda m, path: None
+    await asyncio.sleep(60)
+    await c.reconcile()
+    assert not list(c.server.store.all("Workload"))
 
 
 @refused_by(Fault(403, reason="Forbidden", message="policy 'frozen' denied request"))
