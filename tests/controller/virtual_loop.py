@@ -206,12 +206,13 @@ def virtual(test: Callable[Given, Coroutine[Any, Any, None]]) -> Callable[Given,
     return wrapped
 
 
-def virtual_in(
-    world: Callable[[], AbstractAsyncContextManager[Any]],
-) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+Test = Callable[..., Any]
+
+
+def virtual_in(world: Callable[[], AbstractAsyncContextManager[Any]]) -> Callable[[Test], Test]:
     """Like `virtual`, for a test whose first parameter is what the world gives; the others are fixtures."""
 
-    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+    def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def wrapped(**fixtures: Any) -> None:
             async def main() -> None:
