@@ -7,6 +7,7 @@ import hashlib
 from base64 import b64decode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from ddpjob.objects.service import (
 )
 
 from .api_server import ApiServer, Fault
+from .virtual_loop import Test, virtual_in
 from .world import api_server, connected, followed, loop_moment
 
 KEY = JobKey("space", "job")
@@ -143,6 +145,11 @@ async def case(
             yield case
         await watch.close()
         await coordinators.close()
+
+
+def in_case(**settings: Any) -> Callable[[Test], Test]:
+    """A test in virtual time, whose first parameter is a case."""
+    return virtual_in(partial(case, **settings))
 
 
 async def seen() -> None:

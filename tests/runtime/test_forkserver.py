@@ -248,9 +248,7 @@ open(flag, "w").close()
 
 
 @pytest.mark.parametrize("idle", [0.1, 600.0])
-def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why_there_are_no_more(
-    tmp_path: Path, idle: float
-) -> None:
+def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why(tmp_path: Path, idle: float) -> None:
     """The look whether torch's compiler can be forked was the end of the fork server, and so of all workers."""
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
     code = NO_MORE_FORKS.format(

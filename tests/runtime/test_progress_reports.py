@@ -326,7 +326,7 @@ def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytes
         ({}, "loaded", ["unknown", "yes"]),
     ],
 )
-def test_an_optimizer_with_a_state_before_its_first_step_shows_that_the_script_resumed(
+def test_an_optimizer_with_an_early_state_shows_that_the_script_resumed(
     monkeypatch: pytest.MonkeyPatch, before: Any, after: Any, known: list[str]
 ) -> None:
     """DCP makes an empty step before it loads. An optimizer that keeps no state tells nothing."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -67,7 +67,9 @@ class MemoryCluster:
         self.platform = Platform(operator_key=b"key")
         self.points = 0
         """Before and after every write there is one."""
-        self.die_at: set[int] = set()
+        self.is_repeated = False
+        """Whether nothing has changed since the point before: it is the one before a write that follows another one."""
+        self.die_at: Container[int] = ()
         self.dead = False
         self.conflicts = 0
         """So many of the next writes of the status meet another writer."""
@@ -211,7 +213,9 @@ class MemoryCluster:
     def _call(self, what: str, act: Callable[[], Any]) -> Any:
         if self.dead:
             raise Killed
+        self.is_repeated = bool(self.actions)
         self._point(f"before {what}")
+        self.is_repeated = False
         self.network.say(f"operator: {what}")
         self.actions.append(what)
         result = act()

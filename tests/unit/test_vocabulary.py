@@ -49,6 +49,23 @@ SHARED_CLASSES = {
 """Class names with several meanings, and why."""
 
 
+LONGEST_NAME = 80
+LONG_NAMES = {
+    "test_a_coordinator_that_cannot_be_reached_is_said_with_its_time_and_once_as_an_event",
+    "test_a_host_that_cannot_start_containers_is_avoided_and_two_of_them_are_the_jobs_own_fault",
+    "test_a_refused_job_ends_with_a_code_that_is_not_retried_and_a_training_that_completes_lets_go",
+    "test_a_rule_for_an_exit_code_holds_for_init_containers_and_what_a_program_means_by_2_does_not",
+    "test_an_image_for_another_platform_is_a_fault_of_the_place_by_each_runtimes_words",
+    "test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_clock_compared",
+    "test_folders_of_each_node_that_are_not_shared_are_right_when_the_configuration_says_so",
+    "test_how_far_the_data_have_come_is_shown_and_whoever_waits_for_them_is_not_in_its_way",
+    "test_the_one_that_takes_over_hears_of_pods_that_were_lost_in_this_life_of_the_job",
+    "test_the_status_shows_the_order_of_the_last_group_where_it_is_not_that_of_the_indices",
+    "test_why_a_coordinators_report_cannot_be_used_is_said_with_its_time_and_once_as_an_event",
+}
+"""Names of tests that are still longer. The list only gets shorter."""
+
+
 def sources() -> list[Path]:
     """All texts that a user or a contributor reads."""
     code = [path for top in PACKAGES for path in (ROOT / top).rglob("*.py")]
@@ -136,6 +153,15 @@ def test_no_two_classes_of_one_name() -> None:
     assert shared == {}, "rename all but the most central of these classes after what is special about them"
     unused = {name for name in SHARED_CLASSES if len(places[name]) < 2}
     assert unused == set(), "remove these from SHARED_CLASSES: each names one class now"
+
+
+def test_the_names_of_tests_are_short() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    names = {name for text in texts for name in re.findall(r"^ *(?:async )?def (test_\w+)", text, flags=re.MULTILINE)}
+    assert len(names) > 2000, "the tests were found"
+    long = {name for name in names if len(name) > LONGEST_NAME} - LONG_NAMES
+    assert long == set(), f"shorten these to {LONGEST_NAME} characters; details belong into the docstring"
+    assert LONG_NAMES - names == set(), "remove these from LONG_NAMES: no test has the name"
 
 
 def test_every_module_is_in_the_map() -> None:

@@ -55,9 +55,7 @@ def test_what_is_published_is_fetched(store: Any, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "there").iterdir()] == [fetched.name]
 
 
-def test_an_upload_that_was_cut_off_does_not_exist_and_is_swept_by_the_next_incarnation(
-    store: Any, tmp_path: Path
-) -> None:
+def test_an_interrupted_upload_is_deleted_by_the_next_incarnation(store: Any, tmp_path: Path) -> None:
     bucket = begun(store)
     bucket.publish(saved(tmp_path, 5), 5)
     obstore.put(store, "data/000000001-000000009-0123abcd/step-000000009.pt", b"half")

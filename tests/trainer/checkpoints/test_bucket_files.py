@@ -84,7 +84,7 @@ def test_a_bucket_that_fails_for_a_moment_costs_no_step(name: str, two: Path, mo
 
 
 @pytest.mark.parametrize("name", ["manifest", "fetch"])
-def test_a_bucket_that_is_away_ends_a_start_and_an_older_copy_does_not_take_the_newest_one_s_place(
+def test_an_unreachable_bucket_ends_a_start_instead_of_taking_an_older_copy(
     name: str, two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fails(monkeypatch, name, BucketError("503 Service Unavailable"), 5)

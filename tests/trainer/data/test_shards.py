@@ -132,7 +132,7 @@ def test_labels_that_were_mended_are_read_again(kept: str, packed: Path, tmp_pat
     assert images(opened(f"data.dir={packed}", *more), 16) == {image: 1 - label for image, label in before.items()}
 
 
-def test_an_index_that_was_copied_to_a_store_is_believed_until_the_store_knows_better() -> None:
+def test_an_index_copied_to_a_store_is_believed_until_the_store_knows_better() -> None:
     columns = {name: np.zeros(1, dtype=np.int64) for name in ("lengths", "shard", "offsets", "sizes", "labels")}
 
     def index(stamp: str) -> shard_index.Index:
@@ -229,7 +229,7 @@ def test_a_server_without_an_index_is_scanned_and_the_index_kept(packed: Path, s
     assert not Ranges.requests, "read from the folder"
 
 
-def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_stays_away_is_no_corrupt_image(
+def test_a_failing_server_is_asked_again_and_is_never_a_corrupt_image(
     server: str,
 ) -> None:
     data = opened(f"data.url={server}")

@@ -338,7 +338,7 @@ def test_affinity_of_the_template_is_added_to_the_operator_s_own() -> None:
     assert affinity["nodeAffinity"][required] == zone
 
 
-def test_the_coordinator_keeps_away_from_the_same_kubernetes_nodes_and_prefers_machines_like_the_job_s() -> None:
+def test_the_coordinator_avoids_the_same_nodes_and_prefers_the_jobs_machines() -> None:
     made = job(podTemplate={"spec": {"affinity": {"podAntiAffinity": {}}}})
     like = build_coordinator(made, made.status, PLATFORM)["spec"]["affinity"]
     [term] = like["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
@@ -421,7 +421,7 @@ def test_a_read_only_root_gets_a_temporary_folder_unless_there_is_one() -> None:
     assert "ddpjob-tmp" not in json.dumps(node())
 
 
-def test_the_coordinator_goes_to_machines_of_the_architecture_that_required_affinity_names() -> None:
+def test_the_coordinator_goes_to_the_architecture_of_the_required_affinity() -> None:
     """Else an image for arm64 alone is pulled on any machine that has no GPU."""
     arch = {"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}
     gpu = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["GB200"]}
@@ -538,7 +538,7 @@ def test_the_coordinator_s_pod_has_no_annotation_of_a_container_that_is_not_in_i
     assert build_coordinator(made, made.status, PLATFORM)["metadata"]["annotations"] == {"note": "kept"}
 
 
-def test_the_launcher_leaves_the_reason_of_its_end_where_the_template_has_the_kubelet_look_for_it() -> None:
+def test_the_launcher_leaves_the_reason_of_its_end_where_the_template_says() -> None:
     template = {"spec": {"containers": [{"name": "trainer", "terminationMessagePath": "/tmp/end"}]}}
     assert environment(node(podTemplate=template))["DDPJOB_TERMINATION_LOG"] == "/tmp/end"
     assert "DDPJOB_TERMINATION_LOG" not in environment(node())
@@ -605,7 +605,7 @@ def test_what_lacks_a_name_is_left_to_the_api_server(spec: Json) -> None:
     assert build_node(made, made.status, PLATFORM, 0, 0)["spec"]["volumes"]
 
 
-def test_a_container_of_the_template_that_fails_says_why_in_the_last_lines_of_its_log() -> None:
+def test_a_failing_container_of_the_template_says_why_by_its_last_log_lines() -> None:
     given = {"name": "fetch", "image": "i", "terminationMessagePolicy": "File"}
     template = {"spec": {"initContainers": [{"name": "wait", "image": "i"}, given], "containers": [{"name": "side"}]}}
     spec = node(podTemplate=template)["spec"]
