@@ -37,7 +37,7 @@ class Log:
     def write(self, line: str) -> None:
         """Write a complete line, or lose it."""
         if self._lost:
-            line = f"({self._lost} lines are missing here, because nobody read this log)\n{line}"
+            line = f"({self._lost} lines are missing here, because nothing read this log)\n{line}"
         data = line.encode(errors="backslashreplace")
         with contextlib.suppress(OSError, ValueError):  # A full disk, or a closed stream.
             stream = self._stream or sys.stderr

@@ -831,8 +831,8 @@ class StepCounter:
         if alone and not self.said:
             self.said = True
             sys.stderr.write(
-                f"ddpjob: rank 0 has made {steps} steps and formed no group (torch.distributed is not initialized): "
-                f"each of the {self.world} ranks trains a model of its own\n"
+                f"ddpjob: rank 0 has made {steps} steps and formed no group (torch.distributed is not initialized), so "
+                f"each of the {self.world} ranks trains a separate model\n"
             )
         return alone
 

@@ -369,7 +369,7 @@ def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(policy: Fau
                     await c.reconcile()
             [event] = c.server.events
             assert event["note"].startswith(
-                f"the API server refuses the job's status: {policy.how}: {policy.message} (an admission policy, or"
+                f"the API server refuses the job's status: {policy.how}: {policy.message} (an admission policy or"
             )
 
     run(main())
@@ -436,7 +436,7 @@ def test_groups_that_are_served_no_more_are_a_refusal_and_no_loop() -> None:
             )
             assert await c.reconcile() == BLOCKED_POLL
             conditions = {one.type: one for one in (await c.job()).status.conditions}
-            assert "does not serve it any more" in conditions["Scheduled"].message and not c.pods()
+            assert "no longer serves it" in conditions["Scheduled"].message and not c.pods()
 
     run(main())
 

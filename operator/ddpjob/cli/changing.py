@@ -89,13 +89,15 @@ def _suspended(backend: Backend, job: str, timeout: float) -> None:
         except Mistake as mistake:
             patience.bear(mistake)
         if time.monotonic() > end:
-            raise Mistake(f"{job}: its pods have not ended within {timeout} s")
+            raise Mistake(f"{job}: its pods did not end within {timeout} s")
         time.sleep(0.3)
 
 
 @root.command()
 @of_job
-@click.option("--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds for the pods to end.")
+@click.option(
+    "--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds to wait for the pods to end."
+)
 @in_place
 def restart(place: Place, job: str, timeout: int) -> int:
     """Replace all pods of a job: suspend it, wait until they have ended, resume it. Costs nothing of the budget.
@@ -156,7 +158,7 @@ def kill(place: Place, pod: str) -> int:
 
 @root.command()
 @of_job
-@click.option("--now", is_flag=True, help="Kill, without time to save a checkpoint.")
+@click.option("--now", is_flag=True, help="Kill the pods without time to save a checkpoint.")
 def stop(job: str, now: bool) -> int:
     """Stop a run of this machine and all of its processes.
 

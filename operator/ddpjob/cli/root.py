@@ -19,7 +19,7 @@ from ddpjob.client.backends.backend import Backend, Mistake
 _ROOT = """\
 PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
 
-Jobs of a cluster and of this machine have the same commands. Without --local or --cluster a command means
+Jobs of a cluster and of this machine have the same commands. Without --local or --cluster a command refers to
 this machine where `ddpjob run` was used ($DDPJOB_RUNS, else ./runs, holds a job), else the cluster of the kubeconfig;
 -n, --context and --kubeconfig mean the cluster, and so does `kubectl ddp`. DDPJOB_PLACE=local or cluster decides it.
 

@@ -116,7 +116,7 @@ def change(backend: Backend, name: str, spec: Json) -> None:
     """Merges into the spec of a job that has not ended: no change takes effect in one that has. Raises Mistake."""
     state = phase(backend.job(name))
     if state in ENDED:
-        raise Mistake(f"{name} is {state} and does not start again; delete it and submit it again")
+        raise Mistake(f"{name} is {state} and cannot start again; delete it and submit it again")
     backend.patch(name, spec)
 
 
@@ -190,7 +190,7 @@ class Client:
         `spares`: pods on standby. `min_nodes`: continue with so few; `max_nodes`: the most that `scale` may set.
         `mode`: how a group recovers, default: Standard. `env`: variables of the workers.
         `cpu`, `memory`: of each node, such as "8" and "64Gi".
-        `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or an absolute folder of every Kubernetes node.
+        `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every Kubernetes node.
         `entry`: of a folder: the script in it.
         `settings`: any other field of spec, such as {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"};
         mappings join what the other parameters have set, and other values replace it.
@@ -198,17 +198,17 @@ class Client:
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
         if not callable(program) and str(program).endswith(SUFFIXES):
-            raise Mistake(f"{program}: a manifest; submit() takes it")
+            raise Mistake(f"{program}: is a manifest; pass it to submit()")
         source, words = "", args
         if callable(program):
             from ddpjob.client.manifests.function_source import script_of
 
             if not isinstance(args, Mapping) and len(args):
-                raise TypeError("args of a function: a mapping of its keyword arguments, such as {'epochs': 3}")
+                raise TypeError("args of a function must be a mapping of its keyword arguments, such as {'epochs': 3}")
             source, words = script_of(program, args if isinstance(args, Mapping) else {}), ()
             program = str(getattr(program, "__name__", ""))
         if isinstance(words, str | PathLike | Mapping):
-            raise TypeError("args of a script: a list of its words, such as ['--epochs', '3']")
+            raise TypeError("args of a script must be a list of its words, such as ['--epochs', '3']")
         bodies = build(
             JobRequest(
                 program=str(program), source=source, args=words, image=image, name=name, nodes=nodes, gpus=gpus,
@@ -225,7 +225,9 @@ class Client:
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
 
         if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
-            raise Mistake(f"{manifest}: no manifest, which ends in {', '.join(SUFFIXES)}; train() takes a script")
+            raise Mistake(
+                f"{manifest}: not a manifest, whose name ends in {', '.join(SUFFIXES)}; pass a script to train()"
+            )
         read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
         body = {key: value for key, value in read.items() if key != "status"}
         if isinstance(manifest, Mapping):

@@ -60,20 +60,20 @@ RESTARTS = Counter(
 )
 TO_PODS = Histogram(
     "ddpjob_time_to_pods_seconds",
-    "From a job's start, or its resumption, until all its pods have a Kubernetes node",
+    "Time from a job's start, or its resumption, until all its pods have a Kubernetes node",
     buckets=_STARTS,
 )
 TO_RUNNING = Histogram(
     "ddpjob_time_to_running_seconds",
-    "From a job's start, or its resumption, until its group runs; starts that broke before are left out",
+    "Time from a job's start, or its resumption, until its group runs; starts that broke before that are left out",
     buckets=_STARTS,
 )
 TO_FIRST_STEP = Histogram(
-    "ddpjob_time_to_first_step_seconds", "From a job's start until its first step is reported", buckets=_STARTS
+    "ddpjob_time_to_first_step_seconds", "Time from a job's start until its first step is reported", buckets=_STARTS
 )
 RECOVERY = Histogram(
     "ddpjob_recovery_seconds",
-    "From a break until the next step (for scripts that report no steps: until the group runs), by cause; "
+    "Time from a break until the next step (or until the group runs, if the script reports no steps), by cause; "
     "planned restarts are left out",
     ["reason"],
     buckets=_RECOVERIES,
@@ -285,11 +285,11 @@ _PROGRESS = {
 _COPIES = {
     protocol.COPY_TIME: (
         "ddpjob_train_copy_timestamp_seconds",
-        "Unix time at which the newest checkpoint that is in the bucket was saved, as reported",
+        "Unix time at which the newest checkpoint in the bucket was saved, as reported",
     ),
     protocol.COPY_BEHIND: (
         "ddpjob_train_copy_behind_seconds",
-        "For how long a checkpoint has been on its machine alone while none reached the bucket, as reported",
+        "Time for which a checkpoint has existed only on its machine while none reached the bucket, as reported",
     ),
 }
 JOB_LABELS = ("namespace", "job_name")
@@ -348,7 +348,7 @@ def _families() -> _Families:
         gauge("ddpjob_jobs", "Jobs by phase, in the shards for which this replica acts", labels=["phase"]),
         gauge(
             "ddpjob_operator_jobs_without_series",
-            f"Jobs beyond the first {MOST_JOBS}, which have no series of their own",
+            f"Jobs beyond the first {MOST_JOBS}, which get no series of their own",
             labels=[],
         ),
         gauge("ddpjob_job_phase", "1 for the phase that a job is in", labels=[*own, "phase"]),

@@ -130,7 +130,7 @@ class Coordinator:
 
     def _replace(self, old: Member, pod: str) -> None:
         if old.pod == pod:
-            self.rounds.remove(old, "it came back without the workers of its round")
+            self.rounds.remove(old, "it reconnected without the workers of its round")
             return
         why = f"{pod} takes this index"
         self.members.dismiss(old.pod, why)

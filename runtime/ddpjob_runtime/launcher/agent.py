@@ -35,8 +35,8 @@ from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
 
 POLL_SECONDS = 0.005
 ABORTED = (
-    ": a library gave up, and the pod's log ends with its reason. With GPUs it is mostly NCCL's watchdog: a device has"
-    " failed, or a collective took longer than its time-out"
+    ": a library gave up, and the pod's log ends with its reason. With GPUs it is usually NCCL's watchdog, because a "
+    "device failed or a collective timed out"
 )
 """Added to the message of a worker that ended by SIGABRT without an exception. The reason is
 only in its output."""
@@ -95,7 +95,7 @@ def agent_class(
                     super()._rendezvous(worker_group)
                     break
                 except dist.DistStoreError as error:  # a node died between the rendezvous and its first key
-                    log(f"the round came apart ({str(error)[:200]}); waits for the next one")
+                    log(f"the round broke ({str(error)[:200]}); waiting for the next one")
             self._round = worker_group.spec.rdzv_handler.number
 
         # ---- workers
@@ -201,7 +201,7 @@ def agent_class(
                 self._remaining_restarts = max(self._remaining_restarts, 1)
             elif result.state == WorkerState.SUCCEEDED:
                 assert self._round is not None
-                log("all workers of this node have finished; waits for the other nodes")
+                log("all workers of this node have finished; waiting for the other nodes")
                 if not client.wait_verdict(self._round):
                     return self._restart_for_peer(worker_group)
             return result

@@ -398,7 +398,7 @@ class MemberClient:
 
     def _move(self, stream: socket.socket, place: tuple[int, int]) -> None:
         """Leave the current coordinator, which then exits so that the other members leave too."""
-        log("the coordinator of generation {}, attempt {}, has taken over: connects to it".format(*place))
+        log("the coordinator of generation {}, attempt {}, has taken over; connecting to it".format(*place))
         self._place = place
         self.send_now(FromMember.REPLACED, generation=place[0], attempt=place[1])
         with contextlib.suppress(OSError):

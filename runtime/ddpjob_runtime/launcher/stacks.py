@@ -43,7 +43,7 @@ def prepare() -> None:
         prepare.lock = _locked(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:
-        log(f"no stacks of hanging workers: {error}; give the pod a writable /tmp")
+        log(f"stacks of hanging workers cannot be written: {error}; give the pod a writable /tmp")
 
 
 def remove() -> None:

@@ -385,8 +385,8 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
         values = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)]:
             raise CheckpointError(
-                f"torch {torch.__version__} has written a tensor in a way that this trainer does not know; set"
-                " checkpoint.format=torch"
+                f"torch {torch.__version__} wrote a tensor in a way that this trainer does not know; set "
+                f"checkpoint.format=torch"
             )
         view.seek(values[0].header_offset)
         name, extra = struct.unpack("<26x2H", view.read(30))

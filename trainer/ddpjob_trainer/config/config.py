@@ -111,9 +111,9 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
         raise ConfigError(f"data.seed: {config.data.seed} has more than 64 bits; write a smaller number")
     if config.train.accumulate > 1 and config.data.micro_batches:
         raise ConfigError(
-            f"train.accumulate={config.train.accumulate}: has no effect beside"
-            f" data.micro_batches={config.data.micro_batches}, the parts of a global batch; raise that, and leave out"
-            " train.accumulate"
+            f"train.accumulate={config.train.accumulate}: has no effect with "
+            f"data.micro_batches={config.data.micro_batches}, which already splits the global batch; raise "
+            f"data.micro_batches, and leave out train.accumulate"
         )
     evaluated, saved = config.train.eval_every, config.checkpoint.every_epochs
     if config.checkpoint.keep_best and saved > 0 and evaluated % saved:
@@ -126,8 +126,8 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
         _check_synchronized(config)
     if config.model.drop_path and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):
         raise ConfigError(
-            f"model.drop_path: strategy={config.strategy.value} splits the model, and its parts would draw other random"
-            " numbers than the whole; set strategy=ddp or fsdp, or leave it out"
+            f"model.drop_path: strategy={config.strategy.value} splits the model, and its parts would draw different "
+            f"random numbers from the whole; set strategy=ddp or fsdp, or leave it out"
         )
     return config
 
@@ -137,8 +137,8 @@ def _check_synchronized(config: Config) -> None:
     for key, value in {**fixed, "data.mixup": config.data.mixup, "data.cutmix": config.data.cutmix}.items():
         if value:
             raise ConfigError(
-                f"model.sync_batchnorm: takes statistics of all ranks' samples together, and {key} needs fixed"
-                f" micro-batches; leave out {key}, or model.sync_batchnorm (statistics of micro-batches are the same on"
+                f"model.sync_batchnorm: computes statistics over all ranks' samples, and {key} needs fixed "
+                f"micro-batches; leave out {key}, or model.sync_batchnorm (statistics of micro-batches are the same on"
                 " any number of ranks too)"
             )
 

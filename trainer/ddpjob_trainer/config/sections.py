@@ -448,8 +448,8 @@ class CheckpointConfig:
             self._at_least(key, 0)
         if self.load_except and self.load is None:
             raise ConfigError(
-                f"checkpoint.load_except={','.join(self.load_except)}: of the weights in checkpoint.load, which is not"
-                " given; set it, or leave both out"
+                f"checkpoint.load_except={','.join(self.load_except)}: applies to checkpoint.load, which is not set; "
+                f"set it, or leave both out"
             )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(

@@ -92,7 +92,7 @@ def read_batch(content: bytes, *keys: str) -> list[npt.NDArray[Any]]:
     try:
         found = _run(content)
     except (IndexError, KeyError) as error:
-        raise ValueError(f"it takes what it has not stored ({type(error).__name__})") from error
+        raise ValueError(f"it reads a value that it has not stored ({type(error).__name__})") from error
     if not isinstance(found, dict):
         raise ValueError("it is not a dict")
     if missing := [key for key in keys if key not in found]:
@@ -240,7 +240,7 @@ def _called(function: Any, arguments: Any) -> Any:
                 return _Array().fill(shape, dtype, order, content)
             case "encode", (str(text), "latin1"):
                 return _Encoded(text)
-    raise ValueError("it calls a function in a way that numpy does not, or its arrays are not of uint8")
+    raise ValueError("it calls a function in a way that numpy does not, or its arrays are not uint8")
 
 
 def _build(target: Any, state: Any) -> None:

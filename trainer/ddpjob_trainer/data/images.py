@@ -76,7 +76,7 @@ class ImageData(DataSet):
             )
         if not 0 <= config.corrupt_limit <= 1:
             raise ConfigError(
-                f"data.corrupt_limit: {config.corrupt_limit} is no share; write a number from 0 to 1, such as 0.01"
+                f"data.corrupt_limit: {config.corrupt_limit} must be a fraction between 0 and 1, such as 0.01"
             )
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes, self.class_names = classes, class_names

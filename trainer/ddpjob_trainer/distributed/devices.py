@@ -41,7 +41,7 @@ def choose(backend: str, local_rank: int) -> RankPlacement:
         kind = _accelerator()
         if kind == "cpu" and (given := _gpus_of_job()):
             raise DeviceError(
-                f"train.backend=auto: this node was given {given}, and torch sees no device: see that the driver works"
+                f"train.backend=auto: this node has {given}, but torch sees no device; check that the driver works"
                 " (nvidia-smi there, the kernel's log), or set spec.backend to gloo to train on the CPU"
             )
     elif backend in kinds:

@@ -135,8 +135,8 @@ class SharedParts:
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
             raise TrainingError(
-                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so that ranks"
-                " cannot share a micro-batch there: take a number of ranks that divides data.micro_batches, or set"
+                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so ranks "
+                f"cannot share a micro-batch there; use a number of ranks that divides data.micro_batches, or set"
                 " data.exact=false"
             )
 

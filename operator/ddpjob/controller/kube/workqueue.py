@@ -178,7 +178,7 @@ class DelayQueue(Generic[Key]):
         except Exception:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
             delay = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** min(failures - 1, 10))
-            log.exception("the reconcile of %s failed; the next one in %.1f s", key, delay)
+            log.exception("the reconcile of %s failed; the next one is in %.1f s", key, delay)
         finally:
             self._end(key)
             gate.release()
@@ -260,7 +260,7 @@ class Turns:
             self._had = {other: had * left for other, had in self._had.items() if had * left > 0.5}
             self._halved = now
         self._had[group] = self._had.get(group, 0.0) + 1
-        assert self._free > 0, "a turn was begun that is not free"
+        assert self._free > 0, "a turn was begun although none is free"
         self._free -= 1
         self._taken[group] += 1
 

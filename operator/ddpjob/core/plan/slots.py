@@ -132,7 +132,7 @@ def _lacks_pods(view: View) -> bool:
 def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
     """Return the status with these slots, and the highest attempt that any slot has ever had."""
     grow = all(new.attempt >= old.attempt for old, new in zip(status.slots, slots, strict=False))
-    assert grow, "an attempt of a slot is planned again: the name of its pod would be used twice"
+    assert grow, "an attempt of a slot is planned again, so the name of its pod would be used twice"
     highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
     return replace(status, slots=tuple(slots), highest_attempt=highest)
 

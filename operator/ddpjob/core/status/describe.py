@@ -83,10 +83,10 @@ def _isolated(view: View) -> JobStatus:
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
     if world.policy_refused:
-        reached = "pods of others reach this job's; the operator tries again with the job's next pod"
+        reached = "pods of other jobs can reach this job's pods; the operator tries again with the job's next pod"
         return condition(False, "PolicyRefused", f"NetworkPolicy {world.policy}: {world.policy_refused}; {reached}")
     if spec.network.isolate and spec.on_host_network:
-        why = "with podTemplate.spec.hostNetwork no NetworkPolicy applies to the job's pods"
+        why = "no NetworkPolicy applies to the job's pods, because podTemplate.spec.hostNetwork is set"
         return condition(False, "HostNetwork", f"{why}; if this is intended, set spec.network.isolate to false")
     if not world.policy:
         return without_condition(status, ConditionType.ISOLATED)
@@ -142,8 +142,8 @@ def _checkpoints_copied(view: View) -> JobStatus:
     behind, step = metrics.get(COPY_BEHIND), metrics.get(COPY_STEP)
     where = url or "its bucket"
     if is_number(behind) and behind > BEHIND_SECONDS:
-        newest = f"the newest there is of step {step:.0f}" if is_number(step) else "none of this start is there"
-        text = f"no checkpoint has reached {where} for more than 10 minutes, {newest}: training continues, and the loss"
+        newest = f"the newest there is of step {step:.0f}" if is_number(step) else "none since this start"
+        text = f"no checkpoint has reached {where} for more than 10 minutes ({newest}). Training continues, but losing"
         return condition(False, COPIES_BEHIND, f"{text} of rank 0's pod would cost what came since; its log says why")
     running = status.condition(ConditionType.RUNNING)
     long = running is not None and running.status and view.now - running.since >= FIRST_COPY
@@ -151,8 +151,8 @@ def _checkpoints_copied(view: View) -> JobStatus:
         return condition(
             False,
             NO_COPIES,
-            f"the program has reported no copy to {url} in more than 30 minutes; what it saves in its folder alone is "
-            "lost with the pod: have it call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a claim",
+            f"the program has reported no copy to {url} for more than 30 minutes. Checkpoints that exist only in its "
+            f"folder are lost with the pod; call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a claim",
         )
     if before is None or before.status or (behind is None and step is None):
         return status

@@ -47,7 +47,7 @@ def restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
 
 
 PODS_RUN = "PodsRunAgain"
-_PODS_RUN = "the pods run again; no step is reported, so whether training has resumed is not known"
+_PODS_RUN = "the pods run again; no step is reported, so it is unknown whether training has resumed"
 
 
 def _has_resumed(view: View) -> bool:

@@ -97,8 +97,8 @@ def _waits_for_finished(view: View) -> tuple[str, str] | None:
         return None
     return FINISHED_EARLY, (
         f"pod {name} has ended with exit code 0 at {format_time(at)}, and pod {running} still runs and reports no "
-        "step. If its ranks wait for those of the other pod, they wait for ever: look at its log, and run "
-        "`ddpjob restart` if it hangs"
+        "step. If its ranks wait for the ranks of the other pod, they wait forever. Read its log, and run `ddpjob "
+        "restart` if it hangs"
     )
 
 
@@ -126,14 +126,14 @@ def _secret_hint(view: View, held: Stuck) -> str:
         if secret and held.reason == "CreateContainerConfigError" and secret in held.message:
             return (
                 f"; spec.storage.{name}.secretName needs a Secret {secret} in namespace {view.job.namespace} with the "
-                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: when it is there, the pod starts by itself"
+                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: the pod starts by itself once the Secret exists"
             )
     return ""
 
 
 UNREACHABLE = timedelta(minutes=1)
 """After so long it is worth an event: restarts of workers are neither counted nor shown meanwhile."""
-UNREACHABLE_LONG = "meanwhile failures of workers are neither counted nor shown"
+UNREACHABLE_LONG = "until then, failures of workers are neither counted nor shown"
 
 
 def _unreachable(view: View) -> str:
@@ -150,7 +150,7 @@ def _unreachable(view: View) -> str:
         port = view.job.spec.rendezvous.endpoint_port
         text += f": training may continue, but {UNREACHABLE_LONG}; let the operator's pod reach port {port} of pods"
     before = last_step(known)
-    return text if before is None else f"{text}; when it last did, the group had {_NO_STEP} {format_time(before)}"
+    return text if before is None else f"{text}; when it last answered, the group had {_NO_STEP} {format_time(before)}"
 
 
 _SINCE = re.compile(r"has not answered the operator since (\S+Z)")
@@ -165,8 +165,8 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
         return (
             True,
             NO_GROUP,
-            f"{run}, but the ranks form no group: the script makes steps without torch.distributed being initialized, "
-            "so each rank trains a model of its own",
+            f"{run}, but the ranks form no group: the script trains without initializing torch.distributed, so each "
+            f"rank trains a separate model",
         )
     if training == wanted:
         return True, "GroupRuns", f"{_train(view, wanted)}{_finished_early(view)}{_without_count(view)}"
@@ -181,7 +181,7 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
-    remedy = "to have groups without a step restarted, set recovery.hangAfterSeconds"
+    remedy = "to restart groups that make no step, set recovery.hangAfterSeconds"
     text = (
         f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far beyond the job's own "
         f"pace{said}: {overdue.where}. It is left alone; {remedy}"
@@ -232,8 +232,8 @@ def _without_count(view: View) -> str:
     if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
         return ""
     return (
-        "; no step of this script can be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
-        "still: have it call ddpjob_report.report() after each step"
+        "; this script's steps cannot be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
+        "still; call ddpjob_report.report() after each step"
     )
 
 
@@ -247,7 +247,7 @@ def _missing(view: View) -> str:
         if pod is None or pod.ended or pod.name in present:
             continue
         if pod.main.running and pod.name in silent:
-            return f"pod {pod.name} runs, but the coordinator does not hear from it"
+            return f"pod {pod.name} runs, but has no contact with the coordinator"
         held = stuck(pod, has_run=True)
         if held is not None:
             return held.message
@@ -260,7 +260,7 @@ def _missing(view: View) -> str:
         return f"{spare} more {'joins' if spare == 1 else 'join'} at the next restart"
     scheduled = view.status.condition(ConditionType.SCHEDULED)
     if scheduled is not None and not scheduled.status and scheduled.reason != "Placing":
-        return f"the missing pods are not created: {scheduled.reason}: {scheduled.message}"
+        return f"the missing pods cannot be created ({scheduled.reason}): {scheduled.message}"
     return "the missing pods are being created"
 
 

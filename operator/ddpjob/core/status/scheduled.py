@@ -66,8 +66,8 @@ def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
     if by_volcano and alive:
         group = gang_name(view.job, status.rendezvous.generation)
         message += (
-            "; Volcano has said nothing of them yet: if that lasts, see whether their queue exists and is open, and "
-            f"look at the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
+            f"; Volcano has not reported on them yet; if that lasts, check that their queue exists and is open, and "
+            f"read the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
         )
     return condition(False, "Placing", message)
 
@@ -82,15 +82,15 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
     if rejected.name_taken:
         return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
     if _NO_CLASS.search(rejected.message):
-        what += "; what is judged is spec.scheduling.priorityClassName"
+        what += "; the value comes from spec.scheduling.priorityClassName"
     elif rejected.of_gang:
-        what += "; to have the pods scheduled one by one, without a gang, set scheduling.gang to false"
+        what += "; to schedule the pods one by one, without a gang, set scheduling.gang to false"
     if _OF_A_CONTAINER.search(rejected.message):
         of_coordinator = rejected.object.startswith(f"Pod {view.job.name}-coordinator-")
-        what += f"; what is judged is {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
+        what += f"; the values come from {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
     if "violates PodSecurity" in rejected.message:
         where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
-        instead = "instead of hostPath and nfs use claims, and do without hostNetwork and hostPort"
+        instead = "replace hostPath and nfs by claims, and remove hostNetwork and hostPort"
         what += f"; set what is missing in {where}; {instead}"
     return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
 
@@ -100,7 +100,7 @@ _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (C
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
 """Without it no pod is created either, one by one or as a gang."""
 _NO_BUDGET = (
-    "is refused, so that a drain may end several pods at once (scheduling.disruptionBudget: false does without)"
+    "is refused, so a drain may end several pods at once (to do without it, set scheduling.disruptionBudget to false)"
 )
 
 
@@ -114,7 +114,7 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
     spec, gang = view.job.spec, view.status.gang
     nodes = gang.nodes if gang is not None else spec.nodes
     gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
-    text = f"waits for {nodes} nodes{gpus} at once, and holds none meanwhile"
+    text = f"waits for {nodes} nodes{gpus} at once, and holds none until then"
     judged = [pod for pod in alive if pod.unschedulable and not pod.host]
     fitting = [pod for pod in judged if _FITS in pod.unschedulable]
     short = next((pod for pod in judged if pod not in fitting), None)
@@ -139,7 +139,7 @@ def _gang_not_served(*, volcano: bool) -> str:
     missing = "PodGroups of Volcano in this cluster (scheduling.volcano.sh/v1beta1)" if volcano else kubernetes
     return (
         f"scheduling.gang is true, and the operator finds no {missing}; leave scheduling.gang out, or set it to false, "
-        "to have the pods scheduled one by one"
+        f"to schedule the pods one by one"
     )
 
 
@@ -152,7 +152,7 @@ def _idle(view: View, alive: list[PodView]) -> str:
     gpus = len(alive) * spec.gpus_per_node
     held = f" with {count(gpus, 'GPU')}" if gpus else ""
     text = f"; meanwhile {len(alive)} of {count(spec.pods, 'pod')} {wait}{held}"
-    return f"{text}: to let go of them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
+    return f"{text}: to release them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
 
 
 def _backing_off(status: JobStatus, now: datetime) -> str:
@@ -175,8 +175,8 @@ def _spread_hint(view: View, pod: PodView) -> str:
         return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
     if scheduling.same_topology and "pod affinity" in pod.unschedulable:
         return (
-            f" (all pods share one {scheduling.same_topology}: where that of the placed ones has no room, "
-            "runPolicy.suspend set to true and back to false lets the job choose again)"
+            f" (all pods share one {scheduling.same_topology}: if the placed pods' one has no room, set "
+            f"runPolicy.suspend to true and back to false, so that the job chooses again)"
         )
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"
