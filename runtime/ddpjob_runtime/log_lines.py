@@ -1,8 +1,9 @@
 """Writes log lines that never block their program: on a full disk or an unread pipe they are lost.
 
-A container's output is a pipe. When its reader stops, as the container runtime does while the host's log folder is
-full or hangs, the pipe fills, and the next write would block the coordinator's event loop or a launcher's only reader.
-The pipe is not made non-blocking, because the workers share it and do not expect that.
+A container's output is a pipe. When its reader stops, as the container runtime does while the
+host's log folder is full or hangs, the pipe fills, and the next write would block the coordinator's
+event loop or a launcher's only reader. The pipe is not made non-blocking, because the workers share
+it and do not expect that.
 """
 
 from __future__ import annotations

@@ -311,8 +311,8 @@ def why_not(folder: Path, preloaded: str, **modules: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (STARTS_THREAD, "threads are started (poller) when own_b is " "imported, and " "forked " "processes do " "not survive that; "
-         "remove it from DDPJOB_PRELOAD"),
+        (STARTS_THREAD, "threads are started (poller) when own_b is imported, and forked processes do not survive "
+         "that; remove it from DDPJOB_PRELOAD"),
         (INITIALIZES_CUDA, "CUDA is initialized when own_b is imported, and forked processes do not survive that; "
          "remove it from DDPJOB_PRELOAD"),
         (OPENS_A_DEVICE, "CUDA is initialized when own_b is imported, and forked processes do not survive that; "

@@ -27,7 +27,7 @@ from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJ
 
 
 class _Output(click.Choice[str]):
-    """Of `get`: one of a few words, or a template of paths."""
+    """Format of `get`: one of a few words, or a template of paths."""
 
     def __init__(self) -> None:
         super().__init__(["table", "wide", "name", "json", "yaml", "jsonpath=TEMPLATE"])

@@ -97,7 +97,7 @@ def _place_last(words: list[str]) -> list[str]:
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Of an output that takes no more."""
+"""Errors of an output that accepts nothing more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -394,7 +394,7 @@ def _foreign(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        if not text.startswith("#!"):  # Else it is a script, as of Slurm, which is no wrong YAML.
+        if not text.startswith("#!"):  # Else it is a script, such as one for Slurm, and not wrong YAML.
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         items = []
     except UnicodeDecodeError as error:

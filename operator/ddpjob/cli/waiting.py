@@ -15,7 +15,7 @@ from ddpjob.cli.root import print_note, say
 from ddpjob.client.backends.backend import Backend
 
 WAITING_SECONDS = 30.0
-"""Between two lines of progress of a job that is waited for."""
+"""Seconds between two lines of progress while waiting for a job."""
 
 
 def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> int:

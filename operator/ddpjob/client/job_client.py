@@ -47,13 +47,13 @@ class Progress:
     """Share of the work done, 0 to 100."""
     loss: float | None = None
     samples_per_second: float | None = None
-    """Over all ranks."""
+    """Sum over all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers by name, such as accuracy."""
 
     @classmethod
     def read(cls, progress: Mapping[str, Any]) -> Progress:
-        """Of `status.progress`, of which the script may have made anything."""
+        """Read `status.progress`, whose values come from the script and may be anything."""
         whole = {name: _number(progress.get(name), int) for name in ("epoch", "epochs", "step", "steps")}
         percent, loss, speed = (_number(progress.get(name), float) for name in ("percent", "loss", "samplesPerSecond"))
         others = progress.get("metrics")
@@ -78,9 +78,11 @@ class Job:
 
     name: str
     namespace: str
-    """On this machine that of the manifest, else default."""
+    """The job's namespace; on this machine that of the manifest, or default."""
     phase: str
-    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine also Interrupted."""
+    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine
+    also Interrupted.
+    """
     spec: JobSpec = field(repr=False)
     status: JobStatus = field(repr=False)
     """Conditions, slots, restarts with their causes, ..."""
@@ -89,7 +91,9 @@ class Job:
 
     @classmethod
     def read(cls, body: Json) -> Job:
-        """Of a DDPJob as an object of the API. Raises Mistake for one of a newer release that cannot be read."""
+        """Read a DDPJob from the API's object. Raises Mistake if a newer release wrote it in a way
+        that this client cannot read.
+        """
         meta = body["metadata"]
         with readable(body):
             spec = JobSpec.read(body["spec"])
@@ -113,7 +117,9 @@ class Job:
 
 
 def change(backend: Backend, name: str, spec: Json) -> None:
-    """Merges into the spec of a job that has not ended: no change takes effect in one that has. Raises Mistake."""
+    """Merges into the spec of a job that has not ended: no change takes effect in one that has.
+    Raises Mistake.
+    """
     state = phase(backend.job(name))
     if state in ENDED:
         raise Mistake(f"{name} is {state} and cannot start again; delete it and submit it again")
@@ -124,7 +130,9 @@ _Item = TypeVar("_Item")
 
 
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
-    """What is read of a job; nothing where the user may not, and `faults` says so: its status says most of it."""
+    """What is read of a job; nothing where the user may not, and `faults` says so: its status says
+    most of it.
+    """
     try:
         return read(job)
     except Unreachable:
@@ -137,13 +145,14 @@ def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) 
 
 
 class Client:
-    """Jobs of a namespace of a cluster, or of this machine, with the same methods and results on both.
+    """Jobs of a namespace of a cluster, or of this machine, with the same methods and results on
+    both.
 
-    `backend`: "kubernetes", with the kubeconfig and the rights of its user; "local": jobs of this machine, in
-    $DDPJOB_RUNS or ./runs. `namespace`, `context`: default: the kubeconfig's.
+    `backend`: "kubernetes", with the kubeconfig and the rights of its user; "local": jobs of this
+    machine, in $DDPJOB_RUNS or ./runs. `namespace`, `context`: default: the kubeconfig's.
 
-    Where a method takes a job, it takes its name or a Job. Raises Mistake, with a text for the user, for what cannot
-    be done: NoSuchJob, JobFailed, Unreachable and others.
+    Where a method takes a job, it takes its name or a Job. Raises Mistake, with a text for the
+    user, for what cannot be done: NoSuchJob, JobFailed, Unreachable and others.
     """
 
     def __init__(
@@ -180,20 +189,20 @@ class Client:
     ) -> Job:
         """Creates a job that trains by a function, a script, a folder with one, or a module.
 
-        `program`: a function travels as its source, so it imports and defines within it all that it needs. A script
-        or folder of this machine travels to a cluster too, each up to 1 MiB; a job of this machine runs it where it
-        is. Another absolute path is one of the image, anything else a module.
-        `args`: a script's words, or a function's keyword arguments, which travel as JSON (a tuple arrives as a list).
-        `image`: any image with Python and PyTorch; not used on this machine.
-        `name`: default: the program's name and four letters.
-        `gpus`, `procs`: of each node; default: one GPU and one process per GPU. gpus=0 trains on the CPU.
-        `spares`: pods on standby. `min_nodes`: continue with so few; `max_nodes`: the most that `scale` may set.
-        `mode`: how a group recovers, default: Standard. `env`: variables of the workers.
-        `cpu`, `memory`: of each node, such as "8" and "64Gi".
-        `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every Kubernetes node.
-        `entry`: of a folder: the script in it.
-        `settings`: any other field of spec, such as {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"};
-        mappings join what the other parameters have set, and other values replace it.
+        `program`: a function travels as its source, so it imports and defines within it all that it
+        needs. A script or folder of this machine travels to a cluster too, each up to 1 MiB; a job
+        of this machine runs it where it is. Another absolute path is one of the image, anything
+        else a module. `args`: a script's words, or a function's keyword arguments, which travel as
+        JSON (a tuple arrives as a list). `image`: any image with Python and PyTorch; not used on
+        this machine. `name`: default: the program's name and four letters. `gpus`, `procs`: of each
+        node; default: one GPU and one process per GPU. gpus=0 trains on the CPU. `spares`: pods on
+        standby. `min_nodes`: continue with so few; `max_nodes`: the most that `scale` may set.
+        `mode`: how a group recovers, default: Standard. `env`: variables of the workers. `cpu`,
+        `memory`: of each node, such as "8" and "64Gi". `checkpoints`: "claim:NAME",
+        "s3://BUCKET/FOLDER", or the absolute path of a folder on every Kubernetes node. `entry`: of
+        a folder: the script in it. `settings`: any other field of spec, such as
+        {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"}; mappings join what the other
+        parameters have set, and other values replace it.
         """
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
@@ -243,7 +252,8 @@ class Client:
         return Job.read(self._backend.job(_name(job)))
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
-        """The job now, and again at each change of its status, until it has ended or for `timeout` seconds.
+        """The job now, and again at each change of its status, until it has ended or for `timeout`
+        seconds.
 
         Raises NoSuchJob when there is no such job, JobFailed when it is deleted.
         """
@@ -264,8 +274,8 @@ class Client:
     ) -> Job:
         """Waits until the job is in the phase `goal`.
 
-        Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds, ValueError for
-        another `goal`.
+        Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds,
+        ValueError for another `goal`.
         """
         if goal not in ("Complete", "Running", "Suspended"):
             raise ValueError(f"goal {goal!r}: write 'Complete', 'Running' or 'Suspended'")
@@ -289,10 +299,11 @@ class Client:
     ) -> Iterator[tuple[str, str]]:
         """(pod, line) of the training pods.
 
-        `rank`: of the pod that has this global rank, without lines that another rank is known to have written.
-        `index`: of one slot's pods. `tail`: the last lines of each pod that is there. `follow`: continue until the job
-        has ended, also with pods that replace others, in whole. Raises Mistake when nothing can be read, as of a
-        `rank` or an `index` that no pod has; warns of each pod that could not be read.
+        `rank`: of the pod that has this global rank, without lines that another rank is known to
+        have written. `index`: of one slot's pods. `tail`: the last lines of each pod that is there.
+        `follow`: continue until the job has ended, also with pods that replace others, in whole.
+        Raises Mistake when nothing can be read, as of a `rank` or an `index` that no pod has; warns
+        of each pod that could not be read.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -307,7 +318,9 @@ class Client:
         return self._backend.events(self.get(job).name)
 
     def why(self, job: str | Job) -> str:
-        """What the job waits for or why it failed, and what to do about it: the text of `ddpjob why`."""
+        """What the job waits for or why it failed, and what to do about it: the text of `ddpjob
+        why`.
+        """
         from ddpjob.client.texts.job_text import why
         from ddpjob.engine.reconcile import utc_now
 
@@ -335,7 +348,9 @@ class Client:
         self._backend.kill(pod if isinstance(pod, str) else pod.name)
 
     def delete(self, job: str | Job) -> None:
-        """Deletes a job and its pods. Checkpoints on volumes stay; on this machine RUNS/JOB/checkpoints."""
+        """Deletes a job and its pods. Checkpoints on volumes stay; on this machine
+        RUNS/JOB/checkpoints.
+        """
         self._backend.delete(_name(job))
 
 

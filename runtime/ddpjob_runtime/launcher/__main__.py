@@ -294,7 +294,9 @@ def processes_per_node() -> int:
 
 
 def torchrun_options() -> str:
-    """Return the arguments before `--`, without the script, whose own options may have the same names."""
+    """Return the arguments before `--`, without the script, whose own options may have the same
+    names.
+    """
     options = sys.argv[1:]
     return " ".join(options[: options.index("--")] if "--" in options else options)
 

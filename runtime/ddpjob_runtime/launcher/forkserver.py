@@ -66,7 +66,7 @@ from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, lo
 PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
-"""After this long without an order, the fork server imports torch's compiler, which some scripts
+"""Seconds without an order after which the fork server imports torch's compiler, which some scripts
 need (see late_dynamo). An order that arrives meanwhile has to wait, and losses are not rare in a
 job's first seconds."""
 POLL_SECONDS = 0.002

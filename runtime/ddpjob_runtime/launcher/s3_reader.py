@@ -33,7 +33,7 @@ PIECE = 2**20
 """How many bytes one download keeps in memory."""
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""After this long without a single byte, a connection is given up. A slow one is kept."""
+"""Seconds without a single byte after which a connection is given up. A slow one is kept."""
 _MOST_PAGES = 10_000
 _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024

@@ -145,7 +145,9 @@ def _counters(pid: int) -> tuple[float, int, float] | None:
 
 
 def _processor_ticks(path: Path, session: int) -> int:
-    """Return the ticks of a process of the session and its ended children; 0 for others and for one that is gone."""
+    """Return the ticks of a process of the session and its ended children; 0 for others and for one
+    that is gone.
+    """
     try:
         fields = path.read_bytes().rpartition(b")")[2].split()
     except OSError:

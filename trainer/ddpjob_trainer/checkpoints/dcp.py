@@ -1,11 +1,13 @@
 """Format dcp: a checkpoint is a folder of torch.distributed.checkpoint; each rank writes its shard.
 
-torch writes the files, and an index of them that its own reader needs. That index is a pickle, which can do more than
-describe tensors, so nothing here reads it: the manifest says where the values of each tensor are (`manifest`), and
-reading copies these bytes. The folder has a temporary name until all shards are on disk. Reading needs no group, and
-does not depend on how many ranks wrote.
+torch writes the files, and an index of them that its own reader needs. That index is a pickle,
+which can do more than describe tensors, so nothing here reads it: the manifest says where the
+values of each tensor are (`manifest`), and reading copies these bytes. The folder has a temporary
+name until all shards are on disk. Reading needs no group, and does not depend on how many ranks
+wrote.
 
-Where nodes have folders of their own, each holds what its ranks have written, and the manifest of all of it.
+Where nodes have folders of their own, each holds what its ranks have written, and the manifest of
+all of it.
 """
 
 from __future__ import annotations

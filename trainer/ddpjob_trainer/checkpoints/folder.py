@@ -39,7 +39,9 @@ _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
 
 class CheckpointFolder:
-    """Checkpoints in one folder, as seen by one rank; `writes` says whether this rank maintains the folder."""
+    """Checkpoints in one folder, as seen by one rank; `writes` says whether this rank maintains the
+    folder.
+    """
 
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
         config.check()
@@ -56,7 +58,7 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """For each rank the first rank that sees its folder. None: as `shared` says."""
+        """The first rank that sees each rank's folder. None means that `shared` decides."""
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
         # Every writing rank has the same checkpoint, so one copy is enough. Of parts, each rank
         # copies its own.
@@ -73,12 +75,14 @@ class CheckpointFolder:
 
     @classmethod
     def open(cls, group: Group, **settings: Any) -> CheckpointFolder:
-        """The folder for a loop of one's own, claimed for this incarnation of the job. All ranks together.
+        """The folder for a loop of one's own, claimed for this incarnation of the job. All ranks
+        together.
 
-        `settings`: keys of the configuration's section `checkpoint`, such as every_steps=100, keep=5. Of those not
-        given, `dir`, `shared` and `url` come from the job's environment; without a job `dir` is ./checkpoints. Raises
-        ConfigError for a setting that is unknown, wrong or of the built-in trainer only (load, load_average,
-        load_except), and what `claim` raises.
+        `settings`: keys of the configuration's section `checkpoint`, such as every_steps=100,
+        keep=5. Of those not given, `dir`, `shared` and `url` come from the job's environment;
+        without a job `dir` is ./checkpoints. Raises ConfigError for a setting that is unknown,
+        wrong or of the built-in trainer only (load, load_average, load_except), and what `claim`
+        raises.
         """
         if unused := sorted({"load", "load_average", "load_except"} & set(settings)):
             raise ConfigError(
@@ -98,7 +102,8 @@ class CheckpointFolder:
     def claim(self, claim: Claim) -> None:
         """Make this incarnation of the job the only one that may write. All ranks together.
 
-        Raises FencedError when a newer one has claimed the folder, FolderTakenError when another job uses it.
+        Raises FencedError when a newer one has claimed the folder, FolderTakenError when another
+        job uses it.
         """
         self._claim = claim
         # The writers communicate while training continues.
@@ -162,8 +167,9 @@ class CheckpointFolder:
     def due(self, step: int, *, epoch: int | None = None, last: bool = False) -> Due:
         """Whether to save after `step` steps, by rank 0's clock and count.
 
-        `epoch`: the number of epochs that are then complete, None within one. `last`: training is complete. A save that
-        becomes due while another is in progress waits for a later step, unless retention needs this very one.
+        `epoch`: the number of epochs that are then complete, None within one. `last`: training is
+        complete. A save that becomes due while another is in progress waits for a later step,
+        unless retention needs this very one.
         """
         if self._group.rank != 0:
             return Due.NO
@@ -186,8 +192,9 @@ class CheckpointFolder:
     def save(self, make: Callable[[], Snapshot], step: int) -> None:
         """Copy what `make` returns, and write it to disk in the background. All ranks together.
 
-        It is a dict of tensors, numbers, text, and dicts, lists and tuples of them, with the sampler's `state_dict()`
-        under "sampler". Raises CheckpointError for anything else, which a resume could not read.
+        It is a dict of tensors, numbers, text, and dicts, lists and tuples of them, with the
+        sampler's `state_dict()` under "sampler". Raises CheckpointError for anything else, which a
+        resume could not read.
 
         Waits for a save that is in progress; does nothing when the state after `step` steps is
         already saved or being saved. `completed` and `finish` report success, `state` a failure.
@@ -218,8 +225,9 @@ class CheckpointFolder:
     def finish(self, seconds: float | None = None) -> None:
         """Wait until what was saved is on disk, on every rank. All ranks together.
 
-        It also waits for the last copy in checkpoint.url, for `seconds` (None: checkpoint.url_wait_seconds, and
-        without checkpoint.shared the copy is needed). Raises CheckpointError on all ranks when one failed.
+        It also waits for the last copy in checkpoint.url, for `seconds` (None:
+        checkpoint.url_wait_seconds, and without checkpoint.shared the copy is needed). Raises
+        CheckpointError on all ranks when one failed.
         """
         began = time.monotonic()
         self._wait_for_the_disk()
@@ -402,11 +410,12 @@ class CheckpointFolder:
     # ------------------------------------------------------------ resuming
 
     def newest(self, layout: Layout | None = None) -> Snapshot | None:
-        """The newest whole checkpoint that any writing rank holds, on every rank; None when there is none at all.
+        """The newest whole checkpoint that any writing rank holds, on every rank; None when there
+        is none at all.
 
-        `layout`: of which tensors a rank needs its shard only (format dcp). No rank has a tensor in memory twice. A
-        broken one, which any rank cannot read, is named in a warning. Raises CheckpointError on every rank when all
-        are broken.
+        `layout`: of which tensors a rank needs its shard only (format dcp). No rank has a tensor in
+        memory twice. A broken one, which any rank cannot read, is named in a warning. Raises
+        CheckpointError on every rank when all are broken.
         """
         step, path = self._newest_here()
         if self._config.url:

@@ -1,11 +1,12 @@
 """`python -m ddpjob_trainer ledger DIR`: was every sample of every epoch taken exactly once?
 
-In the final history the last execution of each global step counts. It must deal out every epoch exactly once, and an
-incarnation may repeat steps only back to the newest checkpoint that was saved before it began. Steps that changed no
-weight and images that could not be read are shown.
+In the final history the last execution of each global step counts. It must deal out every epoch
+exactly once, and an incarnation may repeat steps only back to the newest checkpoint that was saved
+before it began. Steps that changed no weight and images that could not be read are shown.
 
-With repeated augmentation (data.repeats) an epoch of n samples takes n versions, each exactly once: all versions of n /
-repeats samples, rounded up, but for some of one sample. Which samples these are follows from the epoch.
+With repeated augmentation (data.repeats) an epoch of n samples takes n versions, each exactly once:
+all versions of n / repeats samples, rounded up, but for some of one sample. Which samples these are
+follows from the epoch.
 """
 
 from __future__ import annotations

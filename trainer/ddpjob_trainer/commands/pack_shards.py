@@ -1,7 +1,9 @@
-"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB]`: an image folder (train/CLASS, val/CLASS) as tar shards.
+"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB]`: an image folder (train/CLASS,
+val/CLASS) as tar shards.
 
-The assignment of images to shards is decided before the first byte is written, and each shard is written under a
-temporary name and renamed. An interrupted run continues where it stopped, and a shard that exists is whole.
+The assignment of images to shards is decided before the first byte is written, and each shard is
+written under a temporary name and renamed. An interrupted run continues where it stopped, and a
+shard that exists is whole.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An image: its file, size and label, its key in the shard and the offset of its bytes there."""
+    """An image: its file, size and label, its key in the shard and the offset of its bytes
+    there.
+    """
 
     path: str
     size: int

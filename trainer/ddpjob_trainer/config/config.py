@@ -1,4 +1,6 @@
-"""The whole configuration, one section per subject. Precedence: argument, file, environment, default."""
+"""The whole configuration, one section per subject. Precedence: argument, file, environment,
+default.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,12 @@ class Config:
     """All settings that a run depends on."""
 
     strategy: StrategyName = StrategyName.DDP
-    """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank alone trains
-    without a wrapper. fsdp: each rank keeps a shard of the weights and of the optimizer's state. pipeline: ranks are
-    stages of the model, micro-batches pass through them. single: one process, one device. Less supported: dp, one
-    process, several devices; ddp_mp, each process spreads its model over several devices; horovod and deepspeed, by
-    these libraries, which are installed separately; parameter_server, rank 0 steps, the others compute gradients."""
+    """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank
+    alone trains without a wrapper. fsdp: each rank keeps a shard of the weights and of the
+    optimizer's state. pipeline: ranks are stages of the model, micro-batches pass through them.
+    single: one process, one device. Less supported: dp, one process, several devices; ddp_mp, each
+    process spreads its model over several devices; horovod and deepspeed, by these libraries, which
+    are installed separately; parameter_server, rank 0 steps, the others compute gradients."""
     data: DataConfig
     model: ModelConfig
     optim: OptimConfig

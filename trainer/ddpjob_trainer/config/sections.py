@@ -85,7 +85,7 @@ class DataConfig:
     uses any of these, the number of ranks (times train.accumulate) with which the run began; else samples are
     divided evenly among ranks, which computes the same."""
     exact: bool = True
-    """On a number of ranks among which the micro-batches cannot be dealt out evenly: true: ranks share micro-batches
+    """What to do if the micro-batches cannot be dealt out evenly among the ranks. true: ranks share micro-batches
     (ddp, fsdp), and a batch normalization exchanges its statistics with those that have the other parts, so that the
     result is that of any other number of ranks. false: each rank's even share is a micro-batch by itself, at full
     speed: each sample is still taken once, and statistics, dropout and mixed images depend on the number of ranks."""
@@ -352,7 +352,7 @@ class TrainConfig:
     log_every: int = 10
     """Steps between two reports of progress."""
     print_seconds: float = 5.0
-    """Shortest time between two lines of progress where the output is no terminal."""
+    """Shortest time between two lines of progress where the output is not a terminal."""
     eval_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     eval_batch: int = 512

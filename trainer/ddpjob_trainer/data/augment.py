@@ -59,7 +59,7 @@ class RandAugment:
     """torchvision's RandAugment or TrivialAugment, with choices by (seed, epoch, sample)."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
-        """With `operations` 0, use TrivialAugment."""
+        """Use TrivialAugment if `operations` is 0."""
         from torchvision.transforms import v2
 
         bilinear = v2.InterpolationMode.BILINEAR

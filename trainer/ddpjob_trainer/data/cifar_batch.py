@@ -27,7 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BYTES = 320 << 20
-"""The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written protocol 2."""
+"""The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written
+protocol 2.
+"""
 MOST_OPCODES = 2_000_000
 """That batch has about 300,000 opcodes."""
 
@@ -57,7 +59,9 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """An array; its layout is filled in by BUILD. `content` has one character or byte for each byte."""
+    """An array; its layout is filled in by BUILD. `content` has one character or byte for each
+    byte.
+    """
 
     shape: tuple[int, ...] | None = None
     dtype: _Dtype = _Dtype("u1")

@@ -31,7 +31,9 @@ _TILE_WIDTH, _TILE_LENGTH = 322, 323  # Tags of TIFF.
 # libjpeg-turbo has vector code for these. Scales in between cost more than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
-"""Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning, 2015)."""
+"""Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning,
+2015).
+"""
 
 
 class UnreadableImage(Exception):

@@ -28,8 +28,8 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DRAWS = 41
-# Errors of the machine, not of an image. EIO may be one bad sector: it counts as a corrupt image, and
-# data.corrupt_limit ends the training on a failing mount.
+# Errors of the machine, not of an image. EIO may be one bad sector: it counts as a corrupt image,
+# and data.corrupt_limit ends the training on a failing mount.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 

@@ -29,7 +29,8 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def derive(*parts: int) -> int:
     """One 63-bit seed from several numbers.
 
-    In Python's integers: an array of one element takes twenty times as long, and each micro-batch needs this.
+    In Python's integers: an array of one element takes twenty times as long, and each micro-batch
+    needs this.
     """
     state = 0
     for part in parts:
@@ -83,7 +84,8 @@ def _signed(number: int) -> int:
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's own generators, which dropout draws from: the CPU's, and the device's.
 
-    Not torch.manual_seed: where CUDA is not initialized it records a stack trace per device, 0.1 ms in every step.
+    Not torch.manual_seed: where CUDA is not initialized it records a stack trace per device, 0.1 ms
+    in every step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

@@ -76,8 +76,9 @@ class Micro:
     """A micro-batch: samples that go through the model together.
 
     `key` seeds its randomness, the same on whatever rank takes it. A rank without samples takes a
-    micro-batch of another rank's, so that it can take part in collectives: that one does not count. With `parts`,
-    `samples` are this rank's share of several micro-batches, one part after the other.
+    micro-batch of another rank's, so that it can take part in collectives: that one does not count.
+    With `parts`, `samples` are this rank's share of several micro-batches, one part after the
+    other.
     """
 
     number: int
@@ -103,7 +104,9 @@ class DataShare:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: the global batch, this rank's micro-batches of it, and the state after it."""
+    """One optimizer step: the global batch, this rank's micro-batches of it, and the state after
+    it.
+    """
 
     epoch: int
     samples: list[int]
@@ -139,7 +142,8 @@ def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
 
 
 def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
-    """Contiguous part number `part` of `parts`; sizes differ by at most one item, earlier parts are larger.
+    """Contiguous part number `part` of `parts`; sizes differ by at most one item, earlier parts are
+    larger.
 
     Part `parts` and above: empty.
     """
@@ -192,16 +196,18 @@ class Dividing(enum.Enum):
 class Dealing:
     """How a global batch is divided into micro-batches, and these among ranks.
 
-    micro_batches > 0: so many, fixed whatever the number of ranks. What happens inside one (normalization statistics,
-    dropout, mixed images) is then the same on any number of ranks. Where they cannot be dealt out evenly, `dividing`
-    decides.
+    micro_batches > 0: so many, fixed whatever the number of ranks. What happens inside one
+    (normalization statistics, dropout, mixed images) is then the same on any number of ranks. Where
+    they cannot be dealt out evenly, `dividing` decides.
 
-    micro_batches 0: each rank takes one contiguous share of samples, in `accumulate` portions that all ranks go through
-    together. For models that treat each sample by itself, or whose statistics are those of all ranks together.
+    micro_batches 0: each rank takes one contiguous share of samples, in `accumulate` portions that
+    all ranks go through together. For models that treat each sample by itself, or whose statistics
+    are those of all ranks together.
 
-    equal: all ranks get equally many micro-batches, some of which may not count; for strategies whose forward pass is a
-    collective. stretch: a rank's share of divided micro-batches is at most this many times a micro-batch, or ranks
-    take it in several passes: so that activations fit into memory.
+    equal: all ranks get equally many micro-batches, some of which may not count; for strategies
+    whose forward pass is a collective. stretch: a rank's share of divided micro-batches is at most
+    this many times a micro-batch, or ranks take it in several passes: so that activations fit into
+    memory.
     """
 
     rank: int = 0
@@ -224,7 +230,9 @@ class Dealing:
             )
 
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
-        """This rank's micro-batches of the global batch that follows `state`; at least one, which may not count."""
+        """This rank's micro-batches of the global batch that follows `state`; at least one, which
+        may not count.
+        """
         if not self.micro_batches:
             # If there are fewer samples than portions, use the first portions.
             filled = range(min(self.accumulate, len(samples)))
@@ -239,7 +247,8 @@ class Dealing:
         return mine + [replace(self._whole(0, samples, state), counts=False)] * (least - len(mine))
 
     def passes(self, samples: int) -> int:
-        """In how many passes all ranks go through the micro-batches of a global batch, sharing them; 0: whole ones.
+        """Number of passes in which all ranks share the micro-batches of a global batch; 0 means
+        whole micro-batches.
 
         The same on all ranks.
         """
@@ -298,15 +307,17 @@ class Dealing:
 
 @dataclass
 class ElasticSampler:
-    """Deals out each epoch's permutation of `size` samples in global batches of `batch`, beginning at `state`.
+    """Deals out each epoch's permutation of `size` samples in global batches of `batch`, beginning
+    at `state`.
 
-    What a step takes depends on the state alone; `dealing` says which of it this rank takes. So a checkpoint of
-    `state_dict()` resumes on any number of ranks, and each sample is still taken once per epoch. The last step of an
-    epoch takes what is left.
+    What a step takes depends on the state alone; `dealing` says which of it this rank takes. So a
+    checkpoint of `state_dict()` resumes on any number of ranks, and each sample is still taken once
+    per epoch. The last step of an epoch takes what is left.
 
-    repeats > 1: of the first size / repeats samples of the permutation, rounded up, each version is taken once, and of
-    the last one as many as make `size` in all. That is torchvision's RASampler and timm's RepeatAugSampler with any
-    number of ranks, but for the up to 255 samples by which these cut an epoch short.
+    repeats > 1: of the first size / repeats samples of the permutation, rounded up, each version is
+    taken once, and of the last one as many as make `size` in all. That is torchvision's RASampler
+    and timm's RepeatAugSampler with any number of ranks, but for the up to 255 samples by which
+    these cut an epoch short.
     """
 
     size: int
@@ -329,7 +340,9 @@ class ElasticSampler:
         return self._epoch_from(self.state)
 
     def upcoming(self, epochs: int) -> Iterator[Step]:
-        """The steps from the state to the end of the last of `epochs` epochs, each dealt when it is asked for."""
+        """The steps from the state to the end of the last of `epochs` epochs, each dealt when it is
+        asked for.
+        """
         state = self.state
         while state.epoch < epochs:
             yield from self._epoch_from(state)

@@ -21,7 +21,9 @@ _LAST_TENSORS_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Group:
-    """This rank's position. `world` 1 needs no process group; every collective is then the identity."""
+    """This rank's position. `world` 1 needs no process group; every collective is then the
+    identity.
+    """
 
     rank: int = 0
     world: int = 1
@@ -32,7 +34,7 @@ class Group:
 
     @classmethod
     def from_env(cls) -> Group:
-        """As torchrun sets it; one process alone without torchrun."""
+        """Read the group that torchrun sets; without torchrun, a single process."""
         numbers = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -40,7 +42,9 @@ class Group:
         return cls(*numbers)
 
     def sum_begin(self, values: torch.Tensor) -> Reduction:
-        """Begin an all-reduce (sum, in place), on the tensor's own device; `.wait()` returns the result."""
+        """Begin an all-reduce (sum, in place), on the tensor's own device; `.wait()` returns the
+        result.
+        """
         return Reduction(
             values, dist.all_reduce(values, group=self.process_group, async_op=True) if self.world > 1 else None
         )
@@ -77,7 +81,9 @@ class Group:
         return buffer.numpy().tobytes()
 
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
-        """Rank `source`'s tensors, of any format and layout, in place on every rank; on their own device."""
+        """Rank `source`'s tensors, of any format and layout, in place on every rank; on their own
+        device.
+        """
         if self.world == 1:
             return
         for tensor in tensors:
@@ -89,7 +95,9 @@ class Group:
                 values.copy_(whole)
 
     def send_begin(self, values: torch.Tensor, to: int) -> dist.Work:
-        """Begin to send a contiguous tensor to rank `to` of this group; it must not change before `.wait()`."""
+        """Begin to send a contiguous tensor to rank `to` of this group; it must not change before
+        `.wait()`.
+        """
         work = dist.isend(values, group=self.process_group, group_dst=to)
         assert work is not None
         return work
@@ -100,9 +108,11 @@ class Group:
         return values
 
     def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
-        """For each (tensor, ranks) that this rank has, with itself among the ranks: all of these ranks' tensors.
+        """Return all ranks' tensors for each (tensor, ranks) of this rank, which is among the
+        ranks.
 
-        Two ranks share one entry at most. Only ranks that share one exchange anything; on the tensors' own device.
+        Two ranks share one entry at most. Only ranks that share one exchange anything; on the
+        tensors' own device.
         """
         found, transfers = [], []
         for values, ranks in own:
@@ -120,7 +130,9 @@ class Group:
         return found
 
     def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
-        """This rank's group among several disjoint ones; ranks are renumbered in it. All ranks together."""
+        """This rank's group among several disjoint ones; ranks are renumbered in it. All ranks
+        together.
+        """
         timeout, own = datetime.timedelta(seconds=timeout_seconds), Group()
         for ranks in members:
             process_group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None

@@ -21,18 +21,21 @@ _MOST_CLASSES_IN_MATRIX = 4096
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result over the whole test set, every sample once. The same on every rank, except as `Curves` says."""
+    """The result over the whole test set, every sample once. The same on every rank, except as
+    `Curves` says.
+    """
 
     loss: float
     """Mean of optim.loss, without label smoothing; usually cross entropy (natural logarithm)."""
     accuracy: float | None
-    """Share of samples whose highest score is that of their class (top-1); of equal scores the first class wins. For
-    optim.loss=bce of float targets: share of values on whose side of 0.5 the probability is. None for a regression."""
+    """Share of samples whose highest score is that of their class (top-1); of equal scores the
+    first class wins. For optim.loss=bce of float targets: share of values on whose side of 0.5 the
+    probability is. None for a regression."""
     top5: float | None
     """Share of samples whose class is among the five highest scores."""
     mae: float | None
-    """Mean of |predicted class - class|, both as numbers: what tutorials report as mean absolute error. For a
-    regression mean of |score - target| over all values."""
+    """Mean of |predicted class - class|, both as numbers: what tutorials report as mean absolute
+    error. For a regression mean of |score - target| over all values."""
     samples: int
     nonfinite: int = 0
     """Samples with a score that is not finite."""
@@ -42,7 +45,7 @@ class Evaluation:
     """int64 (classes, classes): row true class, column predicted class."""
     curves: Curves | None = field(default=None, compare=False, repr=False)
     rmse: float | None = None
-    """Of a regression: root of the mean of (score - target)^2 over all values."""
+    """Root of the mean of (score - target)^2 over all values of a regression."""
     f1: float | None = None
     """optim.loss=bce of float targets: of all values together (micro); 0 without any positive."""
 
@@ -166,7 +169,9 @@ class Accumulator:
             self._curves = ExactCurves(classes) if config.pr is PrKind.EXACT else BinnedCurves(classes, config.pr_bins)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Scores (n, classes) of a model and true classes (n,). Raises TrainerError when they do not fit each other."""
+        """Scores (n, classes) of a model and true classes (n,). Raises TrainerError when they do
+        not fit each other.
+        """
         if logits.shape != (len(labels), self._classes):
             raise TrainingError(
                 f"the model's output has the shape {tuple(logits.shape)} for {len(labels)} samples of"
@@ -201,8 +206,8 @@ class Accumulator:
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
         """The result over all ranks. All ranks together.
 
-        `counted`, `unreadable`: this rank's number of samples that were added, and of those that could not be read.
-        Raises TrainingError when another number was added.
+        `counted`, `unreadable`: this rank's number of samples that were added, and of those that
+        could not be read. Raises TrainingError when another number was added.
         """
         if counted != self._added:
             raise TrainingError(

@@ -62,7 +62,9 @@ def _draws(module: nn.Module) -> bool:
 
 
 class SharedParts:
-    """Lets a model's layers compute parts of micro-batches. Create it before the first forward pass."""
+    """Lets a model's layers compute parts of micro-batches. Create it before the first forward
+    pass.
+    """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._group = group

@@ -58,7 +58,7 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class CpuSyncBatchNorm(_BatchNorm):
-    """Like nn.SyncBatchNorm, for (n, channels, ...); n may be 0 on some of the ranks."""
+    """Normalize (n, channels, ...) as nn.SyncBatchNorm does; n may be 0 on some of the ranks."""
 
     is_synchronized = True
 

@@ -51,7 +51,9 @@ class JobRequest:
     cpu: str = ""
     memory: str = ""
     checkpoints: str | os.PathLike[str] = ""
-    """`claim:NAME`, `s3://BUCKET/FOLDER`, or the absolute path of a folder on every Kubernetes node."""
+    """`claim:NAME`, `s3://BUCKET/FOLDER`, or the absolute path of a folder on every Kubernetes
+    node.
+    """
     entry: str | os.PathLike[str] = ""
     """The script in a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -199,7 +199,8 @@ class DelayQueue(Generic[Key]):
 
 
 class Turns:
-    """At most `most` turns at a time, and as many again that have taken longer than SLOW seconds.
+    """Limit the turns to `most` at a time, plus as many again that have taken longer than SLOW
+    seconds.
 
     While several groups wait, the next turn is for the group that has had the fewest lately. A
     group that holds half of all turns comes last.

@@ -103,7 +103,7 @@ def fits(view: View) -> bool:
     """Whether the current generation still suits the job.
 
     Pods with the runtime of a different release stay until one of them has to be made again. An
-    upgrade of the operator, or its rollback, is no reason to end a training.
+    upgrade of the operator, or its rollback, is not a reason to end a training.
     """
     made_from = "-".join(view.status.template_hash.split("-")[:2])
     return made_from == _spec_and_key(view) and (can_replace(view) or not _lacks_pods(view))

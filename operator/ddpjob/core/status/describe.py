@@ -1,4 +1,6 @@
-"""Describes the present in the status: conditions, counts and progress, from pods and the report."""
+"""Describes the present in the status: conditions, counts and progress, from pods and the
+report.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Jo
 
 
 def _has_run_long(status: JobStatus, now: datetime) -> bool:
-    """Whether the group has run for so long that steps must be assumed, although the program reports none."""
+    """Whether the group has run for so long that steps must be assumed, although the program
+    reports none.
+    """
     running = status.condition(ConditionType.RUNNING)
     return running is not None and running.status and now - running.since >= SURELY_TRAINED
 
@@ -129,11 +133,13 @@ def _ranks_ordered(view: View, training: int | None) -> JobStatus:
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
 BEHIND_SECONDS = 600
 FIRST_COPY = timedelta(minutes=30)
-"""After so long without a restart a job has saved something, if it copies at all."""
+"""Time without a restart after which a job has saved something, if it copies at all."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Whether checkpoints reach the bucket, by what the script reports; no condition where they always did."""
+    """Whether checkpoints reach the bucket, by what the script reports; no condition where they
+    always did.
+    """
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
     before = status.condition(ConditionType.CHECKPOINTS_COPIED)

@@ -31,7 +31,8 @@ NO_GROUP = "NoGroup"
 NODES_RUN = "NodesRun"
 FINISHED_EARLY = "NodeFinishedEarly"
 LEFT_ALONE = timedelta(minutes=3)
-"""How long a pod may run without progress, after another has ended with 0, before that is reported."""
+"""How long a pod may run without progress, after another has ended with 0, before that is reported.
+"""
 
 
 def judge_running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
@@ -87,7 +88,9 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
 
 
 def _waits_for_finished(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows no progress."""
+    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows
+    no progress.
+    """
     over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
     at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
     reported = known_time(reported_figures(view).get("updatedAt"))
@@ -103,7 +106,9 @@ def _waits_for_finished(view: View) -> tuple[str, str] | None:
 
 
 def _has_just_broken(view: View) -> bool:
-    """Whether the group trained until a moment ago, and no restart says yet why it does not any more."""
+    """Whether the group trained until a moment ago, and no restart says yet why it does not any
+    more.
+    """
     status, before = view.status, view.status.condition(ConditionType.RUNNING)
     if before is None or status.holds(ConditionType.RESTARTING) or status.round > view.job.status.round:
         return False
@@ -132,7 +137,9 @@ def _secret_hint(view: View, held: Stuck) -> str:
 
 
 UNREACHABLE = timedelta(minutes=1)
-"""After so long it is worth an event: restarts of workers are neither counted nor shown meanwhile."""
+"""Time after which it is worth an event. Until then, restarts of workers are neither counted nor
+shown.
+"""
 UNREACHABLE_LONG = "until then, failures of workers are neither counted nor shown"
 
 
@@ -177,7 +184,9 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
 
 
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
-    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays the same."""
+    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays
+    the same.
+    """
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
@@ -190,13 +199,17 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""What a step's time may differ by from one report to the next: each is read by a new comparison of the clocks."""
+"""What a step's time may differ by from one report to the next: each is read by a new comparison of
+the clocks.
+"""
 _NO_STEP = "made no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
 
 def last_step(running: Condition | None) -> datetime | None:
-    """When the group made its last step, if the next one is overdue: the condition's message remembers it."""
+    """When the group made its last step, if the next one is overdue: the condition's message
+    remembers it.
+    """
     said = _LAST_STEP.search(running.message) if running is not None else None
     return known_time(said[1]) if said else None
 
@@ -206,7 +219,9 @@ def _train(view: View, nodes: int) -> str:
 
 
 def _verb(view: View, nodes: int) -> str:
-    """What nodes do. That the ranks train one model is known once their steps have exchanged something."""
+    """What nodes do. That the ranks train one model is known once their steps have exchanged
+    something.
+    """
     if nodes == 1:
         return "trains"
     exchange = view.report is not None and view.report.progress.get(EXCHANGING)
@@ -214,7 +229,9 @@ def _verb(view: View, nodes: int) -> str:
 
 
 def _finished_early(view: View) -> str:
-    """Names a node whose program has ended with 0 while others still train: they wait for it in vain."""
+    """Names a node whose program has ended with 0 while others still train: they wait for it in
+    vain.
+    """
     report = view.report
     members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members
     finished = [m for m in members if m.state is MemberState.FINISHED]

@@ -38,8 +38,8 @@ def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
         return condition(False, *_refused(view, alive, blocking[0]))
     before = status.condition(ConditionType.SCHEDULED)
     if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
-        # The outcome of the next try is not known yet. Another reason in the meantime would be a write, which wakes
-        # the job, which tries again: without end and without a pause.
+        # The outcome of the next try is not known yet. Another reason in the meantime would be a
+        # write, which wakes the job, which tries again: without end and without a pause.
         return status
     coordinator = view.coordinator
     dedicated = [coordinator] if coordinator is not None and coordinator.role is Role.COORDINATOR else []
@@ -77,7 +77,9 @@ def _are_scheduled(placed: int, pods: int) -> str:
 
 
 def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str, str]:
-    """Reason and message for an object that the API server refuses, with the field where it names none."""
+    """Reason and message for an object that the API server refuses, with the field where it names
+    none.
+    """
     what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
     if rejected.name_taken:
         return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
@@ -98,7 +100,7 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
 _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
 """What a LimitRange refuses. It names no container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
-"""Without it no pod is created either, one by one or as a gang."""
+"""No pod is created without it, neither one by one nor as a gang."""
 _NO_BUDGET = (
     "is refused, so a drain may end several pods at once (to do without it, set scheduling.disruptionBudget to false)"
 )
@@ -110,7 +112,9 @@ def deletion_refused(world: World) -> str:
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
-    """What a gang waits for, and how much of it the scheduler has found room for in its last try."""
+    """What a gang waits for, and how much of it the scheduler has found room for in its last
+    try.
+    """
     spec, gang = view.job.spec, view.status.gang
     nodes = gang.nodes if gang is not None else spec.nodes
     gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
@@ -126,7 +130,9 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
 
 
 _FITS = "waiting for minCount pods from a gang"
-"""What kube-scheduler (1.36) says of a pod for which there is room, while there is none for others of its group."""
+"""What kube-scheduler (1.36) says of a pod for which there is room, while there is none for others
+of its group.
+"""
 GANG_NOT_SERVED = "GangNotServed"
 
 
@@ -144,7 +150,9 @@ def _gang_not_served(*, volcano: bool) -> str:
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
-    """What the pods that there are hold while they wait for those that are refused, and how to let them go."""
+    """What the pods that there are hold while they wait for those that are refused, and how to let
+    them go.
+    """
     spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
     if not alive or unknown or training_nodes(view) is not None:
         return ""

@@ -94,7 +94,7 @@ class Horovod(Strategy):
 
 
 def enter() -> None:
-    """Under horovodrun, set torch.distributed's environment from Horovod's.
+    """Set torch.distributed's environment from Horovod's under horovodrun.
 
     Must run before ranks read RANK. Raises ConfigError if Horovod is missing, or runs in its own
     elastic mode.

@@ -137,7 +137,9 @@ class ParameterServer(Strategy):
 
 
 class _ServerBuffer:
-    """Server-side buffer between two RPCs: each worker's gradients, then the weights. Thread-safe."""
+    """Server-side buffer between two RPCs: each worker's gradients, then the weights.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
