@@ -97,7 +97,7 @@ def read_manifest(source: Path | str, *, name: str | None = None) -> Json:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One DDPJob of a text, as written."""
+    """A DDPJob in a text, as the user wrote it."""
 
     source: str
     document: Document

@@ -40,7 +40,7 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
             gate = OneSession(view, token, host)
             asyncio.run(serve(gate, host=host, port=port, started=started))
         except (socket.gaierror, UnicodeError) as error:
-            fault = error.strerror if isinstance(error, OSError) else "no name of a machine"
+            fault = error.strerror if isinstance(error, OSError) else "not the name of a machine"
             raise Mistake(f"--host {host}: {fault}; give an address of this machine") from error
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else error

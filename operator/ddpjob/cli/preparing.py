@@ -43,7 +43,7 @@ Differences from a cluster:
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept   not used: logs are files, and are kept
 
 Runs are kept in ./runs or $DDPJOB_RUNS. Ctrl-C: the nodes save a checkpoint and exit; a second Ctrl-C kills them.
-So do SIGTERM, a closed terminal (not with `nohup`) and an output whose reader is gone. No process is left behind.
+SIGTERM, a closed terminal (without `nohup`) and a closed output pipe do the same. No process is left behind.
 
 \b
 Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started), 129 closed terminal, 130 Ctrl-C, 141 no reader,
@@ -60,7 +60,7 @@ Example: ddpjob run examples/digits.yaml"""
     "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0 trains on the CPU."
 )
 def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
-    """Write a manifest, job.yaml, to begin with, and a script where SCRIPT is not there yet.
+    """Write a first manifest, job.yaml, and a script if SCRIPT does not exist yet.
 
     The script trains a small model, shows its loss, saves, and continues from what it saved. A file that is there is
     left as it is.

@@ -1,4 +1,4 @@
-"""The command `ddpjob` without its commands: what they share, and what they are to each other."""
+"""The root command `ddpjob`: what its commands share, and how they are grouped."""
 
 from __future__ import annotations
 

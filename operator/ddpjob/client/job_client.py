@@ -27,7 +27,7 @@ INTERRUPTED = "Interrupted"
 
 
 class JobFailed(Mistake):
-    """The job that was waited for has ended, and not well; `job` is what was last seen of it."""
+    """The awaited job has failed or was deleted; `job` is its last known state."""
 
     def __init__(self, message: str, job: Job) -> None:
         super().__init__(message)
@@ -302,8 +302,8 @@ class Client:
         `rank`: of the pod that has this global rank, without lines that another rank is known to
         have written. `index`: of one slot's pods. `tail`: the last lines of each pod that is there.
         `follow`: continue until the job has ended, also with pods that replace others, in whole.
-        Raises Mistake when nothing can be read, as of a `rank` or an `index` that no pod has; warns
-        of each pod that could not be read.
+        Raises Mistake when nothing can be read, for example because no pod has this `rank` or
+        `index`; warns of each pod that could not be read.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 

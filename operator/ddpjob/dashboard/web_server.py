@@ -301,7 +301,7 @@ class Dashboard:
     async def curves(self, request: web.Request) -> web.Response:
         """Answer with JSON for the page's script.
 
-        On a cluster the trainer's file is read, in a pod, only with `pods=1`.
+        On a cluster, the trainer's file is in a pod and is read only with `pods=1`.
         """
         key, view = _key(request), _view(request)
         in_pods = request.query.get("pods") == "1" and view.commands

@@ -46,14 +46,13 @@ that it had set (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader reports in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
-"""How long workers may take to be gone after SIGKILL. The kernel needs its time for much memory,
-or for a device."""
+"""How long workers may take to end after SIGKILL. The kernel needs time to release much memory or a device."""
 TRACKER_SECONDS = 1.0
 """How long resource trackers may take to end. One stays while a process outside its session uses
 it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""How long workers may take to be gone when this node ends. The end of its container removes
+"""How long workers may take to end when this node ends. The end of its container removes
 leftover processes."""
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 """Seconds between SIGTERM and SIGKILL when the round is broken, because its step can no longer

@@ -156,9 +156,7 @@ def _processor_ticks(path: Path, session: int) -> int:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process handles the signal, which would end it otherwise.
-
-    It does not before it is prepared, nor while it runs a different program. Raises
+    """Whether the process handles the signal, which would otherwise end it. Raises
     FileNotFoundError or ProcessLookupError if there is no such process.
     """
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.M)

@@ -235,7 +235,7 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
         '#!/bin/bash\n#SBATCH -N 4\nif :; then\n  echo "a: b: c"\nfi\nsrun torchrun a.py\n'
     )
     assert main(["convert", "job.sbatch"]) == 2
-    assert "job.sbatch: contains none of PyTorchJob, TrainJob; of another kind conv" in capsys.readouterr().err
+    assert "job.sbatch: contains none of PyTorchJob, TrainJob; for other kinds, conv" in capsys.readouterr().err
     assert main(["convert", "--image", "i", "torchrun.yaml"]) == 2, "the option had no effect"
     assert "--image, --name: only for a torchrun command line" in capsys.readouterr().err
 

@@ -69,7 +69,7 @@ REFUSED = {
     # what the schema accepts, and the API server or the kubelet refuses in the pods
     "module": (
         JOB.replace("script: b.py", "module: train.py"),
-        "is already the name of a file; write script: train.py",
+        "is the name of a file; write script: train.py",
     ),
     "a line": (
         JOB.replace("script: b.py", "script: python b.py --lr 0.1"),

@@ -175,15 +175,15 @@ def test_a_command_line_in_one_word() -> None:
 @pytest.mark.parametrize(
     ("line", "signs"),
     [
-        ("torchrun a.py 2>&1 | tee log", ">& |: of a shell"),
-        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: of a shell"),
+        ("torchrun a.py 2>&1 | tee log", ">& |: no shell starts a script or module"),
+        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: no shell starts a script or module"),
         ("torchrun a.py --re='^a$|b' --text \"it's; fine\" --cost 5$ a\\;b", ""),
     ],
 )
 def test_signs_of_a_shell_in_a_command_line_are_named(line: str, signs: str) -> None:
     made = convert_command([line], image="a")
     assert valid(made.job)["script"] == "a.py"
-    assert [note.partition(",")[0] for note in made.notes] == [signs] * bool(signs)
+    assert [note.partition(", so")[0] for note in made.notes] == [signs] * bool(signs)
     assert not convert_command(shlex.split(line), image="a").notes, "a shell has read it already"
 
 
@@ -519,7 +519,10 @@ def test_a_line_that_was_copied_over_several_lines_is_one() -> None:
 
 @pytest.mark.parametrize(
     ("line", "sign"),
-    [("torchrun a.py\npython b.py", "a line's end: of a shell"), ("torchrun a.py # all", "#: of a sh")],
+    [
+        ("torchrun a.py\npython b.py", "a line's end: no shell starts a script or module"),
+        ("torchrun a.py # all", "#: no shell starts"),
+    ],
 )
 def test_what_follows_a_line_is_noted(line: str, sign: str) -> None:
     [note] = convert_command([line], image="a").notes

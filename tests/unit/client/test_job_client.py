@@ -159,9 +159,9 @@ def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypat
             r"entry .* names a script in a folder, and " r"fit is not a folder",
         ),
         ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): is also set by another option"),
-        ("m", {"args": [object()]}, r"args\[0\]: <object .* is no text"),
-        ("m", {"settings": {"storage": {"data": {1: "a"}}}}, r"settings .*storage\.data: \{1: 'a'\} is no text"),
-        (Path("job.yaml"), {}, r"job\.yaml: a manifest; pass it to submit\(\)"),
+        ("m", {"args": [object()]}, r"args\[0\]: <object .* is not text"),
+        ("m", {"settings": {"storage": {"data": {1: "a"}}}}, r"settings .*storage\.data: \{1: 'a'\} is not text"),
+        (Path("job.yaml"), {}, r"job\.yaml: is a manifest; pass it to submit\(\)"),
     ]
     for program, options, said in wrong:
         with pytest.raises(Mistake, match=said):

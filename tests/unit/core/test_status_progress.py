@@ -66,9 +66,9 @@ def test_steps_that_are_counted_are_those_since_the_restart(resumed: str) -> Non
     assert (shown["display"], shown["stepsBefore"]) == ("step 128 since the restart", 359)
     said = {
         "yes": "",
-        "no": "started again from step 0, because its optimizer had no state from the 359 steps before",
+        "no": "started again from step 0, because its optimizer had no state from the 359 earlier steps",
     }
-    assert said.get(resumed, "is not known") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
+    assert said.get(resumed, "it is unknown") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
     own = shown_progress(shown, {"step": 300}, NOW + timedelta(seconds=20), at_once=False)
     assert own["display"] == "step 300" and not began_again(own), "the script names its steps"
 

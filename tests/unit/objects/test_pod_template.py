@@ -24,7 +24,10 @@ from ddpjob.objects.strategic_merge import merge
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ({"spec": {"tolerationz": []}}, "spec.podTemplate.spec.tolerationz: no such field; did you mean tolerations?"),
+        (
+            {"spec": {"tolerationz": []}},
+            "spec.podTemplate.spec.tolerationz: there is no such field; did you mean tolerations?",
+        ),
         ({"spec": {"tolerations": {}}}, "spec.podTemplate.spec.tolerations: must be a list, not a mapping"),
         (
             {"spec": {"hostNetwork": "yes"}},
@@ -69,7 +72,7 @@ from ddpjob.objects.strategic_merge import merge
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicy": "Always"}]}},
-            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (what ends is",
+            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (the operator",
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicyRules": [{"action": "Restart"}]}]}},

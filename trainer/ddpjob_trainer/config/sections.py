@@ -75,7 +75,7 @@ class DataConfig:
     and gs need s3fs or gcsfs installed. Images are read by byte range."""
     index: Path | None = None
     """shards, imagefolder: folder for the index of all images, which the first start on a node builds, and builds again
-    when a shard or a folder has changed. Default: beside local shards, else ~/.cache/ddpjob_trainer. An index beside
+    when a shard or a folder has changed. Default: next to local shards, else ~/.cache/ddpjob_trainer. An index next to
     shards on a web server is believed: make it again with them."""
     batch: int = 128
     """Global batch: samples per optimizer step over all ranks together, whatever their number."""
@@ -418,7 +418,7 @@ class CheckpointConfig:
     keep: int = 3
     """Newest whole checkpoints to keep."""
     keep_best: int = 0
-    """Checkpoints with the best evaluation to keep beside the newest; 0: none. DIR/best.pt links to the best,
+    """Checkpoints with the best evaluation to keep in addition to the newest; 0: none. DIR/best.pt links to the best,
     DIR/best.json names it. train.eval_every must be a multiple of checkpoint.every_epochs."""
     best_by: Metric = Metric.ACCURACY
     """What is best: accuracy (the highest) or loss (the lowest) on the test set."""
@@ -498,7 +498,7 @@ class EvalConfig:
     """Confusion matrix, and precision, recall and F1 of each class from it: 8 bytes per pair of classes; not above
     4096 classes."""
     pictures: bool = True
-    """Draw curve and matrix as PNG beside the numbers in RUN/eval, in a separate process."""
+    """Draw curve and matrix as PNG next to the numbers in RUN/eval, in a separate process."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -183,7 +183,7 @@ def editor_schema() -> dict[str, Any]:
 
 
 def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """Return `made` from `schema`, with its texts for people.
+    """Convert `schema` into `made`, including descriptions and messages.
 
     Patterns are as JavaScript reads them.
     """

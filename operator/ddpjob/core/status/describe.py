@@ -148,9 +148,9 @@ def _checkpoints_copied(view: View) -> JobStatus:
     behind, step = metrics.get(COPY_BEHIND), metrics.get(COPY_STEP)
     where = url or "its bucket"
     if is_number(behind) and behind > BEHIND_SECONDS:
-        newest = f"the newest there is of step {step:.0f}" if is_number(step) else "none since this start"
+        newest = f"latest: step {step:.0f}" if is_number(step) else "none since this start"
         text = f"no checkpoint has reached {where} for more than 10 minutes ({newest}). Training continues, but losing"
-        return condition(False, COPIES_BEHIND, f"{text} of rank 0's pod would cost what came since; its log says why")
+        return condition(False, COPIES_BEHIND, f"{text} rank 0's pod would lose the work since then; see its log")
     running = status.condition(ConditionType.RUNNING)
     long = running is not None and running.status and view.now - running.since >= FIRST_COPY
     if url and behind is None and step is None and long:

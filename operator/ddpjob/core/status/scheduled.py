@@ -59,7 +59,7 @@ def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
     if placed >= spec.pods:
         budget = next((rejection for rejection in world.rejections if rejection.of_budget), None)
         if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
-            return status  # As above.
+            return status  # The outcome of the next try is not known yet.
         refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
         return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}")
     message = f"{_are_scheduled(placed, spec.pods)}{_backing_off(status, view.now)}"
