@@ -247,7 +247,8 @@ class Coordinator:
         self.rounds.watch.forgive(seconds)
 
     def set_order(self, pods: list[str]) -> None:
-        """Number ranks in the order of these pods from the next round on. An empty list means by index.
+        """Number ranks in the order of these pods from the next round on. An empty list means
+        by index.
 
         Raises:
             ValueError: the message names the field and states the rule.

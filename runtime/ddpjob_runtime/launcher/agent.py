@@ -46,7 +46,9 @@ that it had set (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader reports in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
-"""How long workers may take to end after SIGKILL. The kernel needs time to release much memory or a device."""
+"""How long workers may take to end after SIGKILL. The kernel needs time to release much memory
+or a device.
+"""
 TRACKER_SECONDS = 1.0
 """How long resource trackers may take to end. One stays while a process outside its session uses
 it."""

@@ -173,7 +173,7 @@ def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypat
             train("pkg.train", args=words, image="a")
     monkeypatch.setattr("ddpjob.client.manifests.function_source.inspect.getsource",
                         lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip
-    with pytest.raises(Mistake, match="too_large: holds more than 1008 KiB"):
+    with pytest.raises(Mistake, match="too_large: contains more than 1008 KiB"):
         train(too_large, image="a")
     with pytest.raises(Mistake, match=r"train\.py: no manifest"):
         client(place).submit("train.py")

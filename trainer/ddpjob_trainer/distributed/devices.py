@@ -88,7 +88,8 @@ def _each_rank_sees_its_own(kind: str) -> bool:
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
     """Let cuDNN time its algorithms for each size of a convolution and take the fastest.
 
-    If a run must be `repeatable` to the bit, do not, because the next run may choose a different one.
+    If a run must be `repeatable` to the bit, do not, because the next run may choose a
+    different one.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeatable

@@ -99,7 +99,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     verdicts = []
     for index, pod, host, end in found:
         if storm:
-            # The text omits their number, because a flapping node would change the status each time.
+            # The text omits their number, because a flapping node would change the status each
+            # time.
             reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
         elif host.name in left:
             reason, why = "MovedBefore", "the job has left this node within the last hour, and found no better node"
