@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
-"""How a user installs an extra. No index has the package yet, and its name is not reserved: whoever registers it would
-run code on the machine of each reader who installs it by name. After the first release this becomes "pip install
-'ddpjob[{extra}]'". Until then tests/unit/test_names.py finds every text that installs it by name."""
+"""How a user installs an extra. No index has the package yet, and its name is not reserved: whoever
+registers it would run code on the machine of each reader who installs it by name. After the first
+release this becomes "pip install 'ddpjob[{extra}]'". Until then tests/unit/test_names.py finds
+every text that installs it by name."""
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:

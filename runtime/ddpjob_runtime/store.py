@@ -1,4 +1,5 @@
-"""Hosts the c10d TCPStore of one rendezvous, as a child process: the coordinator itself needs no torch.
+"""Hosts the c10d TCPStore of one rendezvous, as a child process: the coordinator itself needs no
+torch.
 
     python3 PATH/ddpjob_runtime store --port PORT --host ADDRESS
 

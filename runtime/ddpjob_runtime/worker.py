@@ -47,7 +47,7 @@ MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
 POST_SECONDS = 0.5
 POSTS_OF_SPEED = 10
 STEPS_WITHOUT_GROUP = 10
-"""After this many steps a program without a group is taken not to form one."""
+"""Number of steps after which a program without a group is assumed not to form one."""
 STEPS_OF_EXCHANGE = 3
 """The ranks train together if the first optimizer's steps, from the second up to this one,
 exchange data."""
@@ -166,7 +166,7 @@ def replace_process(command: list[str]) -> None:
 
 
 def offer_report() -> None:
-    """In a job, let the program import this runtime's `ddpjob_report`, unless its image has one."""
+    """Let the program of a job import this runtime's `ddpjob_report`, unless its image has one."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -207,7 +207,7 @@ def packages() -> str:
 
 
 def put_compiler_off() -> None:
-    """In a job, defer torch's compiler until it is needed (see late_dynamo.py)."""
+    """Defer torch's compiler in a job until it is needed (see late_dynamo.py)."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR") and "torch" not in sys.modules:
@@ -235,7 +235,7 @@ class CompilerImport:
 
 
 def build_again() -> None:
-    """In a job, have an extension of torch built again if its builder was killed."""
+    """Have an extension of torch built again in a job if its builder was killed."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -680,7 +680,7 @@ def exchanges_otherwise() -> bool:
 
 
 def count_steps() -> None:
-    """On rank 0, count the steps of torch's optimizers once they are imported, and post them."""
+    """Count the steps of torch's optimizers on rank 0 once they are imported, and post them."""
     import os
 
     if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
@@ -764,7 +764,8 @@ class StepCounter:
         import threading
 
         with contextlib.suppress(OSError):
-            # Nor the first to resolve a name: glibc then reads the environment, and crashes if it changes.
+            # Nor the first to resolve a name: glibc then reads the environment, and crashes if it
+            # changes.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
@@ -778,7 +779,8 @@ class StepCounter:
             time.sleep(POST_SECONDS if posts else 0.01)
             steps, now = max(self.counts.values(), default=0), time.monotonic()
             if steps > (posts[-1][0] if posts else 0):
-                # The first steps' time is unknown. Later measure over several posts: one has only few steps.
+                # The first steps' time is unknown. Later measure over several posts: one has only
+                # few steps.
                 self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
                 posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
             elif not self.said_uncountable and self.is_uncountable():
@@ -836,8 +838,8 @@ class StepCounter:
         if alone and not self.said:
             self.said = True
             sys.stderr.write(
-                f"ddpjob: rank 0 has made {steps} steps and formed no group (torch.distributed is not initialized): "
-                f"each of the {self.world} ranks trains a model of its own\n"
+                f"ddpjob: rank 0 has made {steps} steps and formed no group (torch.distributed is not initialized), so "
+                f"each of the {self.world} ranks trains a separate model\n"
             )
         return alone
 

@@ -319,7 +319,7 @@ async def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(c: Ca
             await c.reconcile()
     [event] = c.server.events
     assert event["note"].startswith(
-        f"the API server refuses the job's status: {policy.how}: {policy.message} (an admission policy, or"
+        f"the API server refuses the job's status: {policy.how}: {policy.message} (an admission policy or"
     )
 
 
@@ -371,7 +371,7 @@ async def test_groups_that_are_served_no_more_are_a_refusal_and_no_loop(c: Case)
     )
     assert await c.reconcile() == BLOCKED_POLL
     conditions = {one.type: one for one in (await c.job()).status.conditions}
-    assert "does not serve it any more" in conditions["Scheduled"].message and not c.pods()
+    assert "no longer serves it" in conditions["Scheduled"].message and not c.pods()
 
 
 @in_case(serves_gangs=True, serves_queues=True)

@@ -136,7 +136,7 @@ def test_a_bucket_that_is_away_is_waited_for_and_costs_no_restart(server: Server
     line = SlowLine(server.port)
     line.cut = True
     run = machine.start(job(line.port))
-    run.until(lambda r: "waits for the bucket with the data" in r.condition("Running").get("message", ""))
+    run.until(lambda r: "waiting for the bucket with the data" in r.condition("Running").get("message", ""))
     line.cut = False
     assert run.wait(seconds=120) == 0, run.everything()
     assert logs(run).count(expected) == 2

@@ -221,7 +221,10 @@ def test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that(tmp
         "import os; os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
-    why = "threads are started (poller) when torch._dynamo is imported in this image, and no fork survives that"
+    why = (
+        "threads are started (poller) when torch._dynamo is imported in this image, and forked "
+        "processes do not survive that"
+    )
     assert done.stdout == f"{why}\ncold\n", done.stderr
 
 
@@ -260,7 +263,7 @@ def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why(tmp_path: 
         code += "try: server.spawn([], {}, None, None)\nexcept OSError as error: print(error)\n"
     code += "print(worker.poll(), flush=True)\nos._exit(0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
-    what = "it is not known whether a fork survives torch._dynamo" if idle < 1 else "no worker can be forked"
+    what = "it is unknown whether a forked process survives torch._dynamo" if idle < 1 else "no worker can be forked"
     assert done.stdout == f"{what}: [Errno 11] Resource temporarily unavailable\nNone\n", done.stderr
 
 
@@ -310,15 +313,15 @@ def why_not(folder: Path, preloaded: str, **modules: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (STARTS_THREAD, "threads are started (poller) when own_b is imported, and no fork survives that; remove it "
-         "from DDPJOB_PRELOAD"),
-        (INITIALIZES_CUDA, "CUDA is initialized when own_b is imported, and no fork survives that; remove it from "
-         "DDPJOB_PRELOAD"),
-        (OPENS_A_DEVICE, "CUDA is initialized when own_b is imported, and no fork survives that; remove it from "
-         "DDPJOB_PRELOAD"),
+        (STARTS_THREAD, "threads are started (poller) when own_b is imported, and forked processes do not survive "
+         "that; remove it from DDPJOB_PRELOAD"),
+        (INITIALIZES_CUDA, "CUDA is initialized when own_b is imported, and forked processes do not survive that; "
+         "remove it from DDPJOB_PRELOAD"),
+        (OPENS_A_DEVICE, "CUDA is initialized when own_b is imported, and forked processes do not survive that; "
+         "remove it from DDPJOB_PRELOAD"),
         ("1 / 0", "importing own_b (DDPJOB_PRELOAD) fails: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "importing own_b (DDPJOB_PRELOAD) fails: SystemExit: 3"),
-        ("import os; os.abort()", "importing own_b (DDPJOB_PRELOAD) has ended the process"),
+        ("import os; os.abort()", "importing own_b (DDPJOB_PRELOAD) ended the process"),
     ],
 )  # fmt: skip
 def test_a_preloaded_module_that_a_fork_does_not_survive_is_named(tmp_path: Path, text: str, why: str) -> None:
@@ -335,7 +338,7 @@ def test_harmless_modules_are_preloaded_and_missing_ones_logged(tmp_path: Path) 
 
 def test_an_image_whose_python_starts_threads_runs_workers_cold(tmp_path: Path) -> None:
     why, _ = why_not(tmp_path, "", sitecustomize=STARTS_THREAD)
-    assert why == "Python runs threads when it starts in this image (poller), and no fork survives that"
+    assert why == "Python starts threads at its start in this image (poller), and forked processes do not survive that"
 
 
 def test_a_module_that_does_not_come_to_an_end_is_not_waited_for(tmp_path: Path) -> None:

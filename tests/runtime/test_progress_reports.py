@@ -405,7 +405,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
     monkeypatch.setattr(worker, "group_exists", lambda: False)
     assert counted("2", 9, 1, 5) == [False, True, True], "a few steps may come before the group"
-    assert capsys.readouterr().err.count("each of the 2 ranks trains a model of its own") == 1
+    assert capsys.readouterr().err.count("each of the 2 ranks trains a separate model") == 1
     assert counted("1", 9, 1, 5) == [False, False, False]
     assert counted("2", 3, last=True) == [False, True], "a program that ends will form no group"
     assert counted("2", 12, last=True) == [True, True]

@@ -257,7 +257,7 @@ class MemoryCluster:
                 owners = [o["uid"] for o in found["metadata"].get("ownerReferences", ())]
                 owners += [found["metadata"].get("labels", {}).get(LABEL_UID)] if "Claim" in kind else []
                 if job.uid not in owners or "deletionTimestamp" in found["metadata"]:
-                    raise NameTaken("an object of this name is still being removed") from None
+                    raise NameTaken("an object with this name is still being removed") from None
             if kind == "Secret":
                 self._token = name
             self.changed()

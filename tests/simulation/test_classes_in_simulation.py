@@ -68,7 +68,9 @@ async def test_a_missing_class_is_waited_for() -> None:
     assert s.phase == "Pending" and not s.pods and "startTime" not in s.status
     condition = conditions(s)["ClassApplied"]
     assert (condition["status"], condition["reason"]) == ("False", "ClassMissing")
-    assert 'spec.className: "h100" is none of the classes' in condition["message"] and "(a100)" in condition["message"]
+    assert (
+        'spec.className: "h100" is not one of the classes' in condition["message"] and "(a100)" in condition["message"]
+    )
     assert events(s) == ["ClassMissing"], "once"
     writes = s.cluster.writes
     await s.passes(5)
@@ -190,7 +192,7 @@ async def test_a_pod_template_is_judged_with_what_the_class_gives(suspended: boo
     ("spec", "given", "says"),
     [
         ({"nodes": 3, "spares": 1}, H100, "spec.nodes: 4 with the spares, and class h100 allows at most 3"),
-        ({"image": "other/train:1"}, H100, "spec.image: other/train:1 is none of the images"),
+        ({"image": "other/train:1"}, H100, "spec.image: other/train:1 is not one of the images"),
         ({"image": "team/other:1"}, {**H100, "fixed": ["image"]}, "spec.image: is set by class h100"),
         ({}, {}, "spec.image: required, but neither the job nor class h100 names one"),
     ],

@@ -90,7 +90,7 @@ async def test_a_job_of_volcanos_gets_a_gang_unless_its_pods_name_one() -> None:
         await s.one_pass()
         await s.one_pass()
         assert len(s.nodes()) == 2 and {g["metadata"]["name"] for g in s.store.all("PodGroup")} == wanted
-        hint = "look at the events of PodGroup job-gang-0 (podgroups.scheduling.volcano.sh)"
+        hint = "read the events of PodGroup job-gang-0 (podgroups.scheduling.volcano.sh)"
         assert (hint in conditions(s)["Scheduled"]["message"]) is bool(wanted), "its scheduler has not said anything"
     s = Simulation({"nodes": 2, "scheduling": {"schedulerName": "volcano", "gang": True}})
     await s.passes(3)
@@ -227,7 +227,7 @@ async def test_yields_are_not_limited_by_what_the_status_remembers() -> None:
     assert s.status["restarts"]["uncounted"] == 16 and s.status["restarts"]["counted"] == 0
     said = s.status["restarts"]["recent"][-1]["message"]
     assert said.startswith("1 pod has held a node for 30 s without training, and there is no room for pod job-")
-    assert said.endswith(": the job gives up what it holds and waits for 2 nodes at once")
+    assert said.endswith(": the job releases its pods and waits for 2 nodes at once")
     s.machines.capacity = 2
     await s.until_phase("Running")
 
@@ -278,7 +278,7 @@ async def test_a_preempted_job_leaves_its_room_to_the_gang_that_it_was_preempted
         preempt(s, f"job-{index}-0")
     await s.until(lambda: not bound(s), limit=10)
     left = s.clock.now
-    assert "its room is for the pods that it was preempted for" in conditions(s)["Scheduled"]["message"]
+    assert "its room is reserved for the pods that preempted it" in conditions(s)["Scheduled"]["message"]
     await s.until(lambda: len(bound(s)) > 0, limit=30)
     assert 8 <= s.clock.now - left <= 12
     await s.until_phase("Running")
@@ -398,7 +398,7 @@ async def test_a_group_of_a_priority_class_that_is_missing_is_not_to_be_done_wit
     RefusesGroups.refusal = Refused(403, missing)
     await s.passes(10)
     message = conditions(s)["Scheduled"]["message"]
-    assert f"{missing}; what is judged is spec.scheduling.priorityClassName;" in message
+    assert f"{missing}; the value comes from spec.scheduling.priorityClassName;" in message
     assert "scheduling.gang" not in message, "the API server refuses its pods as well"
 
 

@@ -345,7 +345,7 @@ async def test_what_runs_keeps_its_quota_when_its_label_is_removed() -> None:
     s.change_spec({"nodes": 3})
     await s.passes(10)
     assert kueue.using() == 2 and s.status["nodes"]["ready"] == 2, "nobody else is granted what it uses"
-    assert conditions(s)["Admitted"]["message"].endswith("was removed: it asks for no other quota")
+    assert conditions(s)["Admitted"]["message"].endswith("was removed: the job does not ask for a different quota")
     kueue.evict()
     await s.until(lambda: not kueue.workloads(), limit=60)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["ready"] == 3)

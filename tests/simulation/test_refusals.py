@@ -31,7 +31,7 @@ class RefusingCluster(MemoryCluster):
         if manifest["kind"] == "PodDisruptionBudget" and self.budget_denial is not None:
             raise self.budget_denial
         if manifest["kind"] == "Service" and self.taken:
-            raise NameTaken("an object of this name is there and does not belong to this job")
+            raise NameTaken("an object with this name is there and does not belong to this job")
         if manifest["kind"] == "Pod" and len(list(self.store.all("Pod"))) >= self.pods_allowed:
             raise Refused(403, "exceeded quota: one")
         if manifest["kind"] == "Pod" and self.denial is not None:
@@ -87,7 +87,7 @@ async def test_pods_that_wait_for_refused_ones_are_reported_and_can_be_released(
         s.advance(10)
         messages.append(conditions(s)["Scheduled"]["message"])
     assert len(set(messages[2:])) == 1, "it does not flap"
-    assert "meanwhile 2 of 4 pods wait with 16 GPUs: to let go of them, set runPolicy.suspend to true" in messages[-1]
+    assert "meanwhile 2 of 4 pods wait with 16 GPUs: to release them, set runPolicy.suspend to true" in messages[-1]
     assert len(s.nodes()) == 2 and s.status["restarts"]["total"] == 0
     await s.suspended()
     s.change_spec({"runPolicy": {"suspend": False}, "nodes": 2})
@@ -106,7 +106,7 @@ async def test_a_refused_disruption_budget_is_shown_and_delays_no_replacement() 
         assert (scheduled["status"], scheduled["reason"]) == ("True", "AllPlaced")
         messages.append(scheduled["message"])
     [message] = set(messages[1:])
-    assert message.startswith("2 of 2 pods are scheduled; PodDisruptionBudget job is refused, so that a drain may end")
+    assert message.startswith("2 of 2 pods are scheduled; PodDisruptionBudget job is refused, so a drain may end")
     assert message.endswith("exceeded quota: budgets")
     s.force_delete("job-0-0")
     await s.until(lambda: s.status["restarts"]["total"] == 1 and s.phase == "Running")
@@ -140,7 +140,7 @@ async def test_a_name_that_another_has_is_reported() -> None:
     await s.settles(5)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["status"], scheduled["reason"]) == ("False", "NameTaken")
-    assert scheduled["message"].startswith("Service job: an object of this name is there")
+    assert scheduled["message"].startswith("Service job: an object with this name is there")
     assert [e.reason for e in s.cluster.events].count("NameTaken") == 1
     s.cluster.taken = False
     await s.until_phase("Complete")
@@ -415,7 +415,7 @@ async def test_what_else_a_namespace_forbids_is_reported_with_the_field() -> Non
     s.cluster.forbids = "hostPort"
     await s.passes(3)
     message = conditions(s)["Scheduled"]["message"]
-    assert "spec.podTemplate.spec.securityContext" in message and "do without hostNetwork and hostPort" in message
+    assert "spec.podTemplate.spec.securityContext" in message and "remove hostNetwork and hostPort" in message
     assert not list(s.store.all("Pod"))
 
 
@@ -482,7 +482,7 @@ async def test_a_kept_claim_is_used_again() -> None:
     other = {**kept, "metadata": {**kept["metadata"], "annotations": {mark: "another"}}}
     s.store.create("PersistentVolumeClaim", other)
     await s.settle()
-    assert "made from another claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
+    assert "made from a different claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
     s.store.remove("PersistentVolumeClaim", s.store.get("PersistentVolumeClaim", "job-checkpoints"))
     s.store.create("PersistentVolumeClaim", kept)
     await s.until_phase("Complete")
@@ -532,7 +532,7 @@ async def test_a_claim_does_not_go_with_a_job_whose_spec_says_so_no_more(made_ag
     claim = s.store.get("PersistentVolumeClaim", "job-checkpoints")
     claim["metadata"]["ownerReferences"] = []
     if made_again:
-        await s.until(lambda: "made by this job from another" in conditions(s)["Scheduled"]["message"])
+        await s.until(lambda: "made by this job from a different" in conditions(s)["Scheduled"]["message"])
         await resumed_with(s, named)
     await s.until_phase("Running")
     s.store.remove("DDPJob", s.job_body)

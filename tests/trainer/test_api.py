@@ -65,7 +65,7 @@ def test_what_only_the_built_in_trainer_does_is_refused(
     setting: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"open: {next(iter(setting))} is of the built-in trainer .*torch.load"):
+    with pytest.raises(ConfigError, match=rf"open: {next(iter(setting))} applies to the built-in trainer .*torch.load"):
         api.CheckpointFolder.open(Group(), **setting)
 
 

@@ -434,7 +434,7 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""From this number of slots, equal slots in a row are written as one entry. 1,024 single entries
+"""Number of slots from which equal slots in a row are written as one entry. 1,024 single entries
 would be 100 KB at each write."""
 _MOST_SLOTS = 4096
 

@@ -88,7 +88,7 @@ def with_defaults(manifest: Mapping[str, Any]) -> Json:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One DDPJob of a text, as written."""
+    """A DDPJob in a text, as the user wrote it."""
 
     source: str
     document: Document
@@ -123,7 +123,7 @@ def read_manifests(source: Path | str, label: str = "the manifest") -> list[Mani
         metadata = manifest.document.value.get("metadata")
         named = (str(metadata.get("namespace", "")) if isinstance(metadata, Mapping) else "", manifest.name)
         if manifest.name and named in names:
-            again = f"{manifest.name} is the name of an earlier {KIND} in this file; give this one another"
+            again = f"{manifest.name} is already the name of an earlier {KIND} in this file; choose a different name"
             raise manifest.error([Problem("metadata.name", again)])
         names.add(named)
     return found
@@ -134,7 +134,7 @@ def _read_file(path: Path) -> str:
         if path.is_dir():
             raise _error(path, "is a folder; name a file")
         if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the most that the API server accepts")
+            raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the API server's limit")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise _error(

@@ -201,7 +201,7 @@ takes a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return violations of the schema by a defaulted manifest: all, or the first MOST_PROBLEMS."""
+    """Return where a defaulted manifest violates the schema, at most MOST_PROBLEMS places."""
     errors = list(islice(_validator().iter_errors(manifest), 2 * MOST_PROBLEMS))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)

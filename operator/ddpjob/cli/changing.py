@@ -75,12 +75,14 @@ def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
         except Mistake as mistake:
             patience.bear(mistake)
         if time.monotonic() > end:
-            raise Mistake(f"{job}: its pods have not ended within {timeout} s")
+            raise Mistake(f"{job}: its pods did not end within {timeout} s")
         time.sleep(0.3)
 
 
 @command_of_job
-@click.option("--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds for the pods to end.")
+@click.option(
+    "--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds to wait for the pods to end."
+)
 @with_backend
 def restart(backend: Backend, job: str, timeout: int) -> None:
     """Replace all pods of a job: suspend it, wait until they have ended, resume it. Costs nothing of the budget.
@@ -134,7 +136,7 @@ def kill(backend: Backend, pod: str) -> None:
 
 
 @command_of_job
-@click.option("--now", is_flag=True, help="Kill, without time to save a checkpoint.")
+@click.option("--now", is_flag=True, help="Kill the pods without time to save a checkpoint.")
 def stop(job: str, now: bool) -> None:
     """Stop a run of this machine and all of its processes.
 

@@ -30,7 +30,7 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
         name = f"[{host}]" if ":" in host else host
         click.echo(f"jobs of {backend.where}: http://{name}:{bound}/?token={token}")
         if not is_loopback(host):
-            click.echo(f"{host}: the connection is not encrypted; others can read the token on its way", err=True)
+            click.echo(f"{host}: the connection is not encrypted; others can read the token on the way", err=True)
         click.echo("Ctrl-C ends it")
 
     with Fleet(backend) as fleet:
@@ -39,11 +39,13 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
             gate = OneSession(view, token, host)
             asyncio.run(serve(gate, host=host, port=port, started=started))
         except (socket.gaierror, UnicodeError) as error:
-            fault = error.strerror if isinstance(error, OSError) else "no name of a machine"
+            fault = error.strerror if isinstance(error, OSError) else "not the name of a machine"
             raise Mistake(f"--host {host}: {fault}; give an address of this machine") from error
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else error
-            raise Mistake(f"--host {host} --port {port}: {why}; another --port, or 0 for any free one") from error
+            raise Mistake(
+                f"--host {host} --port {port}: {why}; choose another --port, or 0 for any free one"
+            ) from error
         except KeyboardInterrupt:
             return 0
     return 0

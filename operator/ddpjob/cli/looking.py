@@ -20,7 +20,7 @@ from ddpjob.client.texts import job_text
 
 
 class _Output(click.Choice[str]):
-    """Of `get`: one of a few words, or a template of paths."""
+    """Format of `get`: one of a few words, or a template of paths."""
 
     def __init__(self) -> None:
         super().__init__(["table", "wide", "name", "json", "yaml", "jsonpath=TEMPLATE"])
@@ -95,7 +95,9 @@ def _watch(backend: Backend, job: str | None, output: str | PathTemplate, *, eve
 
 @root.command()
 @click.argument("job", required=False, shell_complete=complete_job, callback=bare)
-@click.option("--once", is_flag=True, help="Print it once; also where the output is no terminal.")
+@click.option(
+    "--once", is_flag=True, help="Print the table once. This is the default when the output is not a terminal."
+)
 @click.option("--interval", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS",
               help="Between two looks.")  # fmt: skip
 @with_backend
@@ -196,7 +198,7 @@ def show(folder: Path) -> None:
             for line in curves(found.metrics, found.name):
                 print_line(line)
         except Mistake:  # Of a job that runs: it may be waited for.
-            print_line(f"{found.name}: its metrics hold no step")
+            print_line(f"{found.name}: its metrics contain no step")
 
 
 @command_of_job
@@ -244,7 +246,7 @@ def why(backend: Backend, job: str) -> int:
     "-f",
     "--follow",
     is_flag=True,
-    help="Keep printing, also of pods that replace others, until the job ends; a POD's log until the pod ends.",
+    help="Keep printing until the job ends, and include replacement pods. With a POD, until that pod ends.",
 )
 @click.option(
     "--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot, the first number in a pod's name."
@@ -258,13 +260,17 @@ def why(backend: Backend, job: str) -> int:
     'lines marked as another rank\'s are left out (spec.torchrunArgs: ["--tee=3"] marks all).',
 )
 @click.option("--coordinator", is_flag=True, help="The coordinator's pods too.")
-@click.option("--previous", is_flag=True, help="Of the container before the present one.")
-@click.option("--since", metavar="5m", help="Only lines of so long ago, such as 30s, 5m or 2h.")
+@click.option("--previous", is_flag=True, help="Print the log of the previous container.")
+@click.option("--since", metavar="5m", help="Only lines newer than this, such as 30s, 5m or 2h.")
 @click.option(
-    "--tail", type=click.IntRange(0), help="Only the last lines of each pod; with -f, all of pods that come later."
+    "--tail",
+    type=click.IntRange(0),
+    help="Only the last lines of each pod. With -f, pods that start later are printed in full.",
 )
 @click.option(
-    "--prefix/--no-prefix", default=None, help="INDEX-ATTEMPT and ranks before each line; default for a whole job."
+    "--prefix/--no-prefix",
+    default=None,
+    help="Begin each line with INDEX-ATTEMPT and the ranks. Default for a whole job.",
 )
 @in_place
 def logs(
@@ -347,7 +353,7 @@ def events(backend: Backend, job: str) -> None:
 @command_of_job
 @click.option("--for", "goal", type=click.Choice(["end", "Complete", "Running", "Suspended"]), default="end",
               show_default=True, help="What to wait for.")  # fmt: skip
-@click.option("--timeout", metavar="1h", help="Give up after so long; exit code 124.")
+@click.option("--timeout", metavar="1h", help="Give up after this time, with exit code 124.")
 @in_place
 def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
     """Wait until a job has ended, or is in a state. Unlike `kubectl wait` it ends when the job fails.
@@ -379,7 +385,7 @@ def stacks(backend: Backend, job: str, index: tuple[int, ...]) -> None:
     pods = [p for p in backend.pods(job) if p.index is not None and p.state == "Running"]
     pods = [p for p in pods if not index or p.index in index]
     if not pods:
-        raise Mistake(f"{job}: no pod runs{' in these slots' if index else ''}")
+        raise Mistake(f"{job}: no pod is running{' in these slots' if index else ''}")
     for pod, text in taken(backend, pods):
         print_line(f"--- pod {pod.name}")
         print_line(text)

@@ -82,7 +82,7 @@ def _place_last(words: list[str]) -> list[str]:
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Of an output that takes no more."""
+"""Errors of an output that accepts nothing more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except SystemFault as fault:
         if fault.error.filename is None and fault.error.errno == errno.ENOENT:  # os.getcwd() names no file
-            print_note("the current folder does not exist any more; change to another one")
+            print_note("the current folder no longer exists; change to another one")
             return EXIT_MISTAKE
         if fault.error.filename is None:
             if fault.error.errno not in _OUTPUT_ERRORS:

@@ -92,7 +92,7 @@ class PathTemplate:
         if stray := next((part[3] for part in parts if part[3]), ""):
             raise ValueError(f"a {stray} without its partner in {template!r}; write a path as {{.status.phase}}")
         if not any(part[1] is not None for part in parts):
-            raise ValueError(f"no path in {template!r}; write it in braces, as {{.status.phase}}")
+            raise ValueError(f"there is no path in {template!r}; write it in braces, as {{.status.phase}}")
         self._steps = self._read(iter(parts), within=False)
 
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
@@ -141,7 +141,7 @@ def _unquoted(text: str) -> str:
         inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
         return str(json.loads(f'"{inner}"'))
     except ValueError:
-        raise ValueError(f"{text} is no quoted text") from None
+        raise ValueError(f"{text} is not quoted text") from None
 
 
 def _path(text: str) -> Any:
@@ -149,7 +149,7 @@ def _path(text: str) -> Any:
 
     rest = text.removeprefix("$").removeprefix("@")
     if rest and rest[0] not in ".[":
-        raise ValueError(f"{{{text}}} is no path; write it as {{.status.phase}}")
+        raise ValueError(f"{{{text}}} is not a path; write it as {{.status.phase}}")
     rest = _ESCAPED.sub(lambda name: "['" + re.sub(r"\\(.)", r"\1", name[1]) + "']", rest)
     try:
         return jsonpath.compile("$" + ("" if rest == "." else rest))

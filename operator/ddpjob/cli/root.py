@@ -1,4 +1,4 @@
-"""The command `ddpjob` without its commands: what they share, and what they are to each other."""
+"""The root command `ddpjob`: what its commands share, and how they are grouped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpjob.missing_package import installed_version
 _ROOT = """\
 PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
 
-Jobs of a cluster and of this machine have the same commands. Without --local or --cluster a command means
+Jobs of a cluster and of this machine have the same commands. Without --local or --cluster a command refers to
 this machine where `ddpjob run` was used ($DDPJOB_RUNS, else ./runs, holds a job), else the cluster of the kubeconfig;
 -n, --context and --kubeconfig mean the cluster, and so does `kubectl ddp`. DDPJOB_PLACE=local or cluster decides it.
 

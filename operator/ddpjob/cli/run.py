@@ -40,8 +40,8 @@ def ready(file: str, name: str | None, options: Options) -> Ready:
     """Make all checks that need no folder. Raises BadInput."""
     if platform.system() != "Linux":
         raise BadInput(
-            f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` and the commands"
-            " for a cluster need none"
+            f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` and the commands "
+            f"for a cluster work here"
         )
     body = new_body(read_job(file, name), utc_now())
     job = DDPJob.read(body)
@@ -79,7 +79,7 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
         if fresh and storage.url:
             raise BadInput(
                 f"--fresh: the job would resume from its copies in {storage.url} (spec.storage.checkpoints.url);"
-                " give it another metadata.name, or remove its folder there and"
+                " choose a different metadata.name, or remove its folder there and"
                 f" {shortest(job.folder.checkpoints)} here"
             )
         # Before checkpoints are set aside, because nothing begins without ports.

@@ -12,7 +12,7 @@ from ddpjob.client.backends.backend import ENDED, Backend
 from ddpjob.client.texts.job_text import phase, restart_line, why
 
 WAITING_SECONDS = 30.0
-"""Between two lines of progress of a job that is waited for."""
+"""Seconds between two lines of progress while waiting for a job."""
 
 
 def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> int:

@@ -78,8 +78,8 @@ class HostWatch(Informer[HostView]):
         if not self._logged_forbidden:
             self._logged_forbidden = True
             log.warning(
-                "nodes are not watched: a lost one is only detected by the silence of its pods (%s). "
-                "To watch them, grant the operator get, list and watch of nodes by a ClusterRole",
+                "nodes are not watched, so a lost node is detected only when its pods fall silent (%s). To watch "
+                "nodes, grant the operator get, list and watch of nodes by a ClusterRole",
                 error,
             )
         self.listed.set()  # There is nothing to wait for without them.

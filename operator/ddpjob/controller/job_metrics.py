@@ -60,20 +60,20 @@ RESTARTS = Counter(
 )
 TO_PODS = Histogram(
     "ddpjob_time_to_pods_seconds",
-    "From a job's start, or its resumption, until all its pods have a Kubernetes node",
+    "Time from a job's start, or its resumption, until all its pods have a Kubernetes node",
     buckets=_STARTS,
 )
 TO_RUNNING = Histogram(
     "ddpjob_time_to_running_seconds",
-    "From a job's start, or its resumption, until its group runs; starts that broke before are left out",
+    "Time from a job's start, or its resumption, until its group runs; starts that broke before that are left out",
     buckets=_STARTS,
 )
 TO_FIRST_STEP = Histogram(
-    "ddpjob_time_to_first_step_seconds", "From a job's start until its first step is reported", buckets=_STARTS
+    "ddpjob_time_to_first_step_seconds", "Time from a job's start until its first step is reported", buckets=_STARTS
 )
 RECOVERY = Histogram(
     "ddpjob_recovery_seconds",
-    "From a break until the next step (for scripts that report no steps: until the group runs), by cause; "
+    "Time from a break until the next step (or until the group runs, if the script reports no steps), by cause; "
     "planned restarts are left out",
     ["reason"],
     buckets=_RECOVERIES,
@@ -291,9 +291,9 @@ _TEXTS = {
         "Time that nodes have trained, summed over a job's nodes: without starts, restarts and stalls",
     "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
     "ddpjob_train_copy_timestamp_seconds":
-        "Unix time at which the newest checkpoint that is in the bucket was saved, as reported",
+        "Unix time at which the newest checkpoint in the bucket was saved, as reported",
     "ddpjob_train_copy_behind_seconds":
-        "For how long a checkpoint has been on its machine alone while none reached the bucket, as reported",
+        "Time for which a checkpoint has existed only on its machine while none reached the bucket, as reported",
     "ddpjob_train_epoch": "Epoch that the script has reported",
     "ddpjob_train_step": "Step that the script has reported; falls back to the checkpoint's after a break",
     "ddpjob_train_planned_steps": "Steps that the whole training takes, as reported",
@@ -362,7 +362,7 @@ _Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
 
 def _make_families() -> _Families:
     jobs, others = "Jobs by phase, in the shards for which this replica acts", "ddpjob_operator_jobs_without_series"
-    beyond = f"Jobs beyond the first {MOST_JOBS}, which have no series of their own"
+    beyond = f"Jobs beyond the first {MOST_JOBS}, which get no series of their own"
     families: _Families = {
         "ddpjob_jobs": GaugeMetricFamily("ddpjob_jobs", jobs, labels=["phase"]),
         others: GaugeMetricFamily(others, beyond, labels=[]),

@@ -342,7 +342,7 @@ class KubernetesCluster:
                     flavor = await self.rest.request("GET", f"{_KUEUE}/resourceflavors/{name}")
                 except ApiError as error:
                     # Without the flavor, pods would use machines that the quota does not cover.
-                    why = f"it is admitted, and the operator cannot read ResourceFlavor {name}: {error.message}"
+                    why = f"the job is admitted, but the operator cannot read ResourceFlavor {name}: {error.message}"
                     return replace(workload, admitted=False, grant=None, message=why)
                 spec = flavor.get("spec") or {}
                 more = {"tolerations": spec.get("tolerations")}
@@ -507,7 +507,7 @@ class KubernetesCluster:
                 # Two requests collided at a ResourceQuota.
                 raise Unavailable(str(error)) from error
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD) and "namespace" not in error.message:
-                raise Refused(error.status, f"this cluster does not serve it any more: {error.message}") from error
+                raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
             elif error.status == 404:
                 # The namespace is gone, so the job is gone too or soon will be.
                 raise Conflict from error
@@ -563,7 +563,7 @@ class KubernetesCluster:
     async def _own_or_taken(self, job: DDPJob, manifest: Json) -> None:
         found = await self._find(kind_of(manifest), job.namespace, manifest["metadata"]["name"])
         if found is None:
-            raise NameTaken("an object of this name existed a moment ago")
+            raise NameTaken("an object with this name existed a moment ago")
         self._made(kind_of(manifest), found)
         if manifest["kind"] == "ConfigMap":
             return  # `_share` judges it.
@@ -575,13 +575,14 @@ class KubernetesCluster:
             if not any(o["uid"] == job.uid for o in owners):
                 raise NameTaken("it belongs to an earlier job of this name and is still being removed")
             if "deletionTimestamp" in found["metadata"]:
-                raise NameTaken("an object of this name is still being removed")
+                raise NameTaken("an object with this name is still being removed")
             if labels.get(LABEL_MANAGED) != MANAGED_BY:
                 # A user has removed the label, so no watch shows the object.
                 self._note_found(job, manifest["kind"], manifest["metadata"]["name"])
             return
         raise NameTaken(
-            "an object of this name exists and does not belong to this job: remove it, or give the job another name"
+            "an object with this name exists and does not belong to this job; remove it, or choose a different name "
+            "for the job"
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
@@ -655,7 +656,7 @@ class KubernetesCluster:
             if error.status not in (404, 409):
                 raise Refused(error.status, error.message) from error
             self.caches.forget("ConfigMap", job.namespace, name)
-            raise _Collected("an object of this name existed a moment ago") from error
+            raise _Collected("an object with this name existed a moment ago") from error
         self.caches.take("ConfigMap", patched)
 
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
@@ -850,5 +851,6 @@ def _path(kind: str, namespace: str, name: str) -> str:
 
 
 _NOT_THE_RUNTIME = (
-    "a ConfigMap of this name exists that is not the operator's, or not as it was made: remove it, and it is made again"
+    "a ConfigMap with this name exists that the operator did not make, or that was changed; remove it, and the "
+    "operator makes it again"
 )

@@ -266,7 +266,11 @@ async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIter
         if operator.schema.missing:
             text = f"the DDPJob definition (CRD) in the cluster lacks fields, see the log; {REMEDY}"
             return web.Response(status=503, text=text)
-        return web.Response(text="ok") if operator.ready else web.Response(status=503, text="not all is read yet")
+        return (
+            web.Response(text="ok")
+            if operator.ready
+            else web.Response(status=503, text="the first lists are incomplete")
+        )
 
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
     runner = web.AppRunner(app, access_log=None)

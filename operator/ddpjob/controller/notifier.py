@@ -81,7 +81,7 @@ class Receivers:
             raise Unsent("the Secret of the chart's notify.secretName holds no URL for this receiver") from None
         if not usable:
             raise Unsent(
-                "what the Secret of the chart's notify.secretName holds is not a URL that begins with https://"
+                "the value in the Secret of the chart's notify.secretName is not a URL that begins with https://"
             )
         return url
 

@@ -128,7 +128,7 @@ class ServedSchema:
         metrics.MISSING_FIELDS.set(len(missing))
         if not missing:
             if changed:
-                log.info("the DDPJob definition (CRD) in the cluster holds all fields that this operator writes")
+                log.info("the DDPJob definition (CRD) in the cluster has all fields that this operator writes")
             self._fits.set()
             return
         self._fits.clear()
@@ -137,7 +137,7 @@ class ServedSchema:
             self._logged = now
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             log.error(
-                "this operator does nothing for any job: the DDPJob definition (CRD) in the cluster lacks %s%s, which "
+                "this operator acts on no job, because the DDPJob definition (CRD) in the cluster lacks %s%s, which "
                 "the API server would drop. Running pods are not touched. Apply the definition of this release: %s",
                 *(", ".join(missing[:_SHOWN]), more, REMEDY),
             )

@@ -73,7 +73,7 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
         if lacking:
             some = f"{lacking[0]} and {len(lacking) - 1} more" if len(lacking) > 1 else lacking[0]
             found = f"Kubernetes nodes of the job without a value of {label}: {some}"
-            return False, "LabelsMissing", f"{found}; each is a place of its own: label it, or correct rankOrder"
+            return False, "LabelsMissing", f"{found}; each counts as a place of its own; label it, or correct rankOrder"
     ranked = {pod.name: None for pod in placed}
     if list(ranked) != [name for name in order_pods(view) if name in ranked]:
         why = "the group formed before the places of its nodes were known, or they or rankOrder have changed since"

@@ -72,7 +72,7 @@ class FleetView:
         closed: the viewer has left in another window, or has different rights now.
         """
         if self.closed.is_set():
-            raise AccessRefused(401, "Open the page again", "This view was closed while the page was made.")
+            raise AccessRefused(401, "Open the page again", "This view was closed while its page was rendered.")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:

@@ -198,7 +198,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         moment = (restart.time - begin).total_seconds()
         broke = max(at, moment)
         kind = "unknown" if unlisted and position == 0 else "round"
-        what = f"round {number}" if kind == "round" else "earlier restarts, which the status does not list any more"
+        what = f"round {number}" if kind == "round" else "earlier restarts, which the status no longer lists"
         add(at, broke, kind, f"{what}: {duration(broke - at)}")
         breaks = ((later.time - begin).total_seconds() for later in restarts[position + 1 :] if later.round)
         following = max(broke, next(breaks, whole))

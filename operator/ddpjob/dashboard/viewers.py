@@ -127,7 +127,7 @@ class Viewers:
             return await self._view(token, chosen)
         except NotKnown as unknown:
             self._sessions.pop(session, None)
-            raise _ask_to_sign_in(f"The token is not valid, or not any more: {unknown}") from unknown
+            raise _ask_to_sign_in(f"The token is invalid or has expired: {unknown}") from unknown
 
     def _private(self, request: web.Request) -> None:
         """Refuse tokens unless they are sent over TLS or through a port-forward.
@@ -139,8 +139,8 @@ class Viewers:
         if not (request.secure or proxied or is_loopback(name)):
             raise AccessRefused(
                 403,
-                "Not over an encrypted connection",
-                "A token would be readable on its way. Use https, or `kubectl port-forward`; a proxy that ends TLS "
+                "The connection is not encrypted",
+                "Others could read a token on its way. Use https, or `kubectl port-forward`; a proxy that ends TLS "
                 "must send X-Forwarded-Proto: https, and its host be one of the chart's dashboard.hosts.",
             )
 
@@ -177,7 +177,7 @@ class Viewers:
         moved = web.HTTPSeeOther("/")
         if token:
             if not _TOKEN.fullmatch(token):
-                raise _ask_to_sign_in("This is no bearer token: it holds other characters.", 400)
+                raise _ask_to_sign_in("This is not a bearer token: it contains characters that no token has.", 400)
             try:
                 user = await self._in_turn(lambda: self._judge(token, _user))
             except NotKnown as unknown:
@@ -346,7 +346,7 @@ class Viewers:
         greedy = most > owned[_owner(user)] + 1
         closable = [key for key, view in left if (_owner(view.user) == greediest if greedy else not view.streams)]
         if not closable:
-            raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are here already")
+            raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are connected already")
         self._forget(closable[0])
 
     async def _look_after(self) -> None:
@@ -430,7 +430,11 @@ def _namespaces(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", text[:2000]) if name))
     wrong = [name for name in names if not _LABEL.fullmatch(name)]
     if wrong or len(names) > MOST_NAMESPACES:
-        what = f"{wrong[0][:63]!r} is no name of a namespace" if wrong else f"more than {MOST_NAMESPACES} namespaces"
+        what = (
+            f"{wrong[0][:63]!r} is not a valid name of a namespace"
+            if wrong
+            else f"more than {MOST_NAMESPACES} namespaces"
+        )
         raise _ask_to_sign_in(f"Namespaces: {what}.", 400)
     return names
 
@@ -440,7 +444,7 @@ def _own_form(request: web.Request) -> None:
     origin = request.headers.get("Origin", "")
     site = request.headers.get("Sec-Fetch-Site")
     if urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower() or site not in (None, "same-origin"):
-        raise AccessRefused(403, "Refused", "Another site has sent this form.")
+        raise AccessRefused(403, "Refused", "This form was sent from another site.")
 
 
 def _cookie(request: web.Request) -> str:

@@ -189,7 +189,7 @@ class Dashboard:
             return
         site = request.headers.get("Sec-Fetch-Site", "none")
         if site not in ("none", "same-origin") and request.headers.get("Sec-Fetch-Mode") != "navigate":
-            raise AccessRefused(403, "Refused", "Another site has asked for this.")
+            raise AccessRefused(403, "Refused", "This request came from another site.")
         if request.path not in self._gates_own:
             request[_VIEW] = await self.gate.admit(request)
 
@@ -296,7 +296,7 @@ class Dashboard:
     async def curves(self, request: web.Request) -> web.Response:
         """Answer with JSON for the page's script.
 
-        On a cluster the trainer's file is read, in a pod, only with `pods=1`.
+        On a cluster, the trainer's file is in a pod and is read only with `pods=1`.
         """
         key, view = _key(request), _view(request)
         in_pods = request.query.get("pods") == "1" and view.commands
@@ -339,7 +339,9 @@ class Dashboard:
         backend = _backend(view, key)
         read = await self._read(view, key)
         if not pod and len(newest_pods(read.pods)) > _LOG_PODS:
-            raise web.HTTPBadRequest(reason=f"of more than {_LOG_PODS} pods only one is read at a time: choose a pod")
+            raise web.HTTPBadRequest(
+                reason=f"of more than {_LOG_PODS} pods only one can be read at a time; choose a pod"
+            )
         view.log_streams += 1
         stop = threading.Event()
         lines: queue.Queue[str | None] = queue.Queue(_BATCH)
@@ -426,7 +428,7 @@ def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
             note = str(mistake) if in_pods else ""
     row = view.fleet.row(key)
     unit = "steps/s" if row is not None and "steps" in row.speed else "samples/s"
-    source = "what the job has reported since the dashboard was started"
+    source = "values that the job has reported since the dashboard was started"
     more = view.commands and not backend.local
     return {**reported_curves(view.fleet.samples(key), unit), "source": source, "more": more, "note": note}
 

@@ -251,7 +251,7 @@ def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) 
         placed: Report = _on_our_clock(report, received, ahead)
         return placed
     except RecursionError:
-        raise ValueError("its JSON is nested deeper than Python reads") from None
+        raise ValueError("its JSON is nested too deeply") from None
     except OverflowError as error:
         raise ValueError(f"a number or a time is out of bounds: {error}") from None
 

@@ -79,13 +79,13 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
 
 def _failed(defect: Exception) -> Event:
     what = escaped(f"{type(defect).__name__}: {defect}")
-    whose = "a defect of the operator, whose log has the traceback"
+    whose = "a defect of the operator; its log has the traceback"
     if isinstance(defect, Refused):
         what, whose = (
             f"the API server refuses the job's status: {defect}",
-            "an admission policy, or a right that is missing",
+            "an admission policy or a missing right",
         )
-    advice = f"{whose}; the job stays as it is until a later try succeeds"
+    advice = f"{whose}; the job stays as it is until a retry succeeds"
     return Event(True, "ReconcileFailed", event_text(what, advice), once=True)
 
 

@@ -60,8 +60,9 @@ def find(marks: Mapping[str, str]) -> list[int]:
 def _environment(process: str) -> bytes:
     """Return a process' environment. Raises OSError if it has ended, or is another user's.
 
-    A process that is just executing a new program (exec) has no environment yet, so this waits. If
-    it were overlooked, it would outlive the processes that are found and killed.
+    A process that is just executing a new program (exec) has no environment yet, so this
+    waits. Otherwise the process would be overlooked, and would survive when the job's processes
+    are killed.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:

@@ -304,7 +304,8 @@ class Runner:
         except OSError as error:
             if not self._unrecorded:
                 self._note(
-                    f"{self.folder.status}: {error.strerror}: training continues; other commands see what was before"
+                    f"{self.folder.status}: {error.strerror}: training continues; other commands see the previous "
+                    f"status"
                 )
             self._unrecorded = True
         else:

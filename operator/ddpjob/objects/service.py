@@ -24,7 +24,8 @@ from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
 """The package `ddpjob_runtime`; job pods run it by its path."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""The package next to it that training scripts import; it needs `ddpjob_bucket` and `ddpjob_pod`."""
+"""The package next to it that training scripts import; it needs `ddpjob_bucket` and `ddpjob_pod`.
+"""
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:

@@ -114,7 +114,7 @@ class HangWatch:
 
     @property
     def limit(self) -> float | None:
-        """After how many seconds the next step is overdue; None while the pace is not known."""
+        """Seconds after which the next step is overdue; None while the pace is unknown."""
         if self.hang_after is not None:
             return self.hang_after
         if self._reports < LEAST_REPORTS:

@@ -92,7 +92,7 @@ def main() -> NoReturn:
     try:
         torchrun(sys.argv[1:], client, shutdown, mode, fork_server, cold, preflight, data)
         if not client.done:
-            raise RuntimeError("torchrun has given up, and the group has not finished")
+            raise RuntimeError("torchrun gave up before the group finished")
         shutdown.exit(protocol.EXIT_DONE, "Done", "")
     except InitFailure as error:
         if client.wait_welcome(REPORT_SECONDS):
@@ -116,7 +116,7 @@ def grace_seconds() -> float:
     try:
         return max(0.5, float(text) - 2.0)
     except ValueError:
-        log(f"DDPJOB_GRACE_SECONDS must be a number of seconds, not {text!r}; takes 30")
+        log(f"DDPJOB_GRACE_SECONDS must be a number of seconds, not {text!r}; using 30")
         return 28.0
 
 
@@ -297,7 +297,9 @@ def processes_per_node() -> int:
 
 
 def torchrun_options() -> str:
-    """Return the arguments before `--`, without the script, whose own options may have the same names."""
+    """Return the arguments before `--`, without the script, whose own options may have the same
+    names.
+    """
     options = sys.argv[1:]
     return " ".join(options[: options.index("--")] if "--" in options else options)
 
@@ -305,7 +307,7 @@ def torchrun_options() -> str:
 def why_cold(parsed: Any) -> str:
     """Return why the arguments do not allow workers to be forked; empty if they do."""
     if parsed.no_python:
-        return "with --no-python every worker starts a program of its own; name a Python script or module instead"
+        return "with --no-python every worker starts a separate program; name a Python script or module instead"
     if parsed.run_path:
         return "with --run-path torchrun starts the workers itself; remove it"
     return ""
@@ -322,7 +324,7 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
         return ""
     import torch
 
-    return f"torch {torch.__version__} starts its workers in an unknown way; use another version from 2.6 on"
+    return f"torch {torch.__version__} starts its workers in an unknown way; use a different version, 2.6 or later"
 
 
 def require_torchrun() -> Any:
@@ -343,7 +345,7 @@ def require_torchrun() -> Any:
         import torch
 
         why = f"this torch is not supported: {torch.__version__} has no {', '.join(lacks)}"
-        raise InitFailure(f"{why}; use an earlier version from 2.6 on, or a later release of DDPJob")
+        raise InitFailure(f"{why}; use an earlier version (2.6 or later), or a later release of DDPJob")
     return run
 
 

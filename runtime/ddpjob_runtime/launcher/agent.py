@@ -35,8 +35,8 @@ from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
 
 POLL_SECONDS = 0.005
 ABORTED = (
-    ": a library gave up, and the pod's log ends with its reason. With GPUs it is mostly NCCL's watchdog: a device has"
-    " failed, or a collective took longer than its time-out"
+    ": a library gave up, and the pod's log ends with its reason. With GPUs it is usually NCCL's watchdog, because a "
+    "device failed or a collective timed out"
 )
 """Added to the message of a worker that ended by SIGABRT without an exception. The reason is
 only in its output."""
@@ -46,14 +46,15 @@ that it had set (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader reports in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
-"""How long workers may take to be gone after SIGKILL. The kernel needs its time for much memory,
-or for a device."""
+"""How long workers may take to end after SIGKILL. The kernel needs time to release much memory
+or a device.
+"""
 TRACKER_SECONDS = 1.0
 """How long resource trackers may take to end. One stays while a process outside its session uses
 it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""How long workers may take to be gone when this node ends. The end of its container removes
+"""How long workers may take to end when this node ends. The end of its container removes
 leftover processes."""
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 """Seconds between SIGTERM and SIGKILL when the round is broken, because its step can no longer
@@ -103,7 +104,7 @@ class CoordinatedAgent(LocalElasticAgent):
                 super()._rendezvous(worker_group)
                 break
             except dist.DistStoreError as error:  # a node died between the rendezvous and its first key
-                log(f"the round came apart ({str(error)[:200]}); waits for the next one")
+                log(f"the round broke ({str(error)[:200]}); waiting for the next one")
         self._round = worker_group.spec.rdzv_handler.number
 
     # ---- workers
@@ -209,7 +210,7 @@ class CoordinatedAgent(LocalElasticAgent):
             self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.SUCCEEDED:
             assert self._round is not None
-            log("all workers of this node have finished; waits for the other nodes")
+            log("all workers of this node have finished; waiting for the other nodes")
             if not self._client.wait_verdict(self._round):
                 return self._restart_for_peer(worker_group)
         return result

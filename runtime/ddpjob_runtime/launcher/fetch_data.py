@@ -160,9 +160,11 @@ class Fetch:
             try:
                 return self._fetch_listed()
             except Changed as error:
-                log(f"data: {error}: the bucket is listed again")
+                log(f"data: {error}; listing the bucket again")
                 self._pause(min(LONGEST_PAUSE, 2.0**attempt), self._cancelled)
-        raise BucketRefusal(f"{self._url} changes all the time; name a folder whose objects stay as they are")
+        raise BucketRefusal(
+            f"{self._url} keeps changing while it is listed; point storage.data.url at a folder that nothing writes to"
+        )
 
     def _fetch_listed(self) -> None:
         reader = Reader(self._settings.place, self._settings.credentials)
@@ -334,7 +336,7 @@ class Fetch:
                             raise FetchAbandoned
                 if counted < remote.size:
                     reader.close()
-                    raise Away(f"{self._url}/{remote.name} has ended after {counted} of {remote.size} bytes")
+                    raise Away(f"{self._url}/{remote.name} ended after {counted} of {remote.size} bytes")
                 file.flush()
                 os.fsync(file.fileno())
             except BaseException:
@@ -380,7 +382,7 @@ class Fetch:
                 if not known or failures > 3:  # Only one of eight downloads logs it.
                     log(f"data: {error}; tries again in {pause:.0f} s")
                 if not self._total:
-                    self._say(f"waits for the bucket with the data: {error}")
+                    self._say(f"waiting for the bucket with the data: {error}")
             self._pause(pause, ended)
 
     def _pause(self, seconds: float, ended: Callable[[], bool]) -> None:
@@ -446,7 +448,7 @@ class Sums:
         for kind, found in (("sha256", self._sha256.digest()), ("crc32", self._crc32.to_bytes(4, "big"))):
             text, own = said(f"x-amz-checksum-{kind}", ""), base64.b64encode(found).decode()
             if text and "-" not in text and said("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT" and text != own:
-                return f"its {kind.upper()} is {own}, and the server says {text[:100]}"
+                return f"its {kind.upper()} is {own}, and the server reports {text[:100]}"
         return ""
 
 
@@ -482,7 +484,7 @@ def why_not_a_file(name: str) -> str:
     if any(part in ("", ".", "..") for part in parts):
         return "its name has an empty part, '.' or '..'"
     if parts[0].startswith(OWN):
-        return f"names that begin with {OWN} are the runtime's own"
+        return f"names that begin with {OWN} are reserved for the runtime"
     if any(len(part.encode(errors="surrogatepass")) > 255 for part in parts):
         return "a part of its name has more than 255 bytes"
     return ""

@@ -66,7 +66,7 @@ from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, lo
 PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
-"""After this long without an order, the fork server imports torch's compiler, which some scripts
+"""Seconds without an order after which the fork server imports torch's compiler, which some scripts
 need (see late_dynamo). An order that arrives meanwhile has to wait, and losses are not rare in a
 job's first seconds."""
 POLL_SECONDS = 0.002
@@ -135,7 +135,10 @@ class ForkServer:
         self._ended: dict[int, int] = {}
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
-            self._refusal = f"Python runs threads when it starts in this image ({threads}), and no fork survives that"
+            self._refusal = (
+                f"Python starts threads at its start in this image ({threads}), and forked "
+                f"processes do not survive that"
+            )
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
         """Wait until it has imported everything.
@@ -150,7 +153,7 @@ class ForkServer:
             try:
                 self._hear(block=True)
             except ForkServerEnded:
-                self._refusal = f"importing {self._importing or 'torch'} (DDPJOB_PRELOAD) has ended the process"
+                self._refusal = f"importing {self._importing or 'torch'} (DDPJOB_PRELOAD) ended the process"
         if self._refusal:
             self.close()
         return self._refusal
@@ -322,7 +325,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
     Return why workers must not be forked from this process; empty if they can be.
     """
     if why := _find_obstacle():
-        return f"{why} when Python starts or torch is imported in this image, and no fork survives that"
+        return f"{why} when Python starts or torch is imported in this image, and forked processes do not survive that"
     asked = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"  # torch.cuda.is_available() then asks without initializing CUDA
     for name in modules:
@@ -334,7 +337,10 @@ def _import(modules: list[str], orders: socket.socket) -> str:
         except BaseException as error:
             return f"importing {name} (DDPJOB_PRELOAD) fails: {type(error).__name__}: {error}"
         if why := _find_obstacle():
-            return f"{why} when {name} is imported, and no fork survives that; remove it from DDPJOB_PRELOAD"
+            return (
+                f"{why} when {name} is imported, and forked processes do not survive that; remove it "
+                f"from DDPJOB_PRELOAD"
+            )
     del os.environ[NVML_CHECK]
     if asked is not None:
         os.environ[NVML_CHECK] = asked
@@ -354,9 +360,12 @@ def _import_compiler(orders: socket.socket) -> None:
     gc.freeze()
     try:
         if why := _find_obstacle():
-            _send(orders, ready=f"{why} when torch._dynamo is imported in this image, and no fork survives that")
+            _send(
+                orders,
+                ready=f"{why} when torch._dynamo is imported in this image, and forked processes do not survive that",
+            )
     except OSError as error:  # The script has too many processes now, which must not end running workers.
-        _send(orders, ready=f"it is not known whether a fork survives torch._dynamo: {error}")
+        _send(orders, ready=f"it is unknown whether a forked process survives torch._dynamo: {error}")
 
 
 def _find_obstacle() -> str:

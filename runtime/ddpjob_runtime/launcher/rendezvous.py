@@ -96,9 +96,9 @@ class CoordinatedRendezvous(RendezvousHandler):
                 return info
             except CAME_APART as error:
                 if self._client.must_restart(self.number):
-                    log(f"round {self.number} is over before it began: {self._client.why}")
+                    log(f"round {self.number} ended before it began: {self._client.why}")
                 else:
-                    log(f"round {self.number} came apart: {str(error)[:200]}")
+                    log(f"round {self.number} broke: {str(error)[:200]}")
 
     def _check_links(self, preflight: NodePreflight, info: Any) -> None:
         """Check the links before the workers start.

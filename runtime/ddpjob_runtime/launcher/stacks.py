@@ -42,7 +42,7 @@ def prepare() -> None:
         prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:
-        log(f"no stacks of hanging workers: {error}; give the pod a writable /tmp")
+        log(f"stacks of hanging workers cannot be written: {error}; give the pod a writable /tmp")
 
 
 def remove() -> None:
@@ -144,7 +144,9 @@ def _counters(pid: int) -> tuple[float, int, float] | None:
 
 
 def _processor_ticks(path: Path, session: int) -> int:
-    """Return the ticks of a process of the session and its ended children; 0 for others and for one that is gone."""
+    """Return the ticks of a process of the session and its ended children; 0 for others and for one
+    that is gone.
+    """
     try:
         fields = path.read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -153,9 +155,7 @@ def _processor_ticks(path: Path, session: int) -> int:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process handles the signal, which would end it otherwise.
-
-    It does not before it is prepared, nor while it runs a different program. Raises
+    """Whether the process handles the signal, which would otherwise end it. Raises
     FileNotFoundError or ProcessLookupError if there is no such process.
     """
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.M)

@@ -83,9 +83,9 @@ def test_cutout_is_the_papers() -> None:
 @pytest.mark.parametrize(
     ("keys", "shape", "message"),
     [
-        ({"erase": 1.5}, (3, 8, 8), r"data.erase: 1.5 is no probability"),
+        ({"erase": 1.5}, (3, 8, 8), r"data.erase: 1.5 is not a probability"),
         ({"erase": 0.1}, (5,), r"data.erase=0.1: erases a part of images"),
-        ({"cutout": 3}, (3, 8, 8), r"data.cutout: 3 is no even number"),
+        ({"cutout": 3}, (3, 8, 8), r"data.cutout: 3 is not an even number"),
         ({"cutout": 4}, (5,), r"data.cutout=4: erases a part of images"),
     ],
 )

@@ -431,7 +431,7 @@ def test_the_command_on_three_ranks_gives_the_same(
 
 def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
     path = str(trained / "step-000000016.pt")
-    with pytest.raises(CheckpointError, match=r"is of another model: .*Set model\.\*"):
+    with pytest.raises(CheckpointError, match=r"belongs to a different model: .*Set model\.\*"):
         evaluate_checkpoint.main([path, "model.width=8"])
     with pytest.raises(CheckpointError, match=r"cannot be read: No such file or directory; give an existing file"):
         evaluate_checkpoint.main([str(tmp_path / "none.pt")])
@@ -444,7 +444,10 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_evaluation(
 ) -> None:
     """A traceback was all that was left of it."""
     (tmp_path / "file").touch()
-    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"or set --output to another folder"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(CheckpointError, match=r"or set --output to a different folder"),
+    ):
         patched.setattr(evaluate_checkpoint, "_evaluate", None)
         evaluate_checkpoint.main([str(trained), "-o", str(tmp_path / "file" / "eval")])
 

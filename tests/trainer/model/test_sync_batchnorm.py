@@ -214,5 +214,5 @@ class NormAndActivation(nn.BatchNorm2d):
 
 
 def test_a_normalization_that_does_more_is_refused() -> None:
-    with pytest.raises(ConfigError, match="NormAndActivation of this model does more than to normalize"):
+    with pytest.raises(ConfigError, match="NormAndActivation of this model does more than normalize"):
         synchronize(nn.Sequential(NormAndActivation(3)), torch.device("cpu"))

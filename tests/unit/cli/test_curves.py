@@ -68,7 +68,7 @@ def test_a_plot_in_the_terminal() -> None:
     assert lines[0] == "j: 1 restart" and lines[1] == "loss" and lines[2].lstrip().startswith("8 █")
     assert lines[-1].split() == ["now", "90.00%,", "from", "50.00%", "to", "90.00%"]
     assert list(curves(row("step", 1, loss=100.0) + "\n" + row("step", 2, loss=0.1), "j"))[1].endswith("scale")
-    with pytest.raises(Mistake, match="j: its metrics hold no step yet"):
+    with pytest.raises(Mistake, match="j: its metrics contain no step yet"):
         list(curves("", "j"))
 
 
@@ -109,7 +109,7 @@ def test_plot_reads_the_metrics_of_this_machine(
     assert "scripts that call ddpjob_report.report(step=...)" in capsys.readouterr().err
     (job_folder("j").checkpoints / METRICS).write_bytes(b"x" * METRICS_BYTES + "\n".join(LINES).encode() + b"\xff")
     assert main(["--local", "plot", "j"]) == 0
-    note = "the beginning is not shown: only the last 8 MiB of run/metrics.jsonl are read"
+    note = "the beginning is not shown because only the last 8 MiB of run/metrics.jsonl are read"
     assert capsys.readouterr().out.startswith(f"j: at least 2 restarts; {note}\nloss\n")
     monkeypatch.setattr("ddpjob.cli.terminal_curves.draw", lambda text, job, output: None)
     assert main(["--local", "plot", "j", "-o", "j.png"]) == 0

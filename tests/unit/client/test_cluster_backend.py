@@ -313,7 +313,10 @@ def test_a_pod_that_prints_without_end_is_read_no_further_than_16_mib(
             sent += 1
             yield channel + b"x" * 65_535
 
-    with pytest.raises(Mistake, match=rf"^pod {POD.name}: its python3 printed more than 16 MiB, and was read no"):
+    with pytest.raises(
+        Mistake,
+        match=rf"^pod {POD.name}: its python3 printed more than 16 MiB, so reading stopped; check which program",
+    ):
         running(flood(), monkeypatch).run_in(POD, "print()")
     assert sent == 257, "frames of 64 KiB"
 

@@ -44,7 +44,9 @@ def test_a_deleted_job_that_a_finalizer_holds_says_so() -> None:
         "deletionTimestamp": "2026-01-01T11:58:00Z",
         "finalizers": ["foregroundDeletion", "example.com/hold"],
     }
-    assert "It was deleted 2m00s ago, and is left alone until whoever set the finalizer example.com/hold" in text(body)
+    assert "It was deleted 2m00s ago, and the operator leaves it alone until the finalizer example.com/hold" in text(
+        body
+    )
 
 
 def test_a_job_that_backs_off_names_the_failure() -> None:
@@ -62,9 +64,9 @@ def test_a_status_older_than_the_spec_is_said_to_be_so() -> None:
     """Where an admission policy refuses the status, an event alone says so."""
     body = job(phase="Running", conditions=[condition("Running", True, "GroupRuns")], observedGeneration=1)
     body["metadata"]["generation"] = 1
-    assert "before its spec changed" not in text(body)
+    assert "before its spec changed, because" not in text(body)
     body["metadata"]["generation"] = 2
-    assert "before its spec changed" in text(body) and "`ddpjob events j`" in text(body)
+    assert "before its spec changed, because" in text(body) and "`ddpjob events j`" in text(body)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_a_row_has_what_kubectl_shows() -> None:
 
 
 def test_a_job_that_no_operator_has_seen() -> None:
-    assert "no operator has looked at it" in text(job()) and "ddpjob doctor" in text(job())
+    assert "no operator has reconciled it" in text(job()) and "ddpjob doctor" in text(job())
 
 
 def test_a_job_of_another_controller() -> None:
@@ -167,7 +169,7 @@ def test_suspended_complete_running_and_interrupted() -> None:
     del done["status"]["startTime"]
     assert text(done) == "j is complete.", "it was suspended at its last step"
     del done["status"]["progress"]
-    assert "no step of it was seen: `ddpjob logs j`" in text(done), "perhaps it has printed that it needs GPUs"
+    assert "no step. `ddpjob logs j`" in text(done), "perhaps it has printed that it needs GPUs"
     done["spec"]["command"] = ["bash", "run.sh"]
     assert text(done) == "j is complete.", "nobody counts its steps"
     apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks formed no group: x")
@@ -175,20 +177,20 @@ def test_suspended_complete_running_and_interrupted() -> None:
     assert said.endswith("\nThe ranks formed no group: x.")
     again = {"step": 9, "stepsBefore": 7, "resumed": "unknown"}
     done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], progress=again)
-    assert "Whether the script continued from a checkpoint after the last restart is not known" in text(done)
+    assert "It is unknown whether the script continued from a checkpoint after the last restart" in text(done)
     running = job(phase="Running", nodes={"ready": 2, "spare": 1}, conditions=[condition("Running", True, "GroupRuns")])
     assert text(running) == "j trains on 2 nodes and 1 spare."
     for moment, quiet in {"11:59:31": False, "11:58:00": True}.items():
         running["status"]["progress"] = {"display": "step 7", "updatedAt": f"2026-01-01T{moment}Z"}
         assert text(running).startswith("j trains on 2 nodes and 1 spare. step 7")
-        assert ("This has not changed for 2m00s: `ddpjob stacks j` shows" in text(running)) == quiet
+        assert ("This has not changed for 2m00s. `ddpjob stacks j` shows" in text(running)) == quiet
     running["status"]["progress"] = {**again, "resumed": "no"}
-    assert "After the last restart the script seems to have begun again from step 0" in text(running)
+    assert "After the last restart the script seems to have started again from step 0, because" in text(running)
     assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
     last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": "WorkerFailed", "counted": True}
     failed = text(job(phase="Interrupted", restarts={"recent": [{**last, "message": "ValueError: x"}]}))
     assert "Last restart: " in failed and "ValueError: x" in failed, "it may be why it was stopped"
-    assert "no end was recorded" in text(job({"image": ""}, phase="Interrupted")), "one of which a folder is left"
+    assert "its end was not recorded" in text(job({"image": ""}, phase="Interrupted")), "one of which a folder is left"
 
 
 def test_each_condition_has_the_row_of_its_own_table() -> None:
@@ -285,7 +287,10 @@ def test_a_job_of_a_newer_release_is_a_line() -> None:
     body = {"metadata": {"name": "j", "uid": "1"},
             "spec": {"image": "a", "script": "s", "recovery": {"mode": "Turbo"}, "runPolicy": {"cleanPodPolicy": "x"}},
             "status": {"phase": "Running"}}  # fmt: skip
-    says = r"^j: this client cannot read spec\.recovery\.mode, spec\.runPolicy\.cleanPodPolicy, as of a newer release"
+    says = (
+        r"^j: this client cannot read spec\.recovery\.mode, spec\.runPolicy\.cleanPodPolicy, perhaps "
+        r"because the operator is newer"
+    )
     reads: tuple[Callable[[], object], ...] = (
         lambda: list(describe(body, (), (), NOW)), lambda: Job.read(body), lambda: JobScreen().frame(body, [], NOW),
     )  # fmt: skip

@@ -163,7 +163,7 @@ def test_what_a_limit_range_refuses_is_shown_with_its_field(pod: str, field: str
     message = "is forbidden: [maximum cpu usage per Container is 1, but limit is 2]"
     rejection = Rejection(object=f"Pod {pod}", status=403, message=message)
     scheduled = after(a_job(), rejections=(rejection,)).status.condition(ConditionType.SCHEDULED)
-    assert scheduled is not None and f"but limit is 2]; what is judged is {field}; retried" in scheduled.message
+    assert scheduled is not None and f"but limit is 2]; the values come from {field}; retried" in scheduled.message
 
 
 NO_DRIVER = "nvidia-container-cli: initialization error: driver not loaded"

@@ -334,8 +334,8 @@ def test_a_pod_that_does_not_run_yet_is_left_to_the_kubelet() -> None:
         ("NODE_CONDITIONS", '{"a": 1}', "must be a JSON list"),
         ("NODE_CONDITIONS", "[1]", "at most 100 names"),
         ("NODE_TAINTS", '["*"]', "at most 100 names"),
-        ("NODE_TAINTS", '["node.kubernetes.io/unschedulable"]', "a cordon among them"),
-        ("NODE_TAINTS", '["node.kube*"]', "a cordon among them"),
+        ("NODE_TAINTS", '["node.kubernetes.io/unschedulable"]', "a cordon, do not describe"),
+        ("NODE_TAINTS", '["node.kube*"]', "a cordon, do not describe"),
         ("NODE_TAINTS", json.dumps(["a"] * 101), "at most 100 names"),
     ],
 )

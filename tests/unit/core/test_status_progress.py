@@ -64,8 +64,11 @@ def test_steps_that_are_counted_are_those_since_the_restart(resumed: str) -> Non
     assert shown["display"] == "step 1 since the restart", "at once"
     shown = show_progress(shown, {"step": 128, "resumed": resumed}, NOW + timedelta(seconds=9), at_once=False)
     assert (shown["display"], shown["stepsBefore"]) == ("step 128 since the restart", 359)
-    said = {"yes": "", "no": "begun again from step 0: its optimizer had no state of the 359 steps before"}
-    assert said.get(resumed, "is not known") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
+    said = {
+        "yes": "",
+        "no": "started again from step 0, because its optimizer had no state from the 359 earlier steps",
+    }
+    assert said.get(resumed, "it is unknown") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
     own = show_progress(shown, {"step": 300}, NOW + timedelta(seconds=20), at_once=False)
     assert own["display"] == "step 300" and not began_again(own), "the script names its steps"
 
@@ -200,12 +203,13 @@ def test_a_lag_that_lasts_is_one_event_with_pod_and_node() -> None:
     (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": first}))
     assert event.reason == "RankLags"
     assert event.message == (
-        "rank 1 (job-1-0 on Kubernetes node host) takes 2.0 times as long for its own work of a step as the median"
-        " rank, and all others wait for it"
+        "rank 1 (job-1-0 on Kubernetes node host) takes 2.0 times as long as the median rank for its own "
+        "work in a step, "
+        "and all other ranks wait for it"
     )
     two = show_stragglers(lagging([{"rank": 1, "slowdown": 2}, {"rank": 2, "slowdown": 2}]))
     (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": two}))
-    assert event.message.endswith("for their own work of a step as the median rank, and all others wait for them")
+    assert event.message.endswith("as the median rank for their own work in a step, and all other ranks wait for them")
     view = replace(lagging([{"rank": 1, "slowdown": 3}], shown=first), now=NOW + timedelta(hours=1))
     later = show_stragglers(view)
     assert later[0]["slowdown"] == 3 and later[0]["since"] == first[0]["since"]

@@ -99,8 +99,11 @@ def test_the_jobs_own_and_one_kept_for_it_serve() -> None:
     [
         ({"made_by": "", "made_for": ""}, "was not made by a job of this name"),
         ({"made_for": "other"}, "was not made by a job of this name"),
-        ({"made_by": "earlier", "template": "another"}, "kept from an earlier job of this name, and made from another"),
-        ({"template": "another"}, "made by this job from another claimTemplate"),
+        (
+            {"made_by": "earlier", "template": "another"},
+            "kept from an earlier job of this name and made from a different",
+        ),
+        ({"template": "another"}, "made by this job from a different claimTemplate"),
         ({"made_by": "earlier", "owners": ("earlier",)}, "an earlier job"),
         ({"owners": ("x",)}, "removed with another object"),
         ({"owners": ("uid",)}, "to keep it, run kubectl patch pvc job-checkpoints --namespace space --patch '{"),

@@ -24,7 +24,10 @@ from ddpjob.objects.strategic_merge import merge
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ({"spec": {"tolerationz": []}}, "spec.podTemplate.spec.tolerationz: no such field; did you mean tolerations?"),
+        (
+            {"spec": {"tolerationz": []}},
+            "spec.podTemplate.spec.tolerationz: there is no such field; did you mean tolerations?",
+        ),
         ({"spec": {"tolerations": {}}}, "spec.podTemplate.spec.tolerations: must be a list, not a mapping"),
         (
             {"spec": {"hostNetwork": "yes"}},
@@ -69,7 +72,7 @@ from ddpjob.objects.strategic_merge import merge
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicy": "Always"}]}},
-            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (what ends is",
+            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (the operator",
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicyRules": [{"action": "Restart"}]}]}},
@@ -467,7 +470,7 @@ def test_claims_of_dynamic_resources_pass_through() -> None:
     assert "resourceClaims" not in coordinator["spec"], "it needs no GPU"
     more = {"name": "trainer", "resources": {"claims": [{"name": "gpus"}], "limits": {"memory": "1Gi"}}}
     [fault] = problems({"spec": {"containers": [more]}})
-    assert "only claims may stand here" in fault
+    assert "only claims are allowed here" in fault
 
 
 def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
@@ -626,7 +629,7 @@ def test_after_twenty_faults_the_search_stops_and_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr(pod_template.difflib, "get_close_matches", compare)
     found = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(20_000)}})
     assert len(found) == MOST_FAULTS + 1
-    assert found[-1] == "spec.podTemplate: has more faults than these 20; correct them, then check it again"
+    assert found[-1] == "spec.podTemplate: has more than 20 faults; correct these, then check it again"
     assert len(compared) == MOST_FAULTS + 1, "each comparison takes a millisecond"
     exactly = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(MOST_FAULTS)}})
     assert len(exactly) == MOST_FAULTS and "more faults" not in exactly[-1]

@@ -58,7 +58,8 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
         return Bucket.open(config.url)
     except LibraryMissing:
         raise ConfigError(
-            f"checkpoint.url={config.url} needs the library obstore, which this image lacks; pip install obstore"
+            f"checkpoint.url={config.url} needs the library obstore, which this image does not have; pip install "
+            f"obstore"
         ) from None
     except BucketError as error:
         raise ConfigError(f"checkpoint.url={error}") from None
@@ -274,8 +275,8 @@ class Copies:
         self._scores = scores
         if not self._uploads.wait(0.0) or self._uploads.lost:
             newest = self._uploads.newest
-            there = "none of this process is" if newest is None else f"the newest is of step {newest}"
-            _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s: {there} there")
+            there = "none from this process" if newest is None else f"latest: step {newest}"
+            _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s ({there})")
             return False
         try:
             self._tidy()
@@ -292,7 +293,7 @@ class Copies:
             contents = dcp.contents(waiting.path)
         except CheckpointError as error:
             if not (waiting.path / dcp.MANIFEST).exists():
-                raise Vanished(f"{waiting.path} was removed before it was in {self._bucket.url}") from error
+                raise Vanished(f"{waiting.path} was removed before it was copied to {self._bucket.url}") from error
             raise BucketError(f"{waiting.path} cannot be copied to {self._bucket.url}: it is {error}") from error
         files = (File(f"{waiting.path.name}/{name}", size, digest) for name, (size, digest) in contents.items())
         data = self._bucket.data_of(waiting.step, self._mark)

@@ -49,16 +49,16 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     """Raise CheckpointError if a training with these settings and tensors cannot resume."""
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
-            f"the newest checkpoint in {folder} has no {min(missing)}: a training loop of your own has saved it, which"
-            " alone can continue from it; set checkpoint.dir to another folder"
+            f"the newest checkpoint in {folder} has no {min(missing)}: your own training loop saved it, and only that "
+            f"loop can continue from it; set checkpoint.dir to a different folder"
         )
     for key, before in (("data.seed", settings["data.seed"]), ("data.repeats", 1)):
         now = settings[key]
         if (was := snapshot["config"].get(key, before)) != now:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, and now it is {now}:"
-                " the order of the samples follows from it, and an epoch takes each once. To resume set"
-                f" {key}={was}; to start from scratch set checkpoint.dir to another folder"
+                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, and now it is "
+                f"{now}. The order of the samples depends on it, and an epoch must take each sample once. To resume set"
+                f" {key}={was}; to start from scratch set checkpoint.dir to a different folder"
             )
     changed = changed_keys(snapshot["config"], settings)
     found = list_differences(snapshot["model"], wanted)
@@ -67,13 +67,11 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     if not found:
         return
     remedy = (
-        f"set {' '.join(changed)}, with which it was made"
-        if changed
-        else "give the configuration that it was made with"
+        f"set {' '.join(changed)}, with which it was made" if changed else "use the configuration that it was made with"
     )
     raise CheckpointError(
-        f"the checkpoint of step {snapshot['step']} in {folder} is of another model: {_summary(found)}."
-        f" To resume from it {remedy}; to start from scratch set checkpoint.dir to another folder"
+        f"the checkpoint of step {snapshot['step']} in {folder} belongs to a different model: {_summary(found)}."
+        f" To resume from it {remedy}; to start from scratch set checkpoint.dir to a different folder"
     )
 
 
@@ -122,12 +120,12 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
     found = weights_in(content, path, average=average)
     if idle := [pattern for pattern in keep if not fnmatch.filter([*model, *found], pattern)]:
         raise CheckpointError(
-            f"checkpoint.load_except: no tensor of the model or of {path} matches {idle[0]!r}, so that all would be"
-            f" loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
+            f"checkpoint.load_except: no tensor of the model or of {path} matches {idle[0]!r}, so all tensors would be "
+            f"loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
         )
     if has_average(content):
-        kind = "the moving average of the weights, which its evaluations are of" if average else "the weights"
-        other = "false takes the weights themselves" if average else "true takes their moving average"
+        kind = "the moving average of the weights, which its evaluations used" if average else "the weights"
+        other = "false loads the weights themselves" if average else "true loads their moving average"
         print(f"checkpoint.load: {kind}, from {path} (checkpoint.load_average={other})", flush=True)
     weights = {
         name: tensor
@@ -142,13 +140,14 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
     if wrong := list_differences(weights, wanted):
         names = ",".join(dict.fromkeys(text.split()[0] for text in wrong))
         raise CheckpointError(
-            f"checkpoint.load: the weights in {path} do not fit the model: {_summary(wrong)}. Set model.* as they were"
-            f" trained with, or let these keep their initial values: checkpoint.load_except={names[:200]}"
+            f"checkpoint.load: the weights in {path} do not fit the model: {_summary(wrong)}. Set model.* to the "
+            f"values of that training, or keep the initial values of these tensors: "
+            f"checkpoint.load_except={names[:200]}"
         )
     if broken := [name for name, tensor in weights.items() if tensor.isnan().any()]:
         raise CheckpointError(
-            f"checkpoint.load: {broken[0]} in {path} holds values that are no numbers (NaN), as {len(broken)} of its"
-            f" {len(weights)} tensors do: that training had diverged; give an earlier checkpoint"
+            f"checkpoint.load: {broken[0]} in {path} contains values that are not numbers (NaN), as do {len(broken)} "
+            f"of its {len(weights)} tensors, because that training had diverged; give an earlier checkpoint"
         )
     return weights
 
@@ -172,13 +171,14 @@ def read_whole(path: Path) -> Any:
     except Exception as error:  # torch's reader fails in many ways on other files.
         if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"checkpoint.load: {path} holds a {found[1]}, whose code would run, and only tensors and plain values"
-                " are read; give a file of the state dict alone, as torch.save(model.state_dict(), FILE) writes it"
+                f"checkpoint.load: {path} holds a {found[1]}, and loading it would run its code, so only tensors and "
+                f"plain values are read; give a file that contains only the state dict, written by "
+                f"torch.save(model.state_dict(), FILE)"
             ) from error
         # torch's advice for a pickle, weights_only=False, does not help a user who does not call
         # torch.load.
         why = "" if isinstance(error, pickle.UnpicklingError) else f": {first_line(error)}"
-        raise CheckpointError(f"checkpoint.load: {path} is no file of torch.save, or a damaged one{why}") from error
+        raise CheckpointError(f"checkpoint.load: {path} is damaged, or torch.save did not write it{why}") from error
 
 
 def has_average(found: Any) -> bool:

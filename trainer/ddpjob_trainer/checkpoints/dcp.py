@@ -1,11 +1,13 @@
 """Format dcp: a checkpoint is a folder of torch.distributed.checkpoint; each rank writes its shard.
 
-torch writes the files, and an index of them that its own reader needs. That index is a pickle, which can do more than
-describe tensors, so nothing here reads it: the manifest says where the values of each tensor are (`manifest`), and
-reading copies these bytes. The folder has a temporary name until all shards are on disk. Reading needs no group, and
-does not depend on how many ranks wrote.
+torch writes the files, and an index of them that its own reader needs. That index is a pickle,
+which can do more than describe tensors, so nothing here reads it: the manifest says where the
+values of each tensor are (`manifest`), and reading copies these bytes. The folder has a temporary
+name until all shards are on disk. Reading needs no group, and does not depend on how many ranks
+wrote.
 
-Where nodes have folders of their own, each holds what its ranks have written, and the manifest of all of it.
+Where nodes have folders of their own, each holds what its ranks have written, and the manifest of
+all of it.
 """
 
 from __future__ import annotations
@@ -385,8 +387,8 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
         values = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)]:
             raise CheckpointError(
-                f"torch {torch.__version__} has written a tensor in a way that this trainer does not know; set"
-                " checkpoint.format=torch"
+                f"torch {torch.__version__} wrote a tensor in a way that this trainer does not know; set "
+                f"checkpoint.format=torch"
             )
         view.seek(values[0].header_offset)
         name, extra = struct.unpack("<26x2H", view.read(30))

@@ -59,7 +59,7 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """For each rank the first rank that sees its folder. None: as `shared` says."""
+        """The first rank that sees each rank's folder. None means that `shared` decides."""
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
         # Every writing rank has the same checkpoint, so one copy is enough. Of parts, each rank
         # copies its own.
@@ -86,8 +86,8 @@ class CheckpointFolder:
         """
         if unused := sorted({"load", "load_average", "load_except"} & set(settings)):
             raise ConfigError(
-                f"CheckpointFolder.open: {unused[0]} is of the built-in trainer and has no effect here; leave it out,"
-                " and where newest() returns None, load the weights into the model with torch.load"
+                f"CheckpointFolder.open: {unused[0]} applies to the built-in trainer and has no effect here; leave it "
+                "out, and if newest() returns None, load the weights into the model with torch.load"
             )
         config = loader.build(CheckpointConfig, ("CheckpointFolder.open", settings))
         folder = cls(config, config.dir or Path("checkpoints"), group)
@@ -249,7 +249,7 @@ class CheckpointFolder:
             if not copied and seconds is None and not self._config.shared:
                 failure = CheckpointError(
                     f"the last checkpoint is not in checkpoint.url={self._config.url} (the warnings say why), and"
-                    f" {self.path} is lost with its machine: training is complete when the bucket has its result"
+                    f" {self.path} is lost with its machine; training is complete only when the bucket has its result"
                 )
         ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
         if any(ends):
@@ -314,7 +314,7 @@ class CheckpointFolder:
         if self._writer.failure is not None:
             return self._writer.failure
         kind = FencedError if fenced else CheckpointError
-        return kind("another rank can no longer save checkpoints; its message says why")
+        return kind("another rank can no longer save checkpoints; see its message for the reason")
 
     def scored(self, step: int, values: dict[str, float]) -> None:
         """Record the evaluation of the model after `step` steps; `values` are by metric."""
@@ -430,7 +430,7 @@ class CheckpointFolder:
         if max(steps) < 0:
             if BROKEN in steps:
                 raise CheckpointError(
-                    f"no checkpoint in {self.path} is whole (the warnings of rank {steps.index(BROKEN)} name each);"
+                    f"no checkpoint in {self.path} is intact (the warnings of rank {steps.index(BROKEN)} name each);"
                     " nothing was overwritten. Restore one; or move them away, or set checkpoint.dir, to start"
                     " from scratch"
                 )
@@ -461,7 +461,7 @@ class CheckpointFolder:
         if not self._config.resume:
             raise CheckpointError(
                 f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {step}:"
-                f" set checkpoint.dir to another folder, or move it away"
+                f" set checkpoint.dir to a different folder, or move the checkpoint away"
             )
 
     def _newest_here(self) -> tuple[int, Path | None]:
@@ -493,7 +493,7 @@ class CheckpointFolder:
                 self._index.replaced(self.path / offered.manifest.name)
                 offered = None
             if any(self._group.gather(unread is not None)):
-                raise unread or CheckpointError("rank 0 cannot read checkpoint.url; its message says why")
+                raise unread or CheckpointError("rank 0 cannot read checkpoint.url; see its message for the reason")
             found = self._group.gather(offered.entry.step if offered is not None else NOTHING)[0]
             if found == NOTHING:
                 return None
@@ -524,13 +524,15 @@ class CheckpointFolder:
         try:
             snapshot = reading.result()
             if snapshot.get("step") != step:
-                problem = "of another step than its name says"
+                problem = "from a different step than its name says"
         except FetchError as error:
             unfetched = error
         except Exception as error:  # A file that this trainer did not write can fail in any way.
             problem = self._unreadable(error)
         if 1 in (failed := self._group.gather(unfetched is not None)):
-            raise unfetched or CheckpointError(f"rank {failed.index(1)} cannot fetch its part; its message says why")
+            raise unfetched or CheckpointError(
+                f"rank {failed.index(1)} cannot fetch its part; see its message for the reason"
+            )
         if problem := self._first_problem(problem):
             return None, problem
         self._saved_step = step

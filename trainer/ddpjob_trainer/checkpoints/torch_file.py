@@ -60,7 +60,7 @@ class _Stream:
         """Write the last record with the comment."""
         if self._tail[:4] != _END_OF_DIRECTORY:
             raise CheckpointError(
-                f"torch.save of torch {torch.__version__} wrote no plain zip archive; install a torch from 2.6 on"
+                f"torch.save of torch {torch.__version__} did not write a plain zip archive; install torch 2.6 or later"
             )
         self._put(memoryview(self._tail)[:-2])
         recorded = metadata.written()
@@ -194,7 +194,7 @@ def _read_comment(comment: bytes) -> Any:
     try:
         return json.loads(comment)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError("no checkpoint of this trainer (it carries no checksum)") from error
+        raise CheckpointError("not a checkpoint of this trainer (it has no checksum)") from error
 
 
 def _checksum(archive: Any, recorded: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer evaluate",
         description="Evaluate a checkpoint on its test set, in float32, with the configuration of its training."
-        " A moving average of the weights, if there is one, is evaluated in their place, as in training.",
+        " If there is a moving average of the weights, it is evaluated instead, as in training.",
     )
     parser.add_argument(
         "checkpoint",
@@ -63,11 +63,11 @@ def main(arguments: list[str]) -> int:
         help="a checkpoint's file or folder, the folder of all (best or newest), or a state dict",
     )
     parser.add_argument(
-        "values", nargs="*", metavar="key=value", help="configuration that differs, such as data.dir=DIR eval.pr=exact"
+        "values", nargs="*", metavar="key=value", help="settings to change, such as data.dir=DIR eval.pr=exact"
     )
     parser.add_argument("--config", help="configuration file; needed for a plain state dict, which carries none")
     parser.add_argument(
-        "-o", "--output", type=Path, help=f"folder of the results; default: {FOLDER} beside the checkpoint"
+        "-o", "--output", type=Path, help=f"folder for the results; default: {FOLDER} next to the checkpoint"
     )
     options = parser.parse_intermixed_args(arguments)
     late_dynamo.put_off()
@@ -127,7 +127,8 @@ def _evaluate(
     model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
     if wrong := compatibility.list_differences(weights, model.state_dict()):
         raise CheckpointError(
-            f"{path} is of another model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained with"
+            f"{path} belongs to a different model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained "
+            f"with"
         )
     model.load_state_dict(dict(weights))
     network: nn.Module = model.to(device).eval()

@@ -200,7 +200,7 @@ def main(arguments: list[str]) -> int:
     """Run the command, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer plot",
-        description="Draw loss, accuracy, speed and ranks of a run, or of several over each other.",
+        description="Draw loss, accuracy, speed and ranks of one run, or of several runs in one picture.",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"folder of a run, which holds {METRICS}")
     parser.add_argument(

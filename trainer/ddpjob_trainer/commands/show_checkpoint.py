@@ -1,5 +1,5 @@
-"""`python -m ddpjob_trainer checkpoint FILE|DIR`: show what a checkpoint, or a folder of them, holds,
-and whether each is whole.
+"""`python -m ddpjob_trainer checkpoint FILE|DIR`: show what a checkpoint, or a folder of them,
+holds, and whether each is whole.
 """
 
 from __future__ import annotations

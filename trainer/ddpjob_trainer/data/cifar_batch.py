@@ -27,7 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BYTES = 320 << 20
-"""The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written protocol 2."""
+"""The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written
+protocol 2.
+"""
 MOST_OPCODES = 2_000_000
 """That batch has about 300,000 opcodes."""
 
@@ -57,7 +59,9 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """An array; its layout is filled in by BUILD. `content` has one character or byte for each byte."""
+    """An array; its layout is filled in by BUILD. `content` has one character or byte for each
+    byte.
+    """
 
     shape: tuple[int, ...] | None = None
     dtype: _Dtype = _Dtype("u1")
@@ -92,7 +96,7 @@ def read_batch(content: bytes, *keys: str) -> list[npt.NDArray[Any]]:
     try:
         found = _run(content)
     except (IndexError, KeyError) as error:
-        raise ValueError(f"it takes what it has not stored ({type(error).__name__})") from error
+        raise ValueError(f"it reads a value that it has not stored ({type(error).__name__})") from error
     if not isinstance(found, dict):
         raise ValueError("it is not a dict")
     if missing := [key for key in keys if key not in found]:
@@ -240,7 +244,7 @@ def _call(function: Any, arguments: Any) -> Any:
                 return _Array().fill(shape, dtype, order, content)
             case "encode", (str(text), "latin1"):
                 return _Encoded(text)
-    raise ValueError("it calls a function in a way that numpy does not, or its arrays are not of uint8")
+    raise ValueError("it calls a function in a way that numpy does not, or its arrays are not uint8")
 
 
 def _build(target: Any, state: Any) -> None:

@@ -31,7 +31,9 @@ _TILE_WIDTH, _TILE_LENGTH = 322, 323  # Tags of TIFF.
 # libjpeg-turbo has vector code for these. Scales in between cost more than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
-"""Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning, 2015)."""
+"""Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning,
+2015).
+"""
 
 
 class UnreadableImage(Exception):
@@ -147,7 +149,9 @@ def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
         if image.mode in ("I", "F"):
-            raise UnreadableImage("its pixels have 32 bits, of which no value is known to be white: save it with 8")
+            raise UnreadableImage(
+                "its pixels have 32 bits, and it is unknown which value is white; save it with 8 bits"
+            )
         return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
@@ -174,7 +178,7 @@ def _open_image(content: bytes) -> Iterator[Any]:
         raise
     except UnidentifiedImageError as error:
         known = ", ".join(_FORMATS)
-        raise UnreadableImage(f"of no known image format ({known})" if content else "an empty file") from error
+        raise UnreadableImage(f"not a known image format ({known})" if content else "an empty file") from error
     except Exception as error:
         raise UnreadableImage(str(error) or type(error).__name__) from error
 

@@ -309,7 +309,7 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
         )
     if alone := labels.keys() - images.keys():
         raise DataError(
-            f"{shard}: {min(alone)}.cls has no image beside it ({len(alone)} such files; images are"
+            f"{shard}: {min(alone)}.cls has no image with the same key ({len(alone)} such files; images are"
             f" {', '.join(_IMAGES)}): {remedy}"
         )
     if without := images.keys() - labels.keys():
@@ -330,8 +330,8 @@ def _check_end(file: IO[bytes], end: int, shard: str) -> None:
         raise DataError(f"{shard} is truncated: it ends without a tar's mark of the end; copy or write it again")
     if left.strip(tarfile.NUL):
         raise DataError(
-            f"{shard} continues after a tar's mark of the end, with what no tool would read: several tars in one file?"
-            " Give each a file of its own"
+            f"{shard} continues after a tar's mark of the end, and no tool reads what follows; if it is several tars "
+            f"in one file, put each into a separate file"
         )
 
 

@@ -1,17 +1,20 @@
 """Where the time of a step goes: this rank's own work, and waiting for others, apart.
 
-DDP's exchange overlaps with the backward pass and ends inside torch's call of it, so a stopwatch around that call shows
-the slowest rank's time on every rank. The autograd engine calls back at the end of a backward pass, in the order in
-which callbacks were queued; DDP queues its wait for the exchange when its last gradient is there, and the clock's is
-queued when the pass begins. So the clock's comes between a rank's own last gradient and the wait.
+DDP's exchange overlaps with the backward pass and ends inside torch's call of it, so a stopwatch
+around that call shows the slowest rank's time on every rank. The autograd engine calls back at the
+end of a backward pass, in the order in which callbacks were queued; DDP queues its wait for the
+exchange when its last gradient is there, and the clock's is queued when the pass begins. So the
+clock's comes between a rank's own last gradient and the wait.
 
-All other waiting, in the middle of a pass too, goes through one method: `wait` of torch's Work. The trainer calls it,
-and so do torch's FSDP, pipelines and blocking collectives. On the CPU it blocks until the others have sent, so the time
-in it is the exchange's, in whatever phase it is spent. On an accelerator it returns at once, and it is a stream that
-waits, at places that differ between versions of torch: there such waiting is not told apart.
+All other waiting, in the middle of a pass too, goes through one method: `wait` of torch's Work. The
+trainer calls it, and so do torch's FSDP, pipelines and blocking collectives. On the CPU it blocks
+until the others have sent, so the time in it is the exchange's, in whatever phase it is spent. On
+an accelerator it returns at once, and it is a stream that waits, at places that differ between
+versions of torch: there such waiting is not told apart.
 
-On an accelerator marks are events in its stream, read when the numbers are reported, where the host has waited for the
-device anyway. Between two events there is what the device did, and where it waited for a slow host.
+On an accelerator marks are events in its stream, read when the numbers are reported, where the host
+has waited for the device anyway. Between two events there is what the device did, and where it
+waited for a slow host.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
         return Accumulator(classes, config, each, apart=decisions)
     if config.pr is not PrKind.NONE:
         raise ConfigError(
-            f"eval.pr={config.pr.value}: precision and recall are of classes, and the targets are {targets.value};"
+            f"eval.pr={config.pr.value}: precision and recall need classes, and the targets are {targets.value};"
             " leave it out"
         )
     return ValueAccumulator(each, decisions=decisions)

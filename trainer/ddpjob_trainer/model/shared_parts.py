@@ -63,7 +63,9 @@ def _is_random(module: nn.Module) -> bool:
 
 
 class SharedParts:
-    """Lets a model's layers compute parts of micro-batches. Create it before the first forward pass."""
+    """Lets a model's layers compute parts of micro-batches. Create it before the first forward
+    pass.
+    """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._group = group
@@ -136,8 +138,8 @@ class SharedParts:
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
             raise TrainingError(
-                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so that ranks"
-                " cannot share a micro-batch there: take a number of ranks that divides data.micro_batches, or set"
+                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so ranks "
+                f"cannot share a micro-batch there; use a number of ranks that divides data.micro_batches, or set"
                 " data.exact=false"
             )
 

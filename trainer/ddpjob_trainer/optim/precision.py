@@ -108,7 +108,7 @@ class Precision:
         for name, original in self._originals.items():
             if is_sharded(own[name]):
                 raise ConfigError(
-                    "amp.level=O2: its float32 copy is of whole weights, and strategy=fsdp shards them; set"
+                    "amp.level=O2: its float32 copy needs whole weights, and strategy=fsdp shards them; set"
                     " amp.level=O1"
                 )
             if own[name].dtype is not original.dtype:

@@ -60,9 +60,7 @@ class Ddp(Strategy):
         """Raises ConfigError if options of ddp exclude each other."""
         comm_hooks.check(self.config.ddp)
         if self.config.ddp.ordered and self.config.amp.level in (AmpLevel.O2, AmpLevel.O3):
-            raise ConfigError(
-                "ddp.ordered: float32 sums that are exact to the bit; set amp.level=O0 or O1, or ddp.ordered=false"
-            )
+            raise ConfigError("ddp.ordered: needs bit-exact float32 sums; set amp.level=O0 or O1, or ddp.ordered=false")
         super().prepare(model, shape)
         # cuDNN's and cuBLAS' faster kernels have no fixed order of addition.
         if self.config.ddp.ordered and self.device.type == "cuda":

@@ -95,7 +95,7 @@ class ApiServer:
                 config.load_incluster_config(client_configuration=settings)
                 return cls(client.ApiClient(settings), _NAMESPACE_FILE.read_text().strip(), "in-cluster")
             why = str(error).removeprefix("Invalid kube-config file. ").rstrip(".")
-            remedy = "name a kubeconfig by KUBECONFIG or --kubeconfig; jobs of this machine: --local"
+            remedy = "set KUBECONFIG or --kubeconfig, or write --local for jobs of this machine"
             raise Unreachable(f"no cluster: {why}; {remedy}") from error
         except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
             why = " ".join(str(error).split())
@@ -243,7 +243,9 @@ class ApiServer:
             answer = found if isinstance(found, dict) else None
         if answer is None:
             if response.status < 400:
-                raise Unreachable(f"the server at {self._where} is no API server: it answers no JSON object")
+                raise Unreachable(
+                    f"the server at {self._where} is not an API server, because its answer is not a JSON object"
+                )
             answer = {}
         if response.status >= 400:
             message = str(answer.get("message") or (text or b"")[:300].decode(errors="replace"))

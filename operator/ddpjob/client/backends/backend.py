@@ -91,7 +91,7 @@ class PodLine:
     role: str
     index: int | None
     state: str
-    """As in kubectl's column STATUS."""
+    """The same word as in kubectl's column STATUS."""
     host: str = ""
     message: str = ""
     """What it waits for, or why it ended."""

@@ -476,8 +476,8 @@ def _output(sock: Any, pod: str) -> str:
                 size += len(frame.data)
             if size > MOST_OUTPUT:
                 raise Mistake(
-                    f"pod {pod}: its python3 printed more than {MOST_OUTPUT >> 20} MiB, and was read no further; look"
-                    f" at what python3 is in the job's image"
+                    f"pod {pod}: its python3 printed more than {MOST_OUTPUT >> 20} MiB, so reading stopped; check "
+                    f"which program python3 is in the job's image"
                 )
     except (WebSocketConnectionClosedException, WebSocketTimeoutException):
         pass  # Show what has arrived.

@@ -68,7 +68,7 @@ class LeftBehind:
 def read_left_behind(folder: Path) -> LeftBehind:
     """Read a checkpoint folder, or one of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
-        raise Mistake(f"{folder}: no such folder here; give the folder of the job's checkpoints")
+        raise Mistake(f"{folder}: there is no such folder here; give the folder of the job's checkpoints")
     place = _place(folder)
     text = _end_of(place / f"{ROUNDS_FILE}.1") + _end_of(place / ROUNDS_FILE)
     metrics = _end_of(place / METRICS)
@@ -80,7 +80,7 @@ def read_left_behind(folder: Path) -> LeftBehind:
             unread += 1
     if not found and not metrics:
         raise Mistake(
-            f"{folder}: holds neither {ROUNDS_FILE} nor {METRICS}; job pods write them into the folder of "
+            f"{folder}: contains neither {ROUNDS_FILE} nor {METRICS}; job pods write them into the folder of "
             "spec.storage.checkpoints"
         )
     identity = found[-1][0] if found else (folder.resolve().name, "", "")
@@ -133,7 +133,7 @@ def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
 def _whole(row: Json, key: str) -> int:
     value = row.get(key)
     if not isinstance(value, int) or not is_number(value):
-        raise ValueError(f"{key} is no whole number")
+        raise ValueError(f"{key} is not a whole number")
     return value
 
 
@@ -176,7 +176,7 @@ def in_words(found: LeftBehind) -> Iterator[str]:
 
 def _state(last: Line) -> str:
     if last.world is not None:
-        return f"not known: round {last.round} began, and no end was recorded (suspended, deleted, or cut off)"
+        return f"unknown: round {last.round} began, and its end was not recorded (suspended, deleted or interrupted)"
     return f"{'Complete' if last.ok else 'Stopped'}: {last.why}"
 
 

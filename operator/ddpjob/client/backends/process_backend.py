@@ -179,7 +179,7 @@ class ProcessBackend:
         if options.previous:
             raise Mistake("--previous: a pod of this machine is never restarted; its successor has another name")
         if options.since is not None:
-            raise Mistake("--since: logs of this machine hold no times; use --tail")
+            raise Mistake("--since: logs of this machine contain no times; use --tail")
         folder, record = self.job_of_pod(pod.name)
         path = folder.run(record["local"]["run"]).pods / f"{pod.name}.log"
         if not path.is_file():
@@ -221,7 +221,7 @@ class ProcessBackend:
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
         if not fitting:
             if pod in jobs:
-                raise Mistake(f"{pod} is a job; name one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
+                raise Mistake(f"{pod} is a job; give one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
             raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}")
         exact = [name for name in fitting if _OF_POD.fullmatch(pod.removeprefix(f"{name}-"))]
         folder = job_folder(max(exact or fitting, key=len))
@@ -285,7 +285,7 @@ class ProcessBackend:
             if run.poll() is not None:
                 raise Mistake(output.read_text(errors="replace").strip() or f"`ddpjob run` ended with {run.returncode}")
             if time.monotonic() > deadline:
-                raise Mistake(f"`ddpjob run` (process {run.pid}) has written no record; see {output}")
+                raise Mistake(f"`ddpjob run` (process {run.pid}) did not write a record; see {output}")
             time.sleep(0.1)
 
     @_named

@@ -69,7 +69,10 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
     known, name = holder.get("properties", {}), names[depth]
     where = ".".join(names[:depth]) or "DDPJob"
     if holder.get("x-kubernetes-preserve-unknown-fields"):
-        return f"{'.'.join(names)}: {where} is Kubernetes' own; `kubectl explain {_kubernetes(names)}` knows its fields"
+        return (
+            f"{'.'.join(names)}: {where} is defined by Kubernetes; `kubectl explain "
+            f"{_kubernetes(names)}` knows its fields"
+        )
     if not known:
         return f"{'.'.join(names)}: {where} has no fields"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
@@ -77,7 +80,7 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
     hint = f"did you mean {' or '.join(dict.fromkeys(meant[:3]))}?" if meant else f"its fields are {', '.join(known)}"
     if not depth and not meant:
         hint += f" (`ddpjob why {name}` explains a job)"
-    return f"{'.'.join(names)}: no such field of {where}; {hint}"
+    return f"{'.'.join(names)}: there is no such field of {where}; {hint}"
 
 
 def _kubernetes(names: list[str]) -> str:
@@ -177,7 +180,7 @@ def editor_schema() -> dict[str, Any]:
 
 
 def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """Return `made` from `schema`, with its texts for people.
+    """Convert `schema` into `made`, including descriptions and messages.
 
     Patterns are as JavaScript reads them.
     """

@@ -64,7 +64,9 @@ def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 def _definition(api: ApiServer) -> Iterator[Diagnosis]:
     name = f"{PLURAL}.{GROUP}"
-    upgrade = "kubectl apply --server-side --force-conflicts -f charts/ddpjob-operator/crds, of the operator's release"
+    upgrade = (
+        "kubectl apply --server-side --force-conflicts -f charts/ddpjob-operator/crds, from the operator's release"
+    )
     try:
         crd = api.request("GET", f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
     except ApiRefusal as refusal:
@@ -88,7 +90,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
             f"upgrade the client: {INSTALL.format(extra='cli')}",
         )
     else:
-        yield Diagnosis(True, f"definition {name} is that of this client")
+        yield Diagnosis(True, f"definition {name} is the same as this client's")
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
@@ -146,8 +148,8 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     if lacking:
         remedy = (
             f"ask for the ClusterRole edit in namespace {namespace}: the chart adds DDPJobs to it, but not with "
-            "watchNamespaces or userRoles.create=false, where a Role has to name them"
+            "watchNamespaces or userRoles.create=false, in which case a Role has to name them"
         )
         yield Diagnosis(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
     else:
-        yield Diagnosis(True, f"your rights in namespace {namespace}: all that the commands need")
+        yield Diagnosis(True, f"your rights in namespace {namespace}: everything that the commands need")

@@ -91,7 +91,9 @@ def readable(body: Json) -> Iterator[None]:
         yield
     except ValidationError as error:
         fields = ", ".join(dict.fromkeys(".".join(["spec", *map(str, fault["loc"])]) for fault in error.errors()))
-        unread = f"this client cannot read {fields}, as of a newer release; `ddpjob doctor` compares the two"
+        unread = (
+            f"this client cannot read {fields}, perhaps because the operator is newer; `ddpjob doctor` compares the two"
+        )
         raise Mistake(f"{body['metadata']['name']}: {unread}") from error
 
 
@@ -182,7 +184,7 @@ def _ranks(status: JobStatus) -> str:
             runs.append([index])
     shown = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_SHOWN]]
     more = ["..."] if len(runs) > _SHOWN else []
-    return f"from 0 on: nodes {', '.join(shown + more)}" if runs else ""
+    return f"from index 0: nodes {', '.join(shown + more)}" if runs else ""
 
 
 def _progress(status: JobStatus) -> str:
@@ -275,13 +277,16 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     deleted = parse_time(meta.get("deletionTimestamp"))
     if held and deleted is not None:
         ago = _since(deleted, now)
-        yield f"It was deleted {ago} ago, and is left alone until whoever set the finalizer {held[0]} removes it."
+        yield (
+            f"It was deleted {ago} ago, and the operator leaves it alone until the finalizer {held[0]} "
+            f"is removed by its owner."
+        )
         return
     seen = (body.get("status") or {}).get("observedGeneration")
     if isinstance(seen, int) and seen < meta.get("generation", 0):
         yield (
-            "This is what was so before its spec changed: the operator has not acted on the change yet. "
-            f"If that lasts, `ddpjob events {name}` may say why; `ddpjob doctor` checks the operator."
+            f"This describes the job before its spec changed, because the operator has not acted on the change yet. If "
+            f"that lasts, `ddpjob events {name}` may show why; `ddpjob doctor` checks the operator."
         )
 
 
@@ -291,7 +296,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     main = main_condition(status)
     if state == "Interrupted" and body["spec"].get("image") == "":
         # Only what it has left in its folder is known.
-        yield f"{name}: no end was recorded. It was suspended, deleted or cut off, or it still trains."
+        yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":
         yield f"{name}: its `ddpjob run` was stopped before the end of the job."
@@ -311,14 +316,14 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         if doubt:
             yield f"{doubt[0].upper()}{doubt[1:]}."
         if not body["spec"].get("command") and status.progress.get("step") is None and not status.progress.get("epoch"):
-            yield f"Its program has ended with 0, but no step of it was seen: `ddpjob logs {name}` shows what it did."
+            yield f"Its program ended with exit code 0 and reported no step. `ddpjob logs {name}` shows what it did."
         return
     if main is None:
         spare = f" and {count(status.spare, 'spare')}" if status.spare else ""
         yield f"{name} trains on {count(status.ready, 'node')}{spare}. {_progress(status)}".rstrip()
         changed = known_time(status.progress.get("updatedAt"))
         if changed is not None and (now - changed).total_seconds() >= QUIET_SECONDS:
-            yield f"This has not changed for {_since(changed, now)}: `ddpjob stacks {name}` shows where each rank is."
+            yield f"This has not changed for {_since(changed, now)}. `ddpjob stacks {name}` shows where each rank is."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
         if again := began_again(status.progress):
@@ -421,11 +426,11 @@ def _without_status(body: Json, now: datetime) -> Iterator[str]:
     if manager not in (None, MANAGER):
         yield f"{name} is managed by {manager} (spec.managedBy): DDPJob's operator leaves it alone."
         return
-    yield f"{name} has no status yet, {duration(age)} after its creation: no operator has looked at it."
+    yield f"{name} has no status {duration(age)} after its creation, so no operator has reconciled it."
     if age > NO_STATUS_SECONDS:
         yield (
             "What to do: check that the operator runs and watches this namespace (`ddpjob doctor`; the chart's "
-            "watchNamespaces), and look at its log: kubectl -n ddpjob logs deployment/ddpjob-operator"
+            "watchNamespaces), and read its log: kubectl -n ddpjob logs deployment/ddpjob-operator"
         )
 
 

@@ -223,7 +223,7 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
         )
     if pod.status_reason == "Evicted" and _OWN_STORAGE.search(pod.status_message):
         return End(
-            Cause.STORAGE_EXCEEDED, f"pod {pod.name} used more storage than it may: {pod.status_message.strip()}"
+            Cause.STORAGE_EXCEEDED, f"pod {pod.name} used more storage than its limit: {pod.status_message.strip()}"
         )
     if pod.status_reason in _ENDED_BY_HOST:
         return End(

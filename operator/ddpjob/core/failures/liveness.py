@@ -99,7 +99,7 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
 def _member_lost(pod: PodView, world: World) -> datetime | None:
     """Return since when the coordinator has lost its connection to a running pod.
 
-    The kubelet reports that the pod runs. None if it hears hardly anybody, because its view of the
-    pods then means nothing.
+    The kubelet reports that the pod runs. None if the coordinator has lost most pods, because
+    its view then means nothing.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

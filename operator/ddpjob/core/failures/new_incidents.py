@@ -64,7 +64,7 @@ def _came_back(view: View) -> list[Finding]:
         return []
     if any(restart.time >= last.time - SAME_BREAK for restart in recent):
         return []
-    message = f"pod {last.pod} was lost to the group, and came back: {last.message}"
+    message = f"pod {last.pod} was lost to the group and came back: {last.message}"
     return [Finding(_restart(view, last, Cause.PEER_LOST, message, counted=False))]
 
 

@@ -99,10 +99,11 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     verdicts = []
     for index, pod, host, end in found:
         if storm:
-            # Without their number, because a flapping node would change the status each time.
+            # The text omits their number, because a flapping node would change the status each
+            # time.
             reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
         elif host.name in left:
-            reason, why = "MovedBefore", "the job has left this node within the last hour, and found no better one"
+            reason, why = "MovedBefore", "the job has left this node within the last hour, and found no better node"
         elif _came_after(pod, host):
             reason, why = "PlacedThere", "the scheduler chose the node when it was unhealthy already"
         elif often:
@@ -111,12 +112,12 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif spares:
             reason, why, spares = "", "", spares - 1
         elif wants.more:
-            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler could judge {_BEYOND}"
+            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler can judge {_BEYOND}"
         elif not wants.admitted_to(host):
-            why = "no spare is ready, and this node is cordoned or tainted: it could not take the pod back"
+            why = "no spare is ready, and this node is cordoned or tainted, so it could not take the pod back"
             reason = "NoOtherNode"
         elif not places:
-            reason, why = "NoOtherNode", "no spare is ready, and no node is known that has a place for this pod too"
+            reason, why = "NoOtherNode", "no spare is ready, and no known node has room for this pod"
         else:
             reason, why, places = "", "", places - 1
         verdicts.append(NodeVerdict(index, end, reason, why))

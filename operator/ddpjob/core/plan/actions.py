@@ -259,7 +259,7 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
         ]
     if name not in lost:
         return []
-    why = f"{name} was given up, and the group continues as generation {after.generation}"
+    why = f"{name} was replaced, and the group continues as generation {after.generation}"
     return [NotifyCoordinator(before.endpoint, Command.STOP, {"ok": False, "why": why})]
 
 

@@ -123,6 +123,6 @@ def explain_yield(view: View) -> str:
         return ""
     return (
         f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a node for {YIELD.seconds} s without "
-        f"training, and there is no room for pod {first.name}: the job gives up what it holds and waits for "
+        f"training, and there is no room for pod {first.name}, so the job releases its pods and waits for "
         f"{spec.min_nodes} nodes at once"
     )

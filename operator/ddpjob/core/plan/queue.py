@@ -48,7 +48,7 @@ _NOT_SERVED = (
     "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
     "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
 )
-_NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed: it asks for no other quota"
+_NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed: the job does not ask for a different quota"
 
 
 def shape_of(job: DDPJob) -> str:

@@ -103,7 +103,7 @@ def fits(view: View) -> bool:
     """Whether the current generation still suits the job.
 
     Pods with the runtime of a different release stay until one of them has to be made again. An
-    upgrade of the operator, or its rollback, is no reason to end a training.
+    upgrade of the operator, or its rollback, is not a reason to end a training.
     """
     made_from = "-".join(view.status.template_hash.split("-")[:2])
     return made_from == _spec_and_key(view) and (can_replace(view) or not _lacks_pods(view))
@@ -132,7 +132,7 @@ def _lacks_pods(view: View) -> bool:
 def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
     """Return the status with these slots, and the highest attempt that any slot has ever had."""
     grow = all(new.attempt >= old.attempt for old, new in zip(status.slots, slots, strict=False))
-    assert grow, "an attempt of a slot is planned again: the name of its pod would be used twice"
+    assert grow, "an attempt of a slot is planned again, so the name of its pod would be used twice"
     highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
     return replace(status, slots=tuple(slots), highest_attempt=highest)
 

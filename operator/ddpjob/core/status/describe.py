@@ -1,4 +1,6 @@
-"""Describes the present in the status: conditions, counts and progress, from pods and the report."""
+"""Describes the present in the status: conditions, counts and progress, from pods and the
+report.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def _restarting(present: Present) -> JobStatus:
 
 
 def _has_run_long(status: JobStatus, now: datetime) -> bool:
-    """Whether the group has run for so long that steps must be assumed, although the program reports none."""
+    """Whether the group has run for so long that steps must be assumed, although the program
+    reports none.
+    """
     running = status.condition(ConditionType.RUNNING)
     return running is not None and running.status and now - running.since >= SURELY_TRAINED
 
@@ -112,10 +116,10 @@ def _isolated(view: View) -> JobStatus:
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
     if world.policy_refused:
-        reached = "pods of others reach this job's; the operator tries again with the job's next pod"
+        reached = "pods of other jobs can reach this job's pods; the operator tries again with the job's next pod"
         return condition(False, "PolicyRefused", f"NetworkPolicy {world.policy}: {world.policy_refused}; {reached}")
     if spec.network.isolate and spec.on_host_network:
-        why = "with podTemplate.spec.hostNetwork no NetworkPolicy applies to the job's pods"
+        why = "no NetworkPolicy applies to the job's pods, because podTemplate.spec.hostNetwork is set"
         return condition(False, "HostNetwork", f"{why}; if this is intended, set spec.network.isolate to false")
     if not world.policy:
         return without_condition(status, ConditionType.ISOLATED)
@@ -158,11 +162,13 @@ def _ranks_ordered(view: View, training: int | None) -> JobStatus:
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
 BEHIND_SECONDS = 600
 FIRST_COPY = timedelta(minutes=30)
-"""After so long without a restart a job has saved something, if it copies at all."""
+"""Time without a restart after which a job has saved something, if it copies at all."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Whether checkpoints reach the bucket, by what the script reports; no condition where they always did."""
+    """Whether checkpoints reach the bucket, by what the script reports; no condition where they
+    always did.
+    """
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
     before = status.condition(ConditionType.CHECKPOINTS_COPIED)
@@ -171,17 +177,17 @@ def _checkpoints_copied(view: View) -> JobStatus:
     behind, step = metrics.get(COPY_BEHIND), metrics.get(COPY_STEP)
     where = url or "its bucket"
     if is_number(behind) and behind > BEHIND_SECONDS:
-        newest = f"the newest there is of step {step:.0f}" if is_number(step) else "none of this start is there"
-        text = f"no checkpoint has reached {where} for more than 10 minutes, {newest}: training continues, and the loss"
-        return condition(False, COPIES_BEHIND, f"{text} of rank 0's pod would cost what came since; its log says why")
+        newest = f"latest: step {step:.0f}" if is_number(step) else "none since this start"
+        text = f"no checkpoint has reached {where} for more than 10 minutes ({newest}). Training continues, but losing"
+        return condition(False, COPIES_BEHIND, f"{text} rank 0's pod would lose the work since then; see its log")
     running = status.condition(ConditionType.RUNNING)
     long = running is not None and running.status and view.now - running.since >= FIRST_COPY
     if url and behind is None and step is None and long:
         return condition(
             False,
             NO_COPIES,
-            f"the program has reported no copy to {url} in more than 30 minutes; what it saves in its folder alone is "
-            "lost with the pod: have it call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a claim",
+            f"the program has reported no copy to {url} for more than 30 minutes. Checkpoints that exist only in its "
+            f"folder are lost with the pod; call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a claim",
         )
     if before is None or before.status or (behind is None and step is None):
         return status

@@ -27,7 +27,8 @@ def count_training_nodes(view: View) -> int | None:
 
 
 def count_ready_spares(view: View, training: int | None) -> int:
-    """How many members are ready to take over at once: a pod that runs has a Python to start before it is one.
+    """How many members are ready to take over at once: a pod that runs has a Python to start before
+    it is one.
 
     Without a report as many as were known.
     """

@@ -66,5 +66,5 @@ def count(number: int, noun: str) -> str:
 def why_held(slot: Slot) -> str:
     """Return why the slot's next pod is not made yet."""
     if slot.reason == Cause.PREEMPTED:
-        return "its room is for the pods that it was preempted for"
+        return "its room is reserved for the pods that preempted it"
     return f"backing off: {slot.reason}, {slot.failures} times in a row"

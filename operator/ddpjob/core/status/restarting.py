@@ -25,7 +25,9 @@ _BEFORE_THE_REPORT = frozenset(
 
 
 def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
-    """True from a break until the group runs again; never for one that is over already when it is seen."""
+    """True from a break until the group runs again; never for one that is over already when it is
+    seen.
+    """
     status, now = view.status, view.now
     if not broke and status.round > view.job.status.round and status.restarts.recent:
         broke = [status.restarts.recent[-1]]
@@ -46,14 +48,14 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
 
 
 PODS_RUN = "PodsRunAgain"
-_PODS_RUN = "the pods run again; no step is reported, so whether training has resumed is not known"
+_PODS_RUN = "the pods run again; no step is reported, so it is unknown whether training has resumed"
 
 
 def _has_resumed(view: View) -> bool:
     """Whether the group that runs trains again, as far as can be known.
 
-    With `command` nothing says when the group forms. A program that has reported steps before reports the next one to
-    the new generation's coordinator, which has heard of none yet.
+    With `command` nothing says when the group forms. A program that has reported steps before
+    reports the next one to the new generation's coordinator, which has heard of none yet.
     """
     return view.job.spec.under_torchrun or not _steps(view.status.progress) or _steps(reported_figures(view))
 
@@ -66,7 +68,8 @@ def _timed(view: View) -> tuple[Restart, ...]:
     """Recent restarts, those that have ended with their duration in seconds.
 
     They end with the next step, if the coordinator hears of steps. Its measurement of the last one
-    is finer than the time between two reconciles. Those that a suspension cut short have none: it took no recovery.
+    is finer than the time between two reconciles. Those that a suspension cut short have none: it
+    took no recovery.
     """
     report = view.report
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
@@ -87,7 +90,8 @@ def _timed(view: View) -> tuple[Restart, ...]:
 
 
 def judge_fast_recovery(view: View) -> JobStatus:
-    """In mode Fast: whether every pod of the group can do what the mode promises, once it runs or one cannot.
+    """Whether, in mode Fast, every pod of the group can do what the mode promises. None until the
+    group runs or one cannot.
 
     A coordinator that takes over hears the pods one after the other.
     """
@@ -109,9 +113,11 @@ def judge_fast_recovery(view: View) -> JobStatus:
 
 
 def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
-    """With spec.preflight: which pod has not passed, until the group is `formed`; then what the links are like.
+    """Report spec.preflight: which pod has not passed, and once the group is `formed` the speed of
+    the links.
 
-    `restarts` are new. A coordinator that took over has no notes until the pods are back: its predecessor's hold.
+    `restarts` are new. A coordinator that took over has no notes until the pods are back: its
+    predecessor's hold.
     """
     status, report, preflight = view.status, view.report, view.job.spec.preflight
     if preflight is None:

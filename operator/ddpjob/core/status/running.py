@@ -31,7 +31,8 @@ NO_GROUP = "NoGroup"
 NODES_RUN = "NodesRun"
 FINISHED_EARLY = "NodeFinishedEarly"
 LEFT_ALONE = timedelta(minutes=3)
-"""How long a pod may run without progress, after another has ended with 0, before that is reported."""
+"""How long a pod may run without progress, after another has ended with 0, before that is reported.
+"""
 
 
 def judge_running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
@@ -91,7 +92,9 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
 
 
 def _waits_for_finished(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows no progress."""
+    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows
+    no progress.
+    """
     over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
     at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
     reported = known_time(reported_figures(view).get("updatedAt"))
@@ -101,13 +104,15 @@ def _waits_for_finished(view: View) -> tuple[str, str] | None:
         return None
     return FINISHED_EARLY, (
         f"pod {name} has ended with exit code 0 at {format_time(at)}, and pod {running} still runs and reports no "
-        "step. If its ranks wait for those of the other pod, they wait for ever: look at its log, and run "
-        "`ddpjob restart` if it hangs"
+        "step. If its ranks wait for the ranks of the other pod, they wait forever. Read its log, and run `ddpjob "
+        "restart` if it hangs"
     )
 
 
 def _has_just_broken(view: View) -> bool:
-    """Whether the group trained until a moment ago, and no restart says yet why it does not any more."""
+    """Whether the group trained until a moment ago, and no restart says yet why it does not any
+    more.
+    """
     status, before = view.status, view.status.condition(ConditionType.RUNNING)
     if before is None or status.holds(ConditionType.RESTARTING) or status.round > view.job.status.round:
         return False
@@ -130,14 +135,16 @@ def _secret_hint(view: View, held: Stuck) -> str:
         if secret and held.reason == "CreateContainerConfigError" and secret in held.message:
             return (
                 f"; spec.storage.{name}.secretName needs a Secret {secret} in namespace {view.job.namespace} with the "
-                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: when it is there, the pod starts by itself"
+                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: the pod starts by itself once the Secret exists"
             )
     return ""
 
 
 UNREACHABLE = timedelta(minutes=1)
-"""After so long it is worth an event: restarts of workers are neither counted nor shown meanwhile."""
-UNREACHABLE_LONG = "meanwhile failures of workers are neither counted nor shown"
+"""Time after which it is worth an event. Until then, restarts of workers are neither counted nor
+shown.
+"""
+UNREACHABLE_LONG = "until then, failures of workers are neither counted nor shown"
 
 
 def _unreachable(view: View) -> str:
@@ -154,7 +161,7 @@ def _unreachable(view: View) -> str:
         port = view.job.spec.rendezvous.endpoint_port
         text += f": training may continue, but {UNREACHABLE_LONG}; let the operator's pod reach port {port} of pods"
     before = last_step(known)
-    return text if before is None else f"{text}; when it last did, the group had {_NO_STEP} {format_time(before)}"
+    return text if before is None else f"{text}; when it last answered, the group had {_NO_STEP} {format_time(before)}"
 
 
 _SINCE = re.compile(r"has not answered the operator since (\S+Z)")
@@ -169,8 +176,8 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
         return (
             True,
             NO_GROUP,
-            f"{run}, but the ranks form no group: the script makes steps without torch.distributed being initialized, "
-            "so each rank trains a model of its own",
+            f"{run}, but the ranks form no group: the script trains without initializing torch.distributed, so each "
+            f"rank trains a separate model",
         )
     if training == wanted:
         return True, "GroupRuns", f"{_train(view, wanted)}{_finished_early(view)}{_without_count(view)}"
@@ -181,11 +188,13 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
 
 
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
-    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays the same."""
+    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays
+    the same.
+    """
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
-    remedy = "to have groups without a step restarted, set recovery.hangAfterSeconds"
+    remedy = "to restart groups that make no step, set recovery.hangAfterSeconds"
     text = (
         f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far beyond the job's own "
         f"pace{said}: {overdue.where}. It is left alone; {remedy}"
@@ -194,13 +203,17 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""What a step's time may differ by from one report to the next: each is read by a new comparison of the clocks."""
+"""What a step's time may differ by from one report to the next: each is read by a new comparison of
+the clocks.
+"""
 _NO_STEP = "made no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
 
 def last_step(running: Condition | None) -> datetime | None:
-    """When the group made its last step, if the next one is overdue: the condition's message remembers it."""
+    """When the group made its last step, if the next one is overdue: the condition's message
+    remembers it.
+    """
     said = _LAST_STEP.search(running.message) if running is not None else None
     return known_time(said[1]) if said else None
 
@@ -210,7 +223,9 @@ def _train(view: View, nodes: int) -> str:
 
 
 def _verb(view: View, nodes: int) -> str:
-    """What nodes do. That the ranks train one model is known once their steps have exchanged something."""
+    """What nodes do. That the ranks train one model is known once their steps have exchanged
+    something.
+    """
     if nodes == 1:
         return "trains"
     exchange = view.report is not None and view.report.progress.get(EXCHANGING)
@@ -218,7 +233,9 @@ def _verb(view: View, nodes: int) -> str:
 
 
 def _finished_early(view: View) -> str:
-    """Names a node whose program has ended with 0 while others still train: they wait for it in vain."""
+    """Names a node whose program has ended with 0 while others still train: they wait for it in
+    vain.
+    """
     report = view.report
     members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members
     finished = [m for m in members if m.state is MemberState.FINISHED]
@@ -236,8 +253,8 @@ def _without_count(view: View) -> str:
     if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
         return ""
     return (
-        "; no step of this script can be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
-        "still: have it call ddpjob_report.report() after each step"
+        "; this script's steps cannot be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
+        "still; call ddpjob_report.report() after each step"
     )
 
 
@@ -251,7 +268,7 @@ def _missing(view: View) -> str:
         if pod is None or pod.ended or pod.name in present:
             continue
         if pod.main.running and pod.name in silent:
-            return f"pod {pod.name} runs, but the coordinator does not hear from it"
+            return f"pod {pod.name} runs, but has no contact with the coordinator"
         held = find_stuck(pod, has_run=True)
         if held is not None:
             return held.message
@@ -264,7 +281,7 @@ def _missing(view: View) -> str:
         return f"{spare} more {'joins' if spare == 1 else 'join'} at the next restart"
     scheduled = view.status.condition(ConditionType.SCHEDULED)
     if scheduled is not None and not scheduled.status and scheduled.reason != "Placing":
-        return f"the missing pods are not created: {scheduled.reason}: {scheduled.message}"
+        return f"the missing pods cannot be created ({scheduled.reason}): {scheduled.message}"
     return "the missing pods are being created"
 
 

@@ -99,12 +99,12 @@ def began_again(progress: Json) -> str:
         return ""
     if known == protocol.NO:
         return (
-            "after the last restart the script seems to have begun again from step 0: its optimizer had no state of "
-            f"the {before} steps before"
+            f"after the last restart the script seems to have started again from step 0, because its optimizer had no "
+            f"state from the {before} earlier steps"
         )
     return (
-        "whether the script continued from a checkpoint after the last restart is not known: have it report its steps "
-        "by ddpjob_report.report()"
+        "it is unknown whether the script continued from a checkpoint after the last restart; report its steps with "
+        "ddpjob_report.report()"
     )
 
 

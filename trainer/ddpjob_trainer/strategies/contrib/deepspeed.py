@@ -220,7 +220,7 @@ class DeepSpeed(Strategy):
         names = {name for name, _ in self.parameters}
         if saved["state"] and names != set(saved["state"]):
             raise KeyError(
-                f"the optimizer's state is for other weights, such as {sorted(names ^ set(saved['state']))[0]}"
+                f"the optimizer's state belongs to different weights, such as {sorted(names ^ set(saved['state']))[0]}"
             )
         zero = self._engine.optimizer
         example: dict[str, Any] = next(iter(saved["state"].values()), {})

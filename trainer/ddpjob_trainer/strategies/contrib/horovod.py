@@ -94,7 +94,7 @@ class Horovod(Strategy):
 
 
 def enter() -> None:
-    """Under horovodrun, set torch.distributed's environment from Horovod's.
+    """Set torch.distributed's environment from Horovod's under horovodrun.
 
     Must run before ranks read RANK. Raises ConfigError if Horovod is missing, or runs in its own
     elastic mode.
@@ -103,8 +103,8 @@ def enter() -> None:
         return
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ConfigError(
-            "strategy=horovod: elastic horovodrun keeps its own kind of state, and not the trainer's; start it with"
-            " -np N alone, or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may change with this strategy"
+            "strategy=horovod: elastic horovodrun keeps its own state and not the trainer's; start it with only -np N, "
+            "or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may change with this strategy"
         )
     hvd = _import_horovod()
     hvd.init()
