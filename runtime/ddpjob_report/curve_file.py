@@ -1,4 +1,4 @@
-"""Keeps reported figures as curves in the checkpoint folder, in lines of `ddpjob_pod.metrics_log`."""
+"""Keeps reported figures as curves in the checkpoint folder (`ddpjob_pod.metrics_log`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The private parts of torch that the trainer replaces or calls, each by a function of this module.
 
-torch may rename them in any release. A part that is missing raises TrainingError, which names it and
-says what to install, where otherwise an AttributeError would come or, worse, nothing would happen.
+torch may rename them in any release. A part that is missing raises TrainingError, which names it
+and says what to install. Otherwise an AttributeError would come or, worse, nothing would happen.
 
     replaced (all since torch 2.6, the oldest supported)
         torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of

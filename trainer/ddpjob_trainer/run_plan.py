@@ -100,19 +100,22 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
 
 
 def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
-    """Return what adds up an evaluation's results. Raises ConfigError if `eval` does not suit the data."""
+    """Return what adds up an evaluation's results.
+
+    Raises ConfigError if `eval` does not suit the data.
+    """
     criterion = strategy.criterion
     return open_accumulator(data.targets, data.classes, criterion.each, config.eval, decisions=criterion.of_decisions)
 
 
 def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
-    """Explain an error of the model's first pass by the size of the images, if that is the cause."""
+    """Explain an error of the model's first pass by the images' size, if that is the cause."""
     return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How global batches are divided: into `micro_batches` (0: sample by sample), and among ranks."""
+    """Division of global batches into `micro_batches` (0: sample by sample), and among ranks."""
 
     config: Config
     data: DataSet
@@ -124,7 +127,10 @@ class Division:
     def choose(
         cls, config: Config, data: DataSet, strategy: Strategy, group: Group, model: nn.Module, *, tied: bool
     ) -> Division:
-        """Choose how to divide. `tied`: what `model` computes of a sample depends on its micro-batch."""
+        """Choose how to divide.
+
+        `tied`: what `model` computes of a sample depends on its micro-batch.
+        """
         tied = tied or config.ddp.ordered or mixup.is_wanted(config.data)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
         micro_batches = config.data.micro_batches or (parts * strategy.portions if tied else 0)

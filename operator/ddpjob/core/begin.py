@@ -1,4 +1,4 @@
-"""Decides which generation and slots a job has: when it begins, resumes, changes, or yields its room."""
+"""Decides a job's generation and slots when it begins, resumes, changes, or yields its room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides how a job that may not run loses its pods: it is suspended, or waits for a class or quota."""
+"""Decides how a job loses its pods while it is suspended, or waits for a class or quota."""
 
 from __future__ import annotations
 

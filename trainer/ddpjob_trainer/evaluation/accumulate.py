@@ -46,9 +46,9 @@ class Evaluation:
     """int64 (classes, classes): rows are true classes, columns predicted classes."""
     curves: Curves | None = field(default=None, compare=False, repr=False)
     rmse: float | None = None
-    """For a regression, the root of the mean of (score - target)^2 over all values."""
+    """Root of the mean of (score - target)^2 over all values, for a regression."""
     f1: float | None = None
-    """For optim.loss=bce of float targets, F1 of all values together (micro); 0 without any
+    """F1 of all values together (micro), for optim.loss=bce of float targets; 0 without any
     positive."""
 
     def scalars(self) -> dict[str, float]:

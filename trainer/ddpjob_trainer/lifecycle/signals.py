@@ -34,9 +34,9 @@ class Due(enum.IntEnum):
 
     NO = 0
     WHEN_FREE = 1
-    """Once no rank is saving."""
+    """Save once no rank is saving."""
     NOW = 2
-    """After this very step."""
+    """Save after this very step."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,10 @@ class StopRequest:
         self._grace = grace_from_env()
 
     def listen(self) -> None:
-        """From now on SIGTERM sets the flag instead of ending the process. Must be called in the main thread."""
+        """Have SIGTERM set the flag instead of ending the process.
+
+        Must be called in the main thread.
+        """
         SigtermFlag(self._leave_in_time).listen(at_once=True)
 
     @property

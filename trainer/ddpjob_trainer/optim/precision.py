@@ -295,7 +295,7 @@ def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
 
 
 def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
-    """Return the result of `choose_amp`, the same on every rank, and the ranks that make `auto` use float32.
+    """Return the result of `choose_amp`, the same on every rank, and the ranks without bfloat16.
 
     Ranks that compute in different formats would add up gradients of different precision. All ranks
     must call this together.

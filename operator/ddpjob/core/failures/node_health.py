@@ -103,9 +103,12 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
             # time.
             reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
         elif host.name in left:
-            reason, why = "MovedBefore", "the job has left this node within the last hour, and found no better node"
+            reason, why = (
+                "MovedBefore",
+                "the job has left this Kubernetes node within the last hour, and found no better one",
+            )
         elif _came_after(pod, host):
-            reason, why = "PlacedThere", "the scheduler chose the node when it was unhealthy already"
+            reason, why = "PlacedThere", "the scheduler chose this Kubernetes node when it was unhealthy already"
         elif often:
             reason = "MovedTooOften"
             why = f"{MAX_MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
@@ -114,10 +117,12 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif wants.more:
             reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler can judge {_BEYOND}"
         elif not wants.admitted_to(host):
-            why = "no spare is ready, and this node is cordoned or tainted, so it could not take the pod back"
+            why = (
+                "no spare is ready, and this Kubernetes node is cordoned or tainted, so it could not take the pod back"
+            )
             reason = "NoOtherNode"
         elif not places:
-            reason, why = "NoOtherNode", "no spare is ready, and no known node has room for this pod"
+            reason, why = "NoOtherNode", "no spare is ready, and no known Kubernetes node has room for this pod"
         else:
             reason, why, places = "", "", places - 1
         verdicts.append(NodeVerdict(index, end, reason, why))

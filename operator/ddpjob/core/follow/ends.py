@@ -61,7 +61,7 @@ class Ends:
 
     view: View
     slots: dict[int, Ended]
-    """By index of the slot."""
+    """Ends by index of the slot."""
     coordinator: Ended | None
 
     @property
@@ -188,11 +188,11 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 
 
 def _judge_start_errors(ends: Ends) -> Ends:
-    """Return the ends, with containers that cannot start as the job's fault if it is not the host's.
+    """Return the ends, where a container that cannot start is the job's fault or its host's.
 
     It is the job's if its own program is missing. Before the first step it is also the job's if it
-    has happened on two hosts. An image that is not for their platform is the job's fault if there
-    is no other platform.
+    has happened on two hosts. An image that is not for their platform is the job's fault if the
+    cluster has only theirs.
     """
     view = ends.view
     hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}
@@ -214,7 +214,7 @@ def _judge_start_errors(ends: Ends) -> Ends:
 
 
 def _has_other_platform(view: View, hosts: set[str]) -> bool:
-    """Return whether a ready Kubernetes node has a different architecture or system than `hosts`."""
+    """Return whether a ready Kubernetes node has a different platform than `hosts`."""
     known = view.world.hosts or {}
     failed = {platform_of(known[name]) for name in hosts if name in known}
     return any(host.ready and platform_of(host) not in failed for host in known.values())

@@ -45,7 +45,7 @@ def is_done(ends: Ends) -> bool:
 
 
 def _is_overdue(view: View) -> bool:
-    """Return whether pods still run a while after one has ended with 0, and all training with it."""
+    """Return whether pods still run a while after one, and with it all training, has ended."""
     ends = [pod.main.finished for pod in view.pods if pod is not None and pod.ended and pod.succeeded]
     return any(end is not None and view.now >= end + FINISH for end in ends)
 

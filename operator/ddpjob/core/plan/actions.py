@@ -44,7 +44,7 @@ class PlannedActions:
     view: View
     actions: tuple[Action, ...]
     held: datetime | None
-    """Until when some of the actions are held back; None: none of them is."""
+    """When the actions that are held back are due; None: none of them is."""
 
     @property
     def creates(self) -> bool:

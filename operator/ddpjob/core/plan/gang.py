@@ -122,7 +122,7 @@ def explain_yield(view: View) -> str:
     if now - max(running.since, scheduled.since, first.created or now) < YIELD:
         return ""
     return (
-        f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a node for {YIELD.seconds} s without "
-        f"training, and there is no room for pod {first.name}, so the job releases its pods and waits for "
+        f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a Kubernetes node for {YIELD.seconds} s "
+        f"without training, and there is no room for pod {first.name}, so the job releases its pods and waits for "
         f"{spec.min_nodes} nodes at once"
     )
