@@ -335,7 +335,7 @@ async def test_a_name_that_exists_is_its_own_or_taken(c: Case) -> None:
     c.server.store.remove("Pod", body)
     await asyncio.sleep(BLOCKED_POLL)
     c.server.store.create("Pod", MANIFEST)
-    with pytest.raises(NameTaken, match="another name"):
+    with pytest.raises(NameTaken, match="a different name"):
         await c.cluster.create(job, owned_by(job))
 
 
@@ -398,7 +398,7 @@ async def test_a_claim_is_made_once_and_one_without_an_owner_is_known_by_its_lab
     assert c.pods(), "in the same reconcile"
     job = DDPJob.read(c.server.store.get("DDPJob", "job"))
     await c.cluster.create(job, build_claim(job))  # as after a lost answer
-    with pytest.raises(NameTaken, match="another name"):
+    with pytest.raises(NameTaken, match="a different name"):
         await c.cluster.create(replace(job, uid="later"), build_claim(job))
     assert [claim] == list(c.server.store.all("PersistentVolumeClaim"))
 

@@ -105,4 +105,4 @@ def test_a_volume_that_is_not_there_is_not_made_and_one_that_hangs_costs_lines_a
     for _ in range(200):
         hanging.write({"event": "round"})
     hanging.close()
-    assert time.monotonic() - began < 10 and "one is lost" in capsys.readouterr().err
+    assert time.monotonic() - began < 10 and "a line is lost" in capsys.readouterr().err

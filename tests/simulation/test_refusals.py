@@ -132,7 +132,7 @@ async def test_pods_that_train_hold_nothing_idle() -> None:
     assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
     await s.one_pass()
     said = conditions(s)["Running"]["message"]
-    assert said.startswith("2 of 3 nodes run together; the missing pods are not created: CreationRefused: Pod job-2")
+    assert said.startswith("2 of 3 nodes run together; the missing pods cannot be created (CreationRefused): Pod job-2")
 
 
 async def test_a_name_that_another_has_is_reported() -> None:
@@ -470,7 +470,7 @@ async def test_a_job_that_is_scaled_beyond_what_its_claim_can_serve_says_so_and_
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "VolumeSingleNode" and "but spec.nodes is 2" in scheduled["message"]
     assert [p.name for p in s.nodes()] == ["job-0-0"] and s.status["restarts"]["total"] == 0
-    assert "the missing pods are not created: VolumeSingleNode" in conditions(s)["Running"]["message"]
+    assert "the missing pods cannot be created (VolumeSingleNode)" in conditions(s)["Running"]["message"]
     s.change_spec({"nodes": 1})
     await s.until(lambda: conditions(s)["Running"]["message"] == "1 node trains")
 

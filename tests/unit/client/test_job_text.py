@@ -73,9 +73,9 @@ def test_a_status_older_than_the_spec_is_said_to_be_so() -> None:
     ("order", "line"),
     [
         ([], None),
-        ([0, 2, 1, 3], "Ranks:      from 0 on: nodes 0, 2, 1, 3"),
-        ([0, 1, 4, 5, 2, 3, 7], "Ranks:      from 0 on: nodes 0-1, 4-5, 2-3, 7"),
-        ([*range(0, 64, 2), *range(1, 64, 2)], "Ranks:      from 0 on: nodes 0, 2, 4, 6, 8, 10, 12, 14, ..."),
+        ([0, 2, 1, 3], "Ranks:      in this order: nodes 0, 2, 1, 3"),
+        ([0, 1, 4, 5, 2, 3, 7], "Ranks:      in this order: nodes 0-1, 4-5, 2-3, 7"),
+        ([*range(0, 64, 2), *range(1, 64, 2)], "Ranks:      in this order: nodes 0, 2, 4, 6, 8, 10, 12, 14, ..."),
     ],
 )
 def test_the_order_of_ranks_is_a_line_where_it_is_not_that_of_the_indices(order: list[int], line: str | None) -> None:

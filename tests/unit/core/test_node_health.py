@@ -324,7 +324,7 @@ def test_a_pod_that_does_not_run_yet_is_left_to_the_kubelet() -> None:
     ("name", "value", "message"),
     [
         ("NODE_CONDITIONS", '["GpuUnhealthy"]', "write TYPE=True"),
-        ("NODE_CONDITIONS", '["Ready=False"]', "Ready is watched anyway"),
+        ("NODE_CONDITIONS", '["Ready=False"]', "Ready is always watched"),
         ("NODE_CONDITIONS", '["*=True"]', "write TYPE=True"),
         ("NODE_CONDITIONS", '["Gpu*Down=True"]', "write TYPE=True"),
         ("NODE_CONDITIONS", '["Re*=True"]', "matches Ready=True of a healthy node; write the whole TYPE"),

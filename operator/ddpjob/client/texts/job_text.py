@@ -184,7 +184,7 @@ def _ranks(status: JobStatus) -> str:
             runs.append([index])
     shown = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_SHOWN]]
     more = ["..."] if len(runs) > _SHOWN else []
-    return f"from index 0: nodes {', '.join(shown + more)}" if runs else ""
+    return f"in this order: nodes {', '.join(shown + more)}" if runs else ""
 
 
 def _progress(status: JobStatus) -> str:
