@@ -215,7 +215,7 @@ def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
 
 def test_parts_of_a_batch_are_given_once() -> None:
     with pytest.raises(
-        ConfigError, match=r"train.accumulate=2: has no effect with data.micro_batches=4, .* raise that"
+        ConfigError, match=r"train.accumulate=2: has no effect with data.micro_batches=4, .* raise data.micro_batches"
     ):
         config.load(None, ["train.accumulate=2", "data.micro_batches=4"])
 
