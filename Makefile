@@ -53,7 +53,7 @@ help:
 	@sed -n '/^[^#]/q; s/^# \{0,1\}//p' Makefile
 
 demo: $(DEMO_READY)
-	$(IN_VENV) ddpjob.cli.demo examples/digits.yaml
+	$(IN_VENV) scripts.demo examples/digits.yaml
 
 unit: $(DEV_READY)
 	$(QUICK_TESTS) tests/unit tests/simulation $(wildcard tests/runtime)

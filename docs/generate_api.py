@@ -1,4 +1,4 @@
-"""Writes the references of Python packages, in docs/own-loop.md and docs/python.md: `python docs/generate_api.py`."""
+"""Writes references of Python packages, in docs/own-scripts.md and docs/python.md: `python docs/generate_api.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PAGES = {"own-loop.md": "ddpjob_trainer.api", "python.md": "ddpjob"}
+PAGES = {"own-scripts.md": "ddpjob_trainer.api", "python.md": "ddpjob"}
 """Page in docs/, and the package whose `__all__` it describes."""
 BEGIN, END = "<!-- api: begin -->", "<!-- api: end -->"
 

@@ -7,9 +7,9 @@ there are four in each step, whatever the number of ranks.
 import argparse
 import itertools
 import random
-import sys
 from contextlib import nullcontext
 
+import ddpjob_report
 import torch
 import torch.distributed as dist
 from ddpjob_trainer import api
@@ -124,4 +124,5 @@ with torch.no_grad():
 if group.rank == 0:
     print(f"{step} steps, test loss per letter {total / len(test):.4f}", flush=True)
 dist.destroy_process_group()
-sys.exit(api.EXIT_STEPPED_ASIDE if stopped else 0)
+if stopped:
+    ddpjob_report.saved_and_leave()

@@ -2,6 +2,7 @@
 
 import sys
 
+import ddpjob_report
 import torch
 import torch.distributed as dist
 from ddpjob_trainer import api
@@ -76,4 +77,5 @@ result = accumulator.reduce(group, len(mine))
 if group.rank == 0:
     print(f"{step} steps, test accuracy {result.accuracy:.1%}, test loss {result.loss:.4f}", flush=True)
 dist.destroy_process_group()
-sys.exit(api.EXIT_STEPPED_ASIDE if stopped else 0)
+if stopped:
+    ddpjob_report.saved_and_leave()

@@ -18,7 +18,8 @@ snapshot = Path(os.environ.get("DDPJOB_CHECKPOINT_DIR", ".")) / "line.pt"
 
 model = torch.nn.Linear(1, 1)
 first = 0
-# All ranks use rank 0's state: without a shared folder, that of another rank may be older or missing.
+# All ranks use rank 0's state, because without a shared folder another rank's state may be older
+# or missing.
 saved = [torch.load(snapshot, weights_only=True) if rank == 0 and snapshot.exists() else None]
 dist.broadcast_object_list(saved, src=0)
 if saved[0] is not None:

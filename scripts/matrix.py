@@ -59,6 +59,7 @@ QUICK = (
 )
 """The tests of a row with torch in the short form."""
 LONG = (
+    "test_coordinator_disorder.py",
     "test_one_coordinator.py",
     "test_coordinator_sockets.py::test_members_that_are_silent_all_at_once_are_waited_for",
     "test_coordinator_sockets.py::test_a_launcher_that_stood_still_restarts_nobody",
@@ -67,8 +68,8 @@ LONG = (
     "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
     "test_coordinator_sockets.py::test_the_silence_of_a_host_is_death",
 )
-"""Tests without torch that the short form leaves out, because they wait, which is the same on
-every Python."""
+"""Tests without torch that the short form leaves out, because they wait or play random histories,
+which is the same on every Python."""
 TRAINER_PYTHON = "3.11.2"
 """Debian 12's python3. Its patch release pickles differently from later ones, and CI's 3.11 is a
 late one."""

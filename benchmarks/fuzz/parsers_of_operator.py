@@ -242,7 +242,7 @@ def _metrics() -> Target:
 
 def _ends() -> Target:
     """Fuzz a container's termination message, of a launcher or of a rank in a `command`."""
-    from ddpjob.core.failures.classify import why_ended
+    from ddpjob.core.failures.classify import explain_end
     from ddpjob.core.world import ContainerView, PodView, Role
 
     rank = {"kind": "RankFailed", "rank": 3, "exitCode": 1, "init": False, "restart": 0, "message": "KeyError: 'x'",
@@ -254,7 +254,7 @@ def _ends() -> Target:
         container = ContainerView(exit_code=1, reason="Error", message=text)
         pod = PodView(name="a-0-0", uid="u", role=Role.NODE, containers={"trainer": container})
         for launcher in (True, False):
-            why_ended(pod, launcher=launcher)
+            explain_end(pod, launcher=launcher)
 
     return Target(read, [json.dumps(rank).encode(), json.dumps(table).encode(), table.encode()], ())
 

@@ -246,7 +246,7 @@ def _shard_indexes() -> Target:
     shard_index.save(index, path)
 
     def read(data: bytes) -> None:
-        shard_index._loaded(io.BytesIO(data), "u")
+        shard_index._load(io.BytesIO(data), "u")
 
     return Target(read, [path.read_bytes()], (DataError,))
 

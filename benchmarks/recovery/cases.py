@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from typing import Protocol
 from benchmarks.recovery.digits import write_digits
 from benchmarks.recovery.groups import Fast, Group, NotRecovered, Shape, Standard, Stock
 from benchmarks.recovery.phases import phases
+from benchmarks.recovery.tables import FLOOR, Sample
 
 KILLS_IN_A_ROW = 10
 WHOLE, ELASTIC, SPARE, ALONE = Shape(), Shape(minimum=1), Shape(spares=1), Shape(nodes=1, minimum=1)
@@ -39,22 +40,6 @@ class System(StrEnum):
 
 
 KINDS: dict[System, type[Group]] = {System.STOCK: Stock, System.STANDARD: Standard, System.FAST: Fast}
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One kill. `seconds`: None if the group did not recover; `outcome`: what was observed."""
-
-    case: str
-    backend: str
-    victim: str
-    round: int
-    kill: int
-    seconds: float | None
-    outcome: str
-    load: float
-    phases: dict[str, float] = field(default_factory=dict)
-    """The seconds of each phase; see phases.py."""
 
 
 class Backend(Protocol):
@@ -228,7 +213,6 @@ def stock_start(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
         yield case.sample(backend, "nothing", round_, found.formed - moment, outcome="first step", phases=where)
 
 
-FLOOR = "floor"
 CASES = (
     Case(FLOOR, None, floor, System.STOCK),
     Case("stock-start", None, stock_start, System.STOCK, ALONE),

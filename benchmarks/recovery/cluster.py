@@ -25,10 +25,11 @@ from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from kubernetes import client, config, watch
 
 from benchmarks.recovery import interleaved
-from benchmarks.recovery.cases import CASES, FLOOR, IMPORTS, Backend, Case, Sample, Shape, System, recovery
+from benchmarks.recovery.cases import CASES, IMPORTS, Backend, Case, Shape, System, recovery
 from benchmarks.recovery.digits import write_digits
 from benchmarks.recovery.groups import Group, NotRecovered
 from benchmarks.recovery.step_log import StepLog
+from benchmarks.recovery.tables import FLOOR, Sample
 
 Json = dict[str, Any]
 GROUP, VERSION, PLURAL = "ddpjob.io", "v1alpha1", "ddpjobs"

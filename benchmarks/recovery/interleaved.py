@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.marks import add_table_option, write_between
-from benchmarks.recovery.cases import Backend, Case, Sample
+from benchmarks.recovery.cases import Backend, Case
 from benchmarks.recovery.groups import NotRecovered
-from benchmarks.recovery.tables import CsvFile, markdown
+from benchmarks.recovery.tables import CsvFile, Sample, markdown
 
 
 def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:

@@ -9,12 +9,9 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.recovery.step_log import Incarnation
-
-if TYPE_CHECKING:
-    from benchmarks.recovery.cases import Sample
+from benchmarks.recovery.tables import Sample, read_csv
 
 CREATED, STARTED, LAUNCHER, ROUND, WORKER, DEVICE, FORMED, STEP, TORCH = (
     "noticed, pod created",
@@ -99,8 +96,6 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Draw the picture, and return 0."""
-    from benchmarks.recovery.tables import read_csv
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE.csv")
     parser.add_argument("-o", "--output", type=Path, default=Path("recovery-phases.png"), metavar="FILE")

@@ -1,4 +1,4 @@
-"""Writes samples as CSV and as a table in Markdown."""
+"""What one kill has shown, and how it is written: as CSV and as a table in Markdown."""
 
 from __future__ import annotations
 
@@ -7,12 +7,28 @@ import json
 import os
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from benchmarks.recovery.cases import FLOOR, Sample
-
+FLOOR = "floor"
+"""The case that kills nothing: what a start takes without this project."""
 LAST_KILL = 10
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One kill. `seconds`: None if the group did not recover; `outcome`: what was observed."""
+
+    case: str
+    backend: str
+    victim: str
+    round: int
+    kill: int
+    seconds: float | None
+    outcome: str
+    load: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """The seconds of each phase; see phases.py."""
 
 
 class CsvFile:
@@ -20,7 +36,7 @@ class CsvFile:
 
     def __init__(self, path: Path | None) -> None:
         self._file = path.open("w", newline="") if path else None
-        self._writer = csv.DictWriter(self._file, [field.name for field in fields(Sample)]) if self._file else None
+        self._writer = csv.DictWriter(self._file, [column.name for column in fields(Sample)]) if self._file else None
         if self._writer:
             self._writer.writeheader()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
-"""How a user installs an extra. No index has the package yet, and its name is not reserved: whoever registers it would
-run code on the machine of each reader who installs it by name. After the first release this becomes "pip install
-'ddpjob[{extra}]'". Until then tests/unit/test_names.py finds every text that installs it by name."""
+"""How a user installs an extra. No index has the package yet, and its name is not reserved: whoever
+registers it would run code on the machine of each reader who installs it by name. After the first
+release this becomes "pip install 'ddpjob[{extra}]'". Until then tests/unit/test_names.py finds
+every text that installs it by name."""
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
@@ -20,3 +21,13 @@ def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str
     if error.name.partition(".")[0] in sys.stdlib_module_names:
         return f"{program} runs on Linux and macOS, on Windows in WSL 2: this Python has no module {error.name}"
     return f"{program} needs the package {error.name}: {INSTALL.format(extra=extra)}"
+
+
+def installed_version() -> str:
+    """Return the version of DDPJob that is installed here."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ddpjob")
+    except PackageNotFoundError:
+        return "unknown"

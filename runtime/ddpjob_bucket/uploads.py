@@ -100,7 +100,7 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """For how long a checkpoint has existed only on this machine while none was uploaded.
+        """The seconds for which a checkpoint has existed only here while none was uploaded.
 
         It is 0 if there is none.
         """

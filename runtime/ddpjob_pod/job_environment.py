@@ -7,12 +7,17 @@ They are read when they are asked for: a launcher changes DDPJOB_FENCE from roun
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 GRACE_SECONDS = 30.0
 """The grace period of a pod that sets none, as Kubernetes has it."""
+
+
+class VariableError(ValueError):
+    """A variable of the job has a value that cannot be used. The message has the remedy."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class JobEnvironment:
     data_region: str
     data_dir: str
     termination_log: str
+    stacks_dir: str
+    """Where the launcher's workers write their stacks at a signal."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> JobEnvironment:
@@ -70,18 +77,27 @@ class JobEnvironment:
         return self.nodes not in ("", "1")
 
     @property
-    def grace(self) -> float:
-        """The pod's grace period in seconds, also if the variable holds no number."""
-        try:
-            return float(self.grace_seconds or GRACE_SECONDS)
-        except ValueError:
-            return GRACE_SECONDS
+    def group(self) -> tuple[int, int] | None:
+        """The (generation, round) of the group that this process belongs to.
+
+        Of two groups of a job, the higher one may write. None if no launcher started this process.
+        Raises VariableError.
+        """
+        if not self.fence:
+            return None
+        if not (match := re.fullmatch(r"(\d+)\.(\d+)", self.fence)):
+            what = "must be GENERATION.ROUND, two whole numbers; leave it to the launcher, or unset it"
+            raise VariableError(f"DDPJOB_FENCE={self.fence!r}: {what}")
+        return int(match[1]), int(match[2])
 
     @property
-    def order(self) -> tuple[int, int]:
-        """(generation, round) of this process's group; (0, 0) outside of a job."""
-        generation, _, round_ = self.fence.partition(".")
-        return int(generation or self.generation or 0), int(round_ or self.round or 0)
+    def grace(self) -> float | None:
+        """The pod's grace period in seconds; None outside of a job. Raises VariableError."""
+        try:
+            return float(self.grace_seconds) if self.grace_seconds else None
+        except ValueError:
+            what = "must be a number of seconds; leave it to the operator, or unset it"
+            raise VariableError(f"DDPJOB_GRACE_SECONDS={self.grace_seconds!r}: {what}") from None
 
     @property
     def snapshot_interval(self) -> int | str:

@@ -35,12 +35,18 @@ class Poster:
             socket.getaddrinfo("localhost", None)
 
     def post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """Return the answer's status and text. Raises OSError, ValueError or HTTPException if there is none."""
+        """Return the answer's status and text; (0, "") if there is none.
+
+        A missing coordinator must not disturb training; the operator notices it.
+        """
         body = json.dumps({**report, **self._round}).encode()
-        status, instance, answer = self._ask(body)
-        if status == 401 and instance not in ("", self.instance):
-            self.instance = instance
-            status, _, answer = self._ask(body)
+        try:
+            status, instance, answer = self._ask(body)
+            if status == 401 and instance not in ("", self.instance):
+                self.instance = instance
+                status, _, answer = self._ask(body)
+        except (OSError, ValueError, http.client.HTTPException):
+            return 0, ""
         return status, answer
 
     def _ask(self, body: bytes) -> tuple[int, str, str]:

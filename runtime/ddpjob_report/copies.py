@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import json
 import os
 import pickle
@@ -12,13 +11,14 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ddpjob_bucket import Bucket, BucketError, Damaged, Stored, Uploads, Waiting
+from ddpjob_bucket.patience import patiently
 from ddpjob_bucket.stored import discard, files_of
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.file_lock import alone
+from ddpjob_pod.job_environment import JobEnvironment, VariableError
 
 from ddpjob_report import link
 
@@ -27,7 +27,6 @@ RECORD = ".ddpjob-newest.json"
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
 """How long the end of the script waits for its last copy."""
-_TRIES, _PAUSE = 5, 1.0
 LARGEST_STEP = 10**9 - 1
 
 
@@ -61,26 +60,22 @@ def restore(folder: Path) -> Path | None:
     if entry is None:  # A persistent folder may have one from before the job had a bucket.
         return recorded(folder) if JobEnvironment.read().shares_checkpoints else None
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with alone(folder / _LOCK, strict=True):
         found = _fetched(folder, entry)
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
                 discard(leftover)  # Left by a process that was killed; this one holds the lock.
-            found = _patiently(lambda: _fetch(bucket, entry, folder))
+            found = _fetch(bucket, entry, folder)
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
     return found
 
 
-class _DamagedCopy(BucketError):
-    """The copy is damaged, and fetching it again would not help."""
-
-
 def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
     try:
-        return bucket.fetch(entry, folder)
+        return patiently(lambda: bucket.fetch(entry, folder), _say)
     except Damaged as error:
-        raise _DamagedCopy(
+        raise BucketError(
             f"{error}; to continue from the copy before this one, delete {bucket.url}/{entry.key}"
         ) from error
 
@@ -89,7 +84,7 @@ def _joined() -> Bucket:
     """Return the bucket, after this process has joined the ranks in what they continue from."""
     if _CopyState.bucket is None or _CopyState.process != os.getpid():
         opened = Bucket.open(url())
-        _CopyState.restored = _patiently(lambda: opened.join(JobEnvironment.read().uid, _order()))
+        _CopyState.restored = patiently(lambda: opened.join(JobEnvironment.read().uid, _order()), _say)
         _CopyState.bucket, _CopyState.uploads, _CopyState.process = opened, None, os.getpid()
     return _CopyState.bucket
 
@@ -101,42 +96,16 @@ def _order() -> tuple[int, ...]:
     there torchrun counts its restarts.
     """
     job = JobEnvironment.read()
-    fence = job.fence or f"{job.generation or 0}.0"
-    numbers = [*fence.split("."), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return tuple(int(number) for number in numbers)
+        return *(job.group or (int(job.generation or 0), 0)), int(restarts)
+    except VariableError as error:
+        raise BucketError(str(error)) from None
     except ValueError:
-        raise BucketError(f"DDPJOB_FENCE={fence!r} and TORCHELASTIC_RESTART_COUNT must be numbers") from None
-
-
-def _patiently(act: Callable[[], Any]) -> Any:
-    """Retry `act` so that a short outage of the bucket does not fail the start."""
-    for number in range(_TRIES):
-        try:
-            return act()
-        except _DamagedCopy:
-            raise
-        except BucketError as error:
-            if number == _TRIES - 1:
-                raise
-            _say(f"{error}; tried again")
-            time.sleep(_PAUSE * 2**number)
-    raise AssertionError
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock.
-
-    The ranks of a node share what one of them fetches. Raises OSError.
-    """
-    with (folder / _LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            text = f"{error.strerror}: the folder of checkpoints must be on a file system that can lock files"
-            raise OSError(error.errno, text, str(folder / _LOCK)) from None
-        yield
+        what = "must be whole numbers"
+        raise BucketError(
+            f"DDPJOB_GENERATION={job.generation!r}, TORCHELASTIC_RESTART_COUNT={restarts!r}: {what}"
+        ) from None
 
 
 def _fetched(folder: Path, entry: Stored) -> Path | None:

@@ -1,11 +1,7 @@
-"""Keeps reported figures in the checkpoint folder, for `ddpjob plot` and the dashboard.
-
-The built-in trainer writes the same lines to the same file.
-"""
+"""Keeps reported figures as curves in the checkpoint folder (`ddpjob_pod.metrics_log`)."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -13,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.metrics_log import METRICS, MetricsLog
+from ddpjob_pod.outbox import Outbox
 
 from ddpjob_report import link
 
-NAME = "run/metrics.jsonl"
+FOLDER = "run"
+"""The folder of the curves in the checkpoint folder."""
 SHORTEST_PAUSE = 0.5
 """How many seconds are between two lines at the beginning."""
 LINES_PER_LIFE = 2000
@@ -25,25 +24,24 @@ takes some 15,000 lines."""
 _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
-class CurveFile(link.Outbox):
+class CurveFile(Outbox):
     """Writes independently of what is sent, so that a folder that hangs costs only its lines."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._began = folder / NAME, time.monotonic()
+        self._folder, self._began = folder / FOLDER, time.monotonic()
         super().__init__("ddpjob-curves")
 
     def _work(self) -> None:
         try:
-            self._path.parent.mkdir(exist_ok=True)
-            # "a" with one line per write: a killed writer loses only the last line.
-            with self._path.open("ab", buffering=0) as file:
-                if file.tell() and not _ends_with_newline(self._path):
-                    file.write(b"\n")
-                self._write_lines(file)
+            self._folder.mkdir(exist_ok=True)
+            log = MetricsLog(self._folder)
         except OSError as error:
-            sys.stderr.write(f"ddpjob_report: {self._path}: {error.strerror}: no curves are kept from here on\n")
+            where = self._folder / METRICS
+            sys.stderr.write(f"ddpjob_report: {where}: {error.strerror}: no curves are kept\n")
+        else:
+            self._write_lines(log)
 
-    def _write_lines(self, file: Any) -> None:
+    def _write_lines(self, log: MetricsLog) -> None:
         started = False
         while True:
             with self._changed:
@@ -55,32 +53,20 @@ class CurveFile(link.Outbox):
                 step = int(figures["step"])
                 if not started:
                     started = True
-                    file.write(_line("start", {"step": step, "world": int(os.environ.get("WORLD_SIZE", "1"))}))
-                file.write(b"".join(_lines_of(step, figures)))
+                    log.write("start", step=step, world=int(os.environ.get("WORLD_SIZE", "1")))
+                _write_step(log, step, figures)
             with self._changed:
                 pause = max(SHORTEST_PAUSE, (time.monotonic() - self._began) / LINES_PER_LIFE)
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
 
-def _lines_of(step: int, figures: dict[str, Any]) -> list[bytes]:
-    """Return the lines of a step, and of its accuracy as an evaluation."""
+def _write_step(log: MetricsLog, step: int, figures: dict[str, Any]) -> None:
+    """Write the line of a step, and of its accuracy as an evaluation."""
     metrics = figures.get("metrics", {})
     known = {name: value for name, value in {**metrics, **figures}.items() if name not in _NOT_OF_A_STEP}
-    lines = [_line("step", {"loss": None, **known, "step": step})]
+    log.write("step", **{"loss": None, **known, "step": step})
     if "accuracy" in metrics:
-        lines.append(_line("eval", {"step": step, "accuracy": metrics["accuracy"]}))
-    return lines
-
-
-def _line(event: str, fields: dict[str, Any]) -> bytes:
-    # The line's own names come last, because a metric may have any name.
-    return (json.dumps({**fields, "event": event, "time": round(time.time(), 3)}) + "\n").encode()
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+        log.write("eval", step=step, accuracy=metrics["accuracy"])
 
 
 _file: CurveFile | None = None

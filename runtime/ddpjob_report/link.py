@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import encodings.idna  # noqa: F401  (the codec of host names: the thread must not be the first to import it)
-import http.client
-import os
 import sys
-import threading
 import time
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
-from ddpjob_pod.posting import TIMEOUT_SECONDS, Poster
+from ddpjob_pod.outbox import INTERVAL_SECONDS, Outbox, merged, next_pause
+from ddpjob_pod.posting import Poster
 from ddpjob_runtime import protocol
-
-INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-
-
-class Outbox:
-    """Sends the newest figure of each name in its own thread, so that the script never waits."""
-
-    def __init__(self, thread: str) -> None:
-        self._pending: dict[str, Any] = {}
-        self._changed = threading.Condition()
-        self._closing = False
-        self._process = os.getpid()
-        self._thread = threading.Thread(target=self._work, name=thread, daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def add(self, figures: dict[str, Any]) -> None:
-        """Send the figures with the next ones; they replace older ones of the same names."""
-        if os.getpid() != self._process:
-            return  # A loader's process, without this thread and with a copy of the lock.
-        with self._changed:
-            self._pending = merged(self._pending, figures)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Send the remaining figures, for at most two seconds."""
-        if os.getpid() != self._process:
-            return
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(TIMEOUT_SECONDS)
-
-    def _work(self) -> None:
-        raise NotImplementedError
 
 
 class Link(Outbox):
@@ -74,7 +35,7 @@ class Link(Outbox):
             if not figures:
                 return
             sent = self._send(figures)
-            pause = INTERVAL_SECONDS if sent else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = next_pause(pause, sent)
             with self._changed:
                 if not sent and self._closing:
                     return
@@ -84,10 +45,9 @@ class Link(Outbox):
 
     def _send(self, figures: dict[str, Any]) -> bool:
         """Send the figures. Return whether the coordinator has accepted them, or never will."""
-        try:
-            status, answer = self._poster.post(self._with_speed(figures))
-        except (OSError, ValueError, http.client.HTTPException):
-            return False  # A missing coordinator must not disturb training; the operator notices it.
+        status, answer = self._poster.post(self._with_speed(figures))
+        if not status:
+            return False
         self._counted = self._seen
         if status == 400 and not self._refused:
             self._refused = True
@@ -112,15 +72,6 @@ class Link(Outbox):
         if (figures.get("steps") or 0) > 0 and "eta" not in figures:
             more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))
         return more
-
-
-def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """Merge figures. The newer one of a name stays, and of too many metrics the last ones."""
-    both = {**older, **newer}
-    if "metrics" in older and "metrics" in newer:
-        metrics = {**{k: v for k, v in older["metrics"].items() if k not in newer["metrics"]}, **newer["metrics"]}
-        both["metrics"] = dict(list(metrics.items())[-protocol.MAX_FIGURES :])
-    return both
 
 
 _link: Link | None = None

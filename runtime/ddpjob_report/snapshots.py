@@ -74,7 +74,7 @@ class Snapshots:
         self._exchange = _exchange()
         self._check_that_nothing_is_sharded()
         store = SnapshotStore(Path(job.snapshot_folder))
-        self._snapshots = _Snapshots(store, self._exchange, job.order, job.snapshot_interval)
+        self._snapshots = _Snapshots(store, self._exchange, job.group or (0, 0), job.snapshot_interval)
         found = self._snapshots.restore()
         if found is not None:
             self._load(found)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
+from ddpjob_pod.sigterm import SigtermFlag
 
 _MARGIN = 5.0
 """How many seconds of the grace period are kept for everything after saving."""
@@ -22,15 +21,21 @@ _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 """How long torch lets ranks wait in a collective over gloo."""
 
 
+def _say_asked() -> None:
+    rank = os.environ.get("RANK", "0")
+    what = "is asked to end; saves at its next should_stop(), if it comes in time"
+    with contextlib.suppress(OSError):  # Not with sys.stderr, which the signal may have interrupted.
+        os.write(2, f"ddpjob_report: SIGTERM: rank {rank} {what}\n".encode())
+
+
 class _State:
-    asked = False
+    flag = SigtermFlag(_say_asked)
     """Whether this process was asked to end."""
     since: float | None = None
     """When this process learned that a rank was asked to end, by time.monotonic()."""
     agreed = False
     """Whether all ranks know that one of them was asked to end."""
     warned = False
-    hooked = False
     world: Callable[[], Any] = staticmethod(lambda: None)
     group: Callable[[], Any] = staticmethod(lambda: None)
     """The ranks' own group, made within the process group `world`. Both belong to torch and end
@@ -44,10 +49,11 @@ def agreed() -> bool:
     """
     _listen()
     if not _State.agreed:
-        distributed = torch_distributed()
-        _State.agreed = _State.asked if distributed is None else _any_rank(distributed)
-        if _State.agreed and _State.since is None:
-            _State.since = time.monotonic()
+        asked_at, distributed = _State.flag.asked_at, torch_distributed()
+        asked = asked_at is not None
+        _State.agreed = asked if distributed is None else _any_rank(distributed, asked)
+        if _State.agreed:
+            _State.since = time.monotonic() if asked_at is None else asked_at
     return _State.agreed
 
 
@@ -56,8 +62,10 @@ def seconds_left() -> float:
 
     The whole grace period is left if no rank was asked to end.
     """
-    spent = 0.0 if _State.since is None else time.monotonic() - _State.since
-    return max(0.0, JobEnvironment.read().grace - _MARGIN - spent)
+    since = _State.flag.asked_at if _State.since is None else _State.since
+    spent = 0.0 if since is None else time.monotonic() - since
+    grace = JobEnvironment.read().grace
+    return max(0.0, (GRACE_SECONDS if grace is None else grace) - _MARGIN - spent)
 
 
 def wait_for_others() -> None:
@@ -74,7 +82,7 @@ def _listen() -> None:
     It is called each time, because frameworks set handlers of their own (Lightning when training
     begins).
     """
-    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+    if _State.flag.is_listening:
         return
     if threading.current_thread() is not threading.main_thread():
         if not _State.warned:
@@ -83,28 +91,7 @@ def _listen() -> None:
                 "ddpjob_report: SIGTERM ends this process unsaved: call should_stop() in the main thread\n"
             )
         return
-    signal.signal(signal.SIGTERM, _on_sigterm)
-    if not _State.hooked:
-        _State.hooked = True
-        os.register_at_fork(after_in_child=_leave_to_default)
-
-
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    if not _State.asked:
-        _State.asked, _State.since = True, time.monotonic()
-        rank = os.environ.get("RANK", "0")
-        what = "is asked to end; saves at its next should_stop(), if it comes in time"
-        with contextlib.suppress(OSError):  # Not with sys.stderr, which the signal may have interrupted.
-            os.write(2, f"ddpjob_report: SIGTERM: rank {rank} {what}\n".encode())
-
-
-def _leave_to_default() -> None:
-    """Restore SIGTERM in a forked process, which is not the rank.
-
-    It ends, as multiprocessing expects.
-    """
-    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _State.flag.listen()
 
 
 def torch_distributed() -> Any:
@@ -138,9 +125,9 @@ def _timeout(world: Any) -> Any:
     return longest if longest > _GLOO_DEFAULT else None
 
 
-def _any_rank(distributed: Any) -> bool:
+def _any_rank(distributed: Any, asked: bool) -> bool:
     torch, group = sys.modules["torch"], gloo_group(distributed)
     device = "cpu" if distributed.is_gloo_available() else torch.accelerator.current_accelerator()
-    flag = torch.tensor([int(_State.asked)], device=device)
+    flag = torch.tensor([int(asked)], device=device)
     distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=group)
     return bool(flag.item())

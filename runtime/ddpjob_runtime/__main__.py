@@ -46,14 +46,15 @@ class Archive(zipimport.zipimporter):
 
 
 def find_package() -> None:
-    """Make the package importable, and leave no trace on `sys.path`, where user modules are found.
+    """Make the packages importable, and leave no trace on `sys.path`, where user modules are found.
 
     Python has put this folder on the path, or in job pods the archive that contains this file.
-    Submodules are found through the package's own path once it is imported.
+    Submodules are found through a package's own path once it is imported.
     """
     folder = Path(__file__).resolve().parent
     sys.path[0] = str(folder.parent if folder.is_dir() else folder)
-    importlib.import_module("ddpjob_runtime")
+    for package in ("ddpjob_runtime", "ddpjob_pod"):
+        importlib.import_module(package)
     del sys.path[0]
 
 

@@ -99,8 +99,8 @@ def folder_problem(folder: Path, pod: str) -> str:
         finally:
             path.unlink(missing_ok=True)
     except OSError as error:
-        return f"the checkpoint folder {folder} takes no file of 1 MiB: {error.strerror or error}"
-    return "" if same else f"the checkpoint folder {folder} returns other bytes than were written"
+        return f"the checkpoint folder {folder} cannot store a file of 1 MiB: {error.strerror or error}"
+    return "" if same else f"the checkpoint folder {folder} returns different bytes from those that were written"
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
@@ -124,12 +124,12 @@ def device_problem(torch: Any, device: str) -> str:
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(device)
         if free < FREE_SHARE * total:
-            return f"{device}: {free >> 20} of {total >> 20} MiB are free: another process holds the rest"
+            return f"{device}: {free >> 20} of {total >> 20} MiB are free, because another process holds the rest"
     count = (64 if device != "cpu" else 1) << 20
     try:
         filled = torch.full((count,), 3, dtype=torch.int32, device=device)
         if int(filled.sum()) != 3 * count:
-            return f"{device}: memory returns other numbers than were written"
+            return f"{device}: memory returns different numbers from those that were written"
         numbers = torch.arange(_SIDE, device=device)
         a = ((numbers[:, None] * 7 + numbers * 3) % 7 - 3).float()
         b = ((numbers[:, None] * 5 + numbers * 11) % 5 - 2).float()
@@ -153,6 +153,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
     rank, world, host, port = (settings[name] for name in ("rank", "world", "host", "port"))
     on_gpu = settings["gpus"] > 0 and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and torch.cuda.is_available()
@@ -163,7 +164,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.set_device(device)
     patience = timedelta(seconds=settings["seconds"])
     _say(step=f"connection to the store at {host}:{port}")
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
     _say(step=f"forming a group of {world} by {backend}")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
     pattern = torch.arange(SUM_BYTES // 4, dtype=torch.int32, device=device) % 1000

@@ -1,8 +1,9 @@
 """Writes log lines that never block their program: on a full disk or an unread pipe they are lost.
 
-A container's output is a pipe. When its reader stops, as the container runtime does while the host's log folder is
-full or hangs, the pipe fills, and the next write would block the coordinator's event loop or a launcher's only reader.
-The pipe is not made non-blocking, because the workers share it and do not expect that.
+A container's output is a pipe. When its reader stops, as the container runtime does while the
+host's log folder is full or hangs, the pipe fills, and the next write would block the coordinator's
+event loop or a launcher's only reader. The pipe is not made non-blocking, because the workers share
+it and do not expect that.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Log:
     def write(self, line: str) -> None:
         """Write a complete line, or lose it."""
         if self._lost:
-            line = f"({self._lost} lines are missing here, because nobody read this log)\n{line}"
+            line = f"({self._lost} lines are missing here, because nothing read this log)\n{line}"
         data = line.encode(errors="backslashreplace")
         with contextlib.suppress(OSError, ValueError):  # A full disk, or a closed stream.
             stream = self._stream or sys.stderr

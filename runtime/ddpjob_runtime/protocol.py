@@ -713,7 +713,8 @@ class Incident(Record):
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
     alike_ranks: int = 0
-    """How many ranks failed with the same `error_mark`; 0: a rank had a different error of its own."""
+    """How many ranks failed with the same `error_mark`; 0: a rank had a different error of its own.
+    """
     alike_pods: int = 0
     """How many pods these ranks were in."""
     group_rank: Optional[int] = None

@@ -1,4 +1,4 @@
-"""In job pods this is `ddpjob_report.py`, next to the archive with the package `ddpjob_report`.
+"""The `ddpjob_report.py` of job pods, next to the archive with the package `ddpjob_report`.
 
 A program with this folder in PYTHONPATH imports this module, which replaces itself by the package.
 """

@@ -1,4 +1,5 @@
-"""Hosts the c10d TCPStore of one rendezvous, as a child process: the coordinator itself needs no torch.
+"""Hosts the c10d TCPStore of one rendezvous, as a child process: the coordinator itself needs no
+torch.
 
     python3 PATH/ddpjob_runtime store --port PORT --host ADDRESS
 
@@ -27,7 +28,7 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
     Raises OSError: this machine does not have the address, or the port is in use.
     """
     import torch
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
     try:
         if not host:

@@ -47,7 +47,7 @@ MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
 POST_SECONDS = 0.5
 POSTS_OF_SPEED = 10
 STEPS_WITHOUT_GROUP = 10
-"""After this many steps a program without a group is taken not to form one."""
+"""Number of steps after which a program without a group is assumed not to form one."""
 STEPS_OF_EXCHANGE = 3
 """The ranks train together if the first optimizer's steps, from the second up to this one,
 exchange data."""
@@ -166,7 +166,7 @@ def replace_process(command: list[str]) -> None:
 
 
 def offer_report() -> None:
-    """In a job, let the program import this runtime's `ddpjob_report`, unless its image has one."""
+    """Let the program of a job import this runtime's `ddpjob_report`, unless its image has one."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -207,7 +207,7 @@ def packages() -> str:
 
 
 def put_compiler_off() -> None:
-    """In a job, defer torch's compiler until it is needed (see late_dynamo.py)."""
+    """Defer torch's compiler in a job until it is needed (see late_dynamo.py)."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR") and "torch" not in sys.modules:
@@ -235,7 +235,7 @@ class CompilerImport:
 
 
 def build_again() -> None:
-    """In a job, have an extension of torch built again if its builder was killed."""
+    """Have an extension of torch built again in a job if its builder was killed."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -253,7 +253,12 @@ def mend_baton(module: Any) -> None:
     import fcntl
     import os
 
-    acquire = module.FileBaton.try_acquire
+    acquire = getattr(getattr(module, "FileBaton", None), "try_acquire", None)
+    if acquire is None:
+        sys.stderr.write(
+            "ddpjob: this torch has no FileBaton.try_acquire: remove a killed builder's lock file by hand\n"
+        )
+        return
 
     def try_acquire(baton: Any) -> bool:
         path = baton.lock_file_path
@@ -358,7 +363,7 @@ def show(error: BaseException) -> None:
 
     If that fails, print both errors, as Python does.
     """
-    trace = own_frames_removed(error)
+    trace = remove_own_frames(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -367,13 +372,13 @@ def show(error: BaseException) -> None:
     except BaseException as problem:
         for title, shown in ("Error in sys.excepthook:", problem), ("\nOriginal exception was:", error):
             sys.stderr.write(f"{title}\n")
-            trace = own_frames_removed(shown)
+            trace = remove_own_frames(shown)
             sys.__excepthook__(type(shown), shown.with_traceback(trace), trace)
 
 
 def hide_own_frames(error: BaseException) -> None:
     """Have the interpreter print this exception without this file's frames."""
-    hook, trace = sys.excepthook, own_frames_removed(error)
+    hook, trace = sys.excepthook, remove_own_frames(error)
 
     def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
         hook(kind, value.with_traceback(trace), trace)
@@ -457,7 +462,7 @@ def new_main() -> Any:
 # ---- errors
 
 
-def own_frames_removed(error: BaseException) -> TracebackType | None:
+def remove_own_frames(error: BaseException) -> TracebackType | None:
     """Return the traceback as Python would show it; None for the program's own syntax error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -470,7 +475,7 @@ def program_frames(error: BaseException) -> TracebackType | None:
 
     Frames of `python -m` are left out too.
     """
-    trace = own_frames_removed(error)
+    trace = remove_own_frames(error)
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace
@@ -675,7 +680,7 @@ def exchanges_otherwise() -> bool:
 
 
 def count_steps() -> None:
-    """On rank 0, count the steps of torch's optimizers once they are imported, and post them."""
+    """Count the steps of torch's optimizers on rank 0 once they are imported, and post them."""
     import os
 
     if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
@@ -715,7 +720,7 @@ class StepCounter:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 self.captured = True  # The steps that a CUDA graph replays are not counted, as they run no Python.
                 return
-            self.captured, self.compiled = False, frames_compiled()
+            self.captured, self.compiled = False, count_compiled_frames()
             if not counts:
                 self.start()
             key = id(optimizer)
@@ -759,7 +764,8 @@ class StepCounter:
         import threading
 
         with contextlib.suppress(OSError):
-            # Nor the first to resolve a name: glibc then reads the environment, and crashes if it changes.
+            # Nor the first to resolve a name: glibc then reads the environment, and crashes if it
+            # changes.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
@@ -773,20 +779,21 @@ class StepCounter:
             time.sleep(POST_SECONDS if posts else 0.01)
             steps, now = max(self.counts.values(), default=0), time.monotonic()
             if steps > (posts[-1][0] if posts else 0):
-                # The first steps' time is unknown. Later measure over several posts: one has only few steps.
+                # The first steps' time is unknown. Later measure over several posts: one has only
+                # few steps.
                 self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
                 posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
-            elif not self.said_uncountable and self.uncountable():
+            elif not self.said_uncountable and self.is_uncountable():
                 self.posted, self.said_uncountable = -1, True
                 self.post(0.0)
 
-    def uncountable(self) -> bool:
+    def is_uncountable(self) -> bool:
         """Whether the next steps may escape the counter.
 
         That is so if something was compiled, or a CUDA graph was captured, after the last counted
         step.
         """
-        return self.captured or frames_compiled() > self.compiled
+        return self.captured or count_compiled_frames() > self.compiled
 
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
         """Post the count. A failed post is dropped, since the next one contains its count.
@@ -807,7 +814,7 @@ class StepCounter:
             report["metrics"] = {"stepsPerSecond": round(steps_per_second, 3)}
         if alone:
             report["ungrouped"] = True
-        if self.uncountable():
+        if self.is_uncountable():
             report["uncountable"] = True
         else:
             self.said_uncountable = False
@@ -831,8 +838,8 @@ class StepCounter:
         if alone and not self.said:
             self.said = True
             sys.stderr.write(
-                f"ddpjob: rank 0 has made {steps} steps and formed no group (torch.distributed is not initialized): "
-                f"each of the {self.world} ranks trains a model of its own\n"
+                f"ddpjob: rank 0 has made {steps} steps and formed no group (torch.distributed is not initialized), so "
+                f"each of the {self.world} ranks trains a separate model\n"
             )
         return alone
 
@@ -855,7 +862,7 @@ class StepCounter:
         return answer[9:12], next((value for name, _, value in lines if name == "DDPJob-Instance"), "")
 
 
-def frames_compiled() -> int:
+def count_compiled_frames() -> int:
     """Return how often torch's compiler has compiled something in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Any = getattr(utils, "counters", None)

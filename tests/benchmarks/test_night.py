@@ -130,9 +130,7 @@ def _pass(training: PlayedTraining, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_a_played_training_is_exact_over_losses_and_sizes_unless_it_forgets_its_checkpoints(
-    tmp_path: Path, forgets: bool
-) -> None:
+def test_a_played_training_is_exact_unless_it_forgets_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
     clock = Clock()
     training = PlayedTraining(Network(clock, draw_chance(), Pace()), JOB, "uid", tmp_path / "job", forgets=forgets)
     training._report = lambda first: None  # type: ignore[method-assign]
@@ -147,7 +145,7 @@ def test_a_played_training_is_exact_over_losses_and_sizes_unless_it_forgets_its_
     assert ("too much was repeated" in problem) if forgets else (samples, problem) == (2 * JOB.samples, "")
 
 
-def test_a_group_that_trains_on_beside_a_later_one_is_fenced_and_writes_no_checkpoint(tmp_path: Path) -> None:
+def test_a_superseded_group_is_fenced_and_writes_no_checkpoint(tmp_path: Path) -> None:
     training = PlayedTraining(Network(Clock(), draw_chance(), Pace()), JOB, "uid", tmp_path / "job")
     training._report = lambda first: None  # type: ignore[method-assign]
     _, old = play(training, 1, 2, 5)

@@ -16,9 +16,8 @@ from machine import slowness
 from ranks import TINY, good, run, stop_at
 
 from benchmarks.recovery import phases
-from benchmarks.recovery.cases import Sample
 from benchmarks.recovery.step_log import Incarnation, StepLog
-from benchmarks.recovery.tables import CsvFile, markdown, read_csv
+from benchmarks.recovery.tables import CsvFile, Sample, markdown, read_csv
 from benchmarks.torture.arena import Processes
 from benchmarks.torture.replay import replay, segments
 from benchmarks.torture.standstill import set_clock

@@ -11,6 +11,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
             return f"create {manifest['kind']} {manifest['metadata']['name']}"
         case "delete_pod", (name, *_):
             return f"delete_pod {name}"
-        case "delete_gang", (name, *_):
-            return f"delete_gang {name}"
-        case "delete_workload" | "release_workload", (name, *_):
-            return f"{verb} {name}"
-        case "mark_workload", (name, _, condition, *_):
-            return f"mark_workload {name} {condition}"
+        case "delete", (kind, name, *_):
+            return f"delete {kind} {name}"
+        case "change_workload", (name, _, change):
+            return (
+                f"change_workload {name} {change.keywords['condition'] if isinstance(change, partial) else 'released'}"
+            )
         case "label_pod", (name, _, role, *_):
             return f"label_pod {name} {role}"
         case "notify", (_, sent, *_):
@@ -81,9 +82,8 @@ def _live() -> int:
 
 
 if __name__ == "__main__":
-    workloads = ("delete_workload", "mark_workload", "release_workload")
-    pods = ("delete_pod", "label_pod")
-    for name in ("write_status", "create", *pods, "delete_gang", *workloads, "delete_job", "notify", "record"):
+    pods, others = ("delete_pod", "label_pod"), ("delete", "change_workload")
+    for name in ("write_status", "create", *pods, *others, "notify", "record"):
         setattr(KubernetesCluster, name, _dying(name))
     while (code := _live()) == DEAD:
         pass

@@ -68,7 +68,7 @@ def test_a_kept_claim_holds_the_checkpoints_and_serves_the_next_job_of_the_name(
         jobs.kubectl("delete", "ddpjob", "kept")
         jobs.apply(steps_job("kept", 5, recovery=FAST, storage=template(made, whenDeleted="Delete")))
         waits_with(jobs, "kept", "ClaimTaken")
-        assert "made from another claimTemplate" in jobs.condition("kept", "Scheduled")["message"]
+        assert "made from a different claimTemplate" in jobs.condition("kept", "Scheduled")["message"]
         jobs.kubectl("delete", "ddpjob", "kept")
         jobs.kubectl("delete", "pvc", "kept-checkpoints")
 

@@ -41,9 +41,7 @@ def variable(pod: Json, name: str) -> str:
     return next((e.get("value", "") for e in pod["spec"]["containers"][0]["env"] if e["name"] == name), "")
 
 
-def test_a_job_waits_for_its_class_runs_with_it_and_takes_another_content_when_it_is_resumed(
-    jobs: Jobs, platform_team_sets: Sets
-) -> None:
+def test_a_job_waits_for_its_class_and_takes_its_new_content_when_resumed(jobs: Jobs, platform_team_sets: Sets) -> None:
     made, team = classed("job")
     platform_team_sets(other=team)
     jobs.apply(made)

@@ -76,7 +76,7 @@ def test_jobs_are_read_and_changed_without_an_operator(cluster: Cluster, namespa
     assert cli("submit", "two.yaml")[0] == 2
     code, _, err = cli("-n", "typo", "submit", "two.yaml")
     assert code == 2 and 'namespaces "typo" not found' in err
-    assert "no operator has looked at it" in cli("why", "one")[1]
+    assert "no operator has reconciled it" in cli("why", "one")[1]
     # What is printed can be given back.
     code, out, _ = cli("get", "-o", "yaml")
     Path("list.yaml").write_text(out)
@@ -183,8 +183,8 @@ def test_code_travels_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -
 def test_the_doctor(cluster: Cluster, cli: Cli) -> None:
     code, out, _ = cli("doctor")
     assert code in (0, 1)
-    assert "ok    definition ddpjobs.ddpjob.io is that of this client" in out
-    assert "all that the commands need" in out and "operator" in out
+    assert "ok    definition ddpjobs.ddpjob.io is the same as this client's" in out
+    assert "everything that the commands need" in out and "operator" in out
 
 
 def test_no_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

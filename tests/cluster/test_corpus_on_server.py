@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from corpus import Case, cases
-from ddpjob.api.reader import read_manifest
+from ddpjob.api.reader import read_manifests
 from operator_process import install_crd
 from testcluster.cluster import Cluster
 from testcluster.settings import ClusterError
@@ -50,7 +50,7 @@ def _replace(api: Cluster, path: Path) -> None:
 @pytest.mark.parametrize("case", _named("valid"))
 def test_valid(api: Cluster, case: Case) -> None:
     """Accepted, and stored as the reader would store it: the defaults are the same."""
-    assert json.loads(_create(api, case.path))["spec"] == read_manifest(case.path)["spec"]
+    assert json.loads(_create(api, case.path))["spec"] == read_manifests(case.path)[0].checked()["spec"]
 
 
 @pytest.mark.parametrize("case", _named("invalid"))

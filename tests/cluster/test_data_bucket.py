@@ -53,7 +53,7 @@ def test_a_node_s_pods_share_what_one_of_them_has_fetched(jobs: Jobs, tmp_path: 
     jobs.wait("the condition", lambda: "data.secretName needs" in jobs.condition("first", "Running").get("message", ""))
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": KEYS}
     jobs.cluster.apply(secret, namespace=jobs.namespace)
-    away = "waits for the bucket with the data"
+    away = "waiting for the bucket with the data"
     jobs.wait("the wait", lambda: away in jobs.condition("first", "Running").get("message", ""), timeout=180)
     start_server(jobs, objects)
     jobs.wait_phase("first", "Complete", timeout=300)

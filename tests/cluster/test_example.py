@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 EXAMPLE = CHECKOUT / "examples" / "digits.yaml"
 COLUMNS = ["NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE"]
 PATIENCE = 600
-"""Seconds for a third of a training that takes 40 s on two idle cores."""
+"""Seconds for a third of a training that takes 30 s on two idle cores."""
 
 
 class RunFiles:
@@ -132,7 +132,7 @@ def example(
     jobs, files = Jobs(cluster, namespace), RunFiles(cluster)
     assert trainer_image.tag in EXAMPLE.read_text()
     manifest = yaml.safe_load(EXAMPLE.read_text())
-    manifest["spec"]["args"].append("train.epochs=70")
+    manifest["spec"]["args"].append("train.epochs=50")
     jobs.apply(manifest)
     with files.stack:
         yield jobs, files

@@ -44,6 +44,6 @@ def test_pods_that_a_policy_denies_come_when_it_is_lifted(stage: Scene) -> None:
     once(stage, Fault("denied", 3, faults.denied))
 
 
-def test_a_namespace_goes_with_its_jobs_and_an_operator_that_dies_makes_nothing_twice(stage: Scene) -> None:
+def test_a_namespace_goes_with_its_jobs_although_the_operator_dies(stage: Scene) -> None:
     once(stage, Fault("namespace", 0, faults.namespace_deleted))
     once(stage, Fault("killed", 0, lambda s, seconds: faults.operator_killed(s, seconds, KILLS)))

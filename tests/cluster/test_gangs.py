@@ -64,7 +64,7 @@ def was_refused(pod: Json) -> bool:
 
 
 @pytest.mark.parametrize("gang", [False, True])
-def test_two_jobs_with_half_of_the_gpus_each_wait_forever_and_as_gangs_one_runs_after_the_other(
+def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
     jobs: Jobs, gpus: Gpus, gang: bool
 ) -> None:
     """The scheduler tries pods in the order in which they came: here one of each job before the second one of either.

@@ -1,6 +1,6 @@
 """`command` on real pods: launchers that need an address find index 0 by its name, and torchrun counts.
 
-That each of them works by processes is in tests/local/test_process_launchers.py, whose script they run.
+Others work by processes in tests/local/test_process_launchers.py, whose script they run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ ACCELERATE = [
 ]
 BOTH = ["rank 0 of 2: 2", "rank 1 of 2: 2"]
 """What the ranks print of a group of two pods."""
-no_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 
 
 def launched(name: str, command: list[str], **spec: Any) -> Json:
@@ -48,23 +47,15 @@ def masters(jobs: Jobs) -> set[str]:
     return {e["value"] for container in containers for e in container["env"] if e["name"] == "MASTER_ADDR"}
 
 
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        pytest.param("accelerate", ACCELERATE, marks=no_accelerate),
-        pytest.param("rpc", [sys.executable, LAUNCHED, "--rpc"]),
-    ],
-)
-def test_launchers_that_need_an_address_sum_over_two_pods(name: str, command: list[str], jobs: Jobs) -> None:
-    jobs.apply(launched(name, command))
-    jobs.wait_phase(name, "Complete")
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate_sums_over_two_pods(jobs: Jobs) -> None:
+    jobs.apply(launched("accelerate", ACCELERATE))
+    jobs.wait_phase("accelerate", "Complete")
     assert sums(jobs) == BOTH
-    assert masters(jobs) == {f"{name}-0-0.{name}"}, "the name of index 0's pod"
+    assert masters(jobs) == {"accelerate-0-0.accelerate"}, "the name of index 0's pod"
 
 
-def test_mp_spawn_by_a_tcp_address_sums_again_after_the_pod_with_that_address_was_killed(
-    jobs: Jobs, tmp_path: Path
-) -> None:
+def test_mp_spawn_by_a_tcp_address_outlives_the_pod_with_that_address(jobs: Jobs, tmp_path: Path) -> None:
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
     command = [sys.executable, LAUNCHED, "--spawn", "--until", "/checkpoints/enough"]
     jobs.apply(launched("spawn", command, storage=storage))

@@ -23,26 +23,6 @@ def running_pods(jobs: Jobs) -> list[str]:
     ]
 
 
-def test_over_its_budget_a_job_fails_with_the_traceback(jobs: Jobs) -> None:
-    jobs.apply(steps_job("lunch", 50, "--raise-on-rank=1", "--sleep=0.02", recovery={"maxRestarts": 1}))
-    jobs.wait_phase("lunch", "Failed")
-    failed = jobs.condition("lunch", "Failed")
-    assert failed["reason"] == "RestartBudgetSpent"
-    assert "recovery.maxRestarts is 1" in failed["message"]
-    assert "rank 1 in pod lunch-" in failed["message"]
-    assert "ValueError: the weights have gone to lunch" in failed["message"]
-    assert "ddp_steps.py" in failed["message"], "the traceback's end"
-    own, again, replaced = ("WorkerFailed", True), ("WorkerFailed", False), ("PodUnhealthy", False)
-    recent = [(r["reason"], r["counted"]) for r in jobs.status("lunch")["restarts"]["recent"]]
-    assert recent == [own, again, replaced, own], "the other rank's connection errors are consequences"
-    jobs.wait("the end of all pods", lambda: not running_pods(jobs), timeout=40)
-    left = [name for name in jobs.pods() if name in ("lunch-0-0", "lunch-0-1", "lunch-1-0", "lunch-1-1")]
-    assert len(left) >= 2, "the pods stay for their logs"
-    assert any("gone to lunch" in jobs.kubectl("logs", name) for name in left)
-    events = ("get", "events", "--field-selector=reason=RestartBudgetSpent", "--output=jsonpath={.items[*].message}")
-    jobs.wait("the event", lambda: "gone to lunch" in jobs.kubectl(*events), timeout=10)
-
-
 def test_suspend_and_resume(jobs: Jobs) -> None:
     jobs.apply(steps_job("pause", 1000, nodes=1))
     jobs.wait_phase("pause", "Running")
@@ -151,16 +131,6 @@ def test_the_classical_layout_survives_its_master(jobs: Jobs) -> None:
     assert jobs.status("classic")["restarts"]["counted"] == 0
     jobs.wait("the end of all pods", lambda: not running_pods(jobs), timeout=40)
     assert "rank" in jobs.kubectl("logs", "classic-0-1", "--container=trainer")
-
-
-def test_a_lost_coordinator_begins_a_new_generation(jobs: Jobs) -> None:
-    jobs.apply(steps_job("orphan", 120))
-    jobs.wait_phase("orphan", "Running")
-    jobs.kill("orphan-coordinator-0")
-    jobs.wait_phase("orphan", "Complete", timeout=120)
-    status = jobs.status("orphan")
-    assert status["rendezvous"]["generation"] == 1
-    assert status["restarts"]["counted"] == 0
 
 
 def test_any_command_gets_what_torchrun_reads(jobs: Jobs) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from base64 import b64decode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from ddpjob.api.job import QUEUE_LABEL, DDPJob
+from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_spec import Json
 from ddpjob.controller.caches import Caches
-from ddpjob.controller.kubernetes_cluster import KubernetesCluster
+from ddpjob.controller.kube.workqueue import Turns
+from ddpjob.controller.kubernetes_cluster import CREATIONS, KubernetesCluster
+from ddpjob.controller.notifier import Notifier, Receivers
+from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.engine.coordinator_client import CoordinatorClient
 from ddpjob.engine.ports import JobKey
 from ddpjob.engine.reconcile import reconcile
@@ -24,6 +29,7 @@ from ddpjob.objects.service import (
 )
 
 from .api_server import ApiServer, Fault
+from .virtual_loop import Test, virtual_in
 from .world import api_server, connected, followed, loop_moment
 
 KEY = JobKey("space", "job")
@@ -116,17 +122,34 @@ class Case:
 
 
 @asynccontextmanager
-async def case(*, serves_gangs: bool = False, serves_queues: bool = False) -> AsyncIterator[Case]:
+async def case(
+    *,
+    serves_gangs: bool = False,
+    serves_queues: bool = False,
+    classes: JobClasses = JobClasses(),  # noqa: B008
+    on_report: Callable[[JobKey], None] = lambda key: None,
+) -> AsyncIterator[Case]:
+    """`on_report` is called with each job whose coordinator has news."""
     async with api_server() as server, connected(server) as rest:
         server.serves_gangs, server.serves_queues = serves_gangs, serves_queues
         coordinators, woken = CoordinatorClient(), list[tuple[JobKey, bool]]()
         caches = Caches(rest, lambda key, urgent: woken.append((key, urgent)), lambda hosts, changed: None)
-        cluster = KubernetesCluster(rest, caches, coordinators, Platform(operator_key=b"key"), "operator-0")
+        watch, notifier = ReportWatch(on_report), Notifier(Receivers(), on_report)
+        platform, creating = Platform(operator_key=b"key"), Turns(CREATIONS)
+        cluster = KubernetesCluster(
+            rest, caches, coordinators, platform, watch, notifier, classes, creating, "operator-0"
+        )
         case = Case(server, cluster)
         case.woken = woken
         async with followed(server, caches):
             yield case
+        await watch.close()
         await coordinators.close()
+
+
+def in_case(**settings: Any) -> Callable[[Test], Test]:
+    """A test in virtual time, whose first parameter is a case."""
+    return virtual_in(partial(case, **settings))
 
 
 async def seen() -> None:

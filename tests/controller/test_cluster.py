@@ -14,7 +14,6 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_classes import JobClasses
 from ddpjob.controller.kubernetes_cluster import CREATIONS, FOUND_FOR, LOOK_AGAIN
-from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL
 from ddpjob.core.world import Role
 from ddpjob.engine import reconcile as reconcile_module
@@ -26,395 +25,339 @@ from ddpjob.objects.service import (
 )
 
 from .api_server import Fault
-from .cluster_case import KEY, MANIFEST, Case, case, delete_token, owned_by, seen
-from .virtual_loop import run
+from .cluster_case import KEY, MANIFEST, Case, case, delete_token, in_case, owned_by, seen
+from .virtual_loop import run, virtual
 from .world import loop_moment
 
 
-def test_nothing_is_asked_while_nothing_changes() -> None:
-    async def main() -> None:
-        async with case() as c:
-            for _ in range(3):
-                await c.reconcile()
-                await seen()
-            c.server.requests.clear()
-            for _ in range(100):
-                await c.reconcile()
-            assert c.server.requests == []
-
-    run(main())
+@in_case()
+async def test_nothing_is_asked_while_nothing_changes(c: Case) -> None:
+    for _ in range(3):
+        await c.reconcile()
+        await seen()
+    c.server.requests.clear()
+    for _ in range(100):
+        await c.reconcile()
+    assert c.server.requests == []
 
 
-def test_of_what_only_has_to_exist_the_contents_are_never_read() -> None:
+@in_case()
+async def test_of_what_only_has_to_exist_the_contents_are_never_read(c: Case) -> None:
     """A namespace's runtime has 240 kB."""
-
-    async def main() -> None:
-        async with case() as c:
-            for _ in range(3):
-                await c.reconcile()
-                await seen()
-            whole = {kind for method, kind in c.server.read_whole if method == "GET"}
-            assert whole & {"Service", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy"} == set()
-            assert {"DDPJob", "Pod"} <= whole
-
-    run(main())
+    for _ in range(3):
+        await c.reconcile()
+        await seen()
+    whole = {kind for method, kind in c.server.read_whole if method == "GET"}
+    assert whole & {"Service", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy"} == set()
+    assert {"DDPJob", "Pod"} <= whole
 
 
-def test_an_event_says_that_a_defect_of_the_operator_keeps_it_from_its_job(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@in_case()
+async def test_an_event_says_that_a_defect_of_the_operator_keeps_it_from_its_job(
+    c: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with case() as c:
-            with monkeypatch.context() as broken:
-                broken.setattr(reconcile_module, "decide", lambda *_: {}["\udc80nodes"])
-                for _ in range(3):
-                    with pytest.raises(KeyError):
-                        await c.reconcile()
-            [event] = c.server.events
-            assert (event["type"], event["reason"], event["regarding"]["name"]) == ("Warning", "ReconcileFailed", "job")
-            assert event["note"].startswith(r"KeyError: '\udc80nodes' (a defect of the operator, whose log has the")
-            assert not caplog.records, "the same event again is no fault"
-            await c.reconcile()
-            assert len(c.pods()) == 3
-
-    run(main())
-
-
-def test_a_failed_request_is_no_defect() -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.server.faults = lambda method, path: Fault(500) if method != "GET" and "/events" not in path else None
-            await c.reconcile()
-            assert c.server.events == []
-
-    run(main())
-
-
-def test_what_it_writes_itself_wakes_nobody_and_what_others_write_does() -> None:
-    async def main() -> None:
-        async with case() as c:
-            await seen()
-            c.woken.clear()
-            c.server.drop_events = lambda kind, body: True  # Which may come before the answer, and then wake.
-            await c.reconcile()
-            await seen()
-            assert len(c.pods()) == 3
-            assert c.woken == []
-            c.server.drop_events = lambda kind, body: False
-            pod = c.server.store.get("Pod", "job-0-0")
-            pod["status"] = {"phase": "Running"}
-            c.server.store.changed("Pod", pod)
-            await seen()
-            assert c.woken == [(KEY, False)]
-            pod["status"] = {"phase": "Failed"}
-            c.server.store.changed("Pod", pod)
-            await seen()
-            assert c.woken[-1] == (KEY, True), "the end of a pod is urgent"
-            c.server.store.remove("Pod", pod)
-            await seen()
-            assert c.woken[-1] == (KEY, True)
-            job = c.server.store.get("DDPJob", "job")
-            c.server.store.changed("DDPJob", job)
-            await seen()
-            assert c.woken[-1] == (KEY, False)
-            job["metadata"]["generation"] += 1
-            c.server.store.changed("DDPJob", job)
-            await seen()
-            assert c.woken[-1] == (KEY, True)
-
-    run(main())
-
-
-def test_a_watch_that_is_late_hides_nothing_that_the_operator_has_done() -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.server.drop_events = lambda kind, body: True
-            for _ in range(3):
+    with monkeypatch.context() as broken:
+        broken.setattr(reconcile_module, "decide", lambda *_: {}["\udc80nodes"])
+        for _ in range(3):
+            with pytest.raises(KeyError):
                 await c.reconcile()
-                await asyncio.sleep(1)
-            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
-            creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
-            assert len(creations) == 7, "service, runtime, its jobs, token and pods, each once"
-            await c.cluster.delete_pod(await c.job(), "job-0-0", c.uid("job-0-0"), None)
-            observed = await c.cluster.observe(KEY)
-            assert observed is not None
-            assert sorted(p.name for p in observed.world.pods) == ["job-1-0", "job-coordinator-0"]
-
-    run(main())
+    [event] = c.server.events
+    assert (event["type"], event["reason"], event["regarding"]["name"]) == ("Warning", "ReconcileFailed", "job")
+    assert event["note"].startswith(r"KeyError: '\udc80nodes' (a defect of the operator; its log has the")
+    assert not caplog.records, "the same event again is no fault"
+    await c.reconcile()
+    assert len(c.pods()) == 3
 
 
-def test_a_status_that_others_have_written_is_read_again_at_once() -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            pod = c.server.store.get("Pod", "job-0-0")
-            pod["status"] = {"phase": "Running", "podIP": "127.0.0.9"}
-            c.server.store.changed("Pod", pod)  # A reason to write the status.
-            await seen()
-            c.server.drop_events = lambda kind, body: True
-            body = c.server.store.get("DDPJob", "job")
-            body["metadata"]["generation"] += 1
-            body["spec"] = {**body["spec"], "nodes": 3}
-            c.server.store.changed("DDPJob", body)
-            assert await c.reconcile() == CONFLICT_RETRY
-            assert (await c.job()).spec.nodes == 3
-            c.server.store.delete("DDPJob", "job")
-            with pytest.raises(Conflict):
-                await c.cluster.write_status(c.cached(), {"phase": "Pending"})
-            assert await c.cluster.observe(KEY) is None
-
-    run(main())
+@in_case()
+async def test_a_failed_request_is_no_defect(c: Case) -> None:
+    c.server.faults = lambda method, path: Fault(500) if method != "GET" and "/events" not in path else None
+    await c.reconcile()
+    assert c.server.events == []
 
 
-def test_a_job_that_went_with_its_namespace_and_the_role_in_it_is_forgotten() -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            c.server.faults = lambda method, path: Fault(403, reason="Forbidden")
-            with pytest.raises(Refused):
-                await c.cluster.write_status(c.cached(), {"phase": "Pending"})
-            c.server.store.delete("DDPJob", "job")
-            await seen()
-            assert await c.reconcile() is None
+@in_case()
+async def test_what_it_writes_itself_wakes_nobody_and_what_others_write_does(c: Case) -> None:
+    await seen()
+    c.woken.clear()
+    c.server.drop_events = lambda kind, body: True  # Which may come before the answer, and then wake.
+    await c.reconcile()
+    await seen()
+    assert len(c.pods()) == 3
+    assert c.woken == []
+    c.server.drop_events = lambda kind, body: False
+    pod = c.server.store.get("Pod", "job-0-0")
+    pod["status"] = {"phase": "Running"}
+    c.server.store.changed("Pod", pod)
+    await seen()
+    assert c.woken == [(KEY, False)]
+    pod["status"] = {"phase": "Failed"}
+    c.server.store.changed("Pod", pod)
+    await seen()
+    assert c.woken[-1] == (KEY, True), "the end of a pod is urgent"
+    c.server.store.remove("Pod", pod)
+    await seen()
+    assert c.woken[-1] == (KEY, True)
+    job = c.server.store.get("DDPJob", "job")
+    c.server.store.changed("DDPJob", job)
+    await seen()
+    assert c.woken[-1] == (KEY, False)
+    job["metadata"]["generation"] += 1
+    c.server.store.changed("DDPJob", job)
+    await seen()
+    assert c.woken[-1] == (KEY, True)
 
-    run(main())
+
+@in_case()
+async def test_a_watch_that_is_late_hides_nothing_that_the_operator_has_done(c: Case) -> None:
+    c.server.drop_events = lambda kind, body: True
+    for _ in range(3):
+        await c.reconcile()
+        await asyncio.sleep(1)
+    assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
+    creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
+    assert len(creations) == 7, "service, runtime, its jobs, token and pods, each once"
+    await c.cluster.delete_pod(await c.job(), "job-0-0", c.uid("job-0-0"), None)
+    observed = await c.cluster.observe(KEY)
+    assert observed is not None
+    assert sorted(p.name for p in observed.world.pods) == ["job-1-0", "job-coordinator-0"]
 
 
-def test_a_job_that_has_ended_costs_no_request() -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            c.finish("job")
-            await seen()
-            for _ in range(5):
-                await c.reconcile()
-                await seen()
-            assert [p for p in c.pods() if "coordinator" in p] == []
-            c.server.requests.clear()
-            asked: list[str] = []
+@in_case()
+async def test_a_status_that_others_have_written_is_read_again_at_once(c: Case) -> None:
+    await c.reconcile()
+    pod = c.server.store.get("Pod", "job-0-0")
+    pod["status"] = {"phase": "Running", "podIP": "127.0.0.9"}
+    c.server.store.changed("Pod", pod)  # A reason to write the status.
+    await seen()
+    c.server.drop_events = lambda kind, body: True
+    body = c.server.store.get("DDPJob", "job")
+    body["metadata"]["generation"] += 1
+    body["spec"] = {**body["spec"], "nodes": 3}
+    c.server.store.changed("DDPJob", body)
+    assert await c.reconcile() == CONFLICT_RETRY
+    assert (await c.job()).spec.nodes == 3
+    c.server.store.delete("DDPJob", "job")
+    with pytest.raises(Conflict):
+        await c.cluster.write_status(c.cached(), {"phase": "Pending"})
+    assert await c.cluster.observe(KEY) is None
 
-            async def report(endpoint: str) -> None:
-                asked.append(endpoint)
 
-            c.cluster.coordinators.report = report  # type: ignore[assignment]
-            assert await c.reconcile() is None
-            assert c.server.requests == asked == [], "nor is the address that the coordinator had asked"
+@in_case()
+async def test_a_job_that_went_with_its_namespace_and_the_role_in_it_is_forgotten(c: Case) -> None:
+    await c.reconcile()
+    c.server.faults = lambda method, path: Fault(403, reason="Forbidden")
+    with pytest.raises(Refused):
+        await c.cluster.write_status(c.cached(), {"phase": "Pending"})
+    c.server.store.delete("DDPJob", "job")
+    await seen()
+    assert await c.reconcile() is None
 
-    run(main())
+
+@in_case()
+async def test_a_job_that_has_ended_costs_no_request(c: Case) -> None:
+    await c.reconcile()
+    c.finish("job")
+    await seen()
+    for _ in range(5):
+        await c.reconcile()
+        await seen()
+    assert [p for p in c.pods() if "coordinator" in p] == []
+    c.server.requests.clear()
+    asked: list[str] = []
+
+    async def report(endpoint: str) -> None:
+        asked.append(endpoint)
+
+    c.cluster.coordinators.report = report  # type: ignore[assignment]
+    assert await c.reconcile() is None
+    assert c.server.requests == asked == [], "nor is the address that the coordinator had asked"
 
 
 @pytest.mark.parametrize("ready", [True, False, None])
-def test_a_node_that_seems_lost_is_read_before_anything_is_decided(ready: bool | None) -> None:
+@in_case()
+async def test_a_node_that_seems_lost_is_read_before_anything_is_decided(c: Case, ready: bool | None) -> None:
     """True: the watch is late; False: it is not; None: the Kubernetes node does not exist."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            pod = c.server.store.get("Pod", "job-0-0")
-            pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
-            c.server.store.changed("Pod", pod)
-            await seen()
-            c.server.drop_events = lambda kind, body: kind == "Node"
-            if ready is not None:
-                conditions = [{"type": "Ready", "status": str(ready), "lastTransitionTime": "2026-01-01T00:00:00Z"}]
-                c.server.store.create("Node", {"metadata": {"name": "new"}, "status": {"conditions": conditions}}, "")
-            observed = await c.cluster.observe(KEY)
-            assert observed is not None and observed.world.hosts is not None
-            host = observed.world.hosts["new"]
-            assert (host.ready, host.deleted) == (bool(ready), ready is None)
-            before = c.asked("/nodes/new")
-            await c.cluster.observe(KEY)
-            assert c.asked("/nodes/new") == before, "not more than once in a while"
-            await asyncio.sleep(LOOK_AGAIN)
-            graces = []
-            c.server.faults = lambda method, path: graces.append(method) if method == "DELETE" else None
-            await c.cluster.delete_pod(observed.job, "job-0-0", pod["metadata"]["uid"], 0)
-            forced = c.server.store.find("Pod", "job-0-0") is None
-            assert forced is (ready is not True), "a node that is Ready confirms the end of its pods itself"
-
-    run(main())
+    await c.reconcile()
+    pod = c.server.store.get("Pod", "job-0-0")
+    pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
+    c.server.store.changed("Pod", pod)
+    await seen()
+    c.server.drop_events = lambda kind, body: kind == "Node"
+    if ready is not None:
+        conditions = [{"type": "Ready", "status": str(ready), "lastTransitionTime": "2026-01-01T00:00:00Z"}]
+        c.server.store.create("Node", {"metadata": {"name": "new"}, "status": {"conditions": conditions}}, "")
+    observed = await c.cluster.observe(KEY)
+    assert observed is not None and observed.world.hosts is not None
+    host = observed.world.hosts["new"]
+    assert (host.ready, host.deleted) == (bool(ready), ready is None)
+    before = c.asked("/nodes/new")
+    await c.cluster.observe(KEY)
+    assert c.asked("/nodes/new") == before, "not more than once in a while"
+    await asyncio.sleep(LOOK_AGAIN)
+    graces = []
+    c.server.faults = lambda method, path: graces.append(method) if method == "DELETE" else None
+    await c.cluster.delete_pod(observed.job, "job-0-0", pod["metadata"]["uid"], 0)
+    forced = c.server.store.find("Pod", "job-0-0") is None
+    assert forced is (ready is not True), "a node that is Ready confirms the end of its pods itself"
 
 
-def test_an_unavailable_api_server_gives_no_node_up() -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            pod = c.server.store.get("Pod", "job-0-0")
-            pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
-            c.server.store.changed("Pod", pod)
-            await seen()
-            c.server.faults = lambda method, path: Fault(503)
-            with pytest.raises(Unavailable):
-                await c.cluster.observe(KEY)
-
-    run(main())
+@in_case()
+async def test_an_unavailable_api_server_gives_no_node_up(c: Case) -> None:
+    await c.reconcile()
+    pod = c.server.store.get("Pod", "job-0-0")
+    pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
+    c.server.store.changed("Pod", pod)
+    await seen()
+    c.server.faults = lambda method, path: Fault(503)
+    with pytest.raises(Unavailable):
+        await c.cluster.observe(KEY)
 
 
-def test_creations_of_all_jobs_together_are_bounded() -> None:
-    async def main() -> None:
-        async with case() as c:
-            under_way, most = 0, 0
-            create = c.cluster._create
+@in_case()
+async def test_creations_of_all_jobs_together_are_bounded(c: Case) -> None:
+    under_way, most = 0, 0
+    create = c.cluster._create
 
-            async def slow(job: DDPJob, manifest: Any) -> None:
-                nonlocal under_way, most
-                under_way += 1
-                most = max(most, under_way)
-                await asyncio.sleep(1)
-                under_way -= 1
-                await create(job, manifest)
+    async def slow(job: DDPJob, manifest: Any) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(1)
+        under_way -= 1
+        await create(job, manifest)
 
-            c.cluster._create = slow  # type: ignore[method-assign]
-            names = [f"j{number}" for number in range(8)]
-            for name in names:
-                c.add(name, nodes=40)
-            await seen()
-            keys = [JobKey("space", name) for name in names]
-            burst = asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
-            await asyncio.sleep(7)
-            other = replace(await c.job(keys[0]), namespace="other")
-            began = asyncio.get_running_loop().time()
-            with contextlib.suppress(Conflict):  # There is no such namespace.
-                await c.cluster.create(other, build_service(other))
-            assert asyncio.get_running_loop().time() - began < 2.5, "the next turn is another namespace's"
-            await burst
-            assert most == 2 * CREATIONS, "behind a webhook that takes a second"
-            assert len(c.pods()) == 8 * 41
-
-    run(main())
+    c.cluster._create = slow  # type: ignore[method-assign]
+    names = [f"j{number}" for number in range(8)]
+    for name in names:
+        c.add(name, nodes=40)
+    await seen()
+    keys = [JobKey("space", name) for name in names]
+    burst = asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
+    await asyncio.sleep(7)
+    other = replace(await c.job(keys[0]), namespace="other")
+    began = asyncio.get_running_loop().time()
+    with contextlib.suppress(Conflict):  # There is no such namespace.
+        await c.cluster.create(other, build_service(other))
+    assert asyncio.get_running_loop().time() - began < 2.5, "the next turn is another namespace's"
+    await burst
+    assert most == 2 * CREATIONS, "behind a webhook that takes a second"
+    assert len(c.pods()) == 8 * 41
 
 
-def test_what_it_writes_itself_is_seen_by_the_next_reconcile() -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
-            for _ in range(3):
-                await c.reconcile()
-            creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
-            assert len(creations) == 7, "service, runtime, its jobs, token and pods, each once"
-            for body in list(c.server.store.all("Pod")):
-                await c.cluster.delete_pod(await c.job(), body["metadata"]["name"], body["metadata"]["uid"], 0)
-            observed = await c.cluster.observe(KEY)
-            assert observed is not None and observed.world.pods == ()
-
-    run(main())
+@in_case()
+async def test_what_it_writes_itself_is_seen_by_the_next_reconcile(c: Case) -> None:
+    await c.reconcile()
+    assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
+    for _ in range(3):
+        await c.reconcile()
+    creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
+    assert len(creations) == 7, "service, runtime, its jobs, token and pods, each once"
+    for body in list(c.server.store.all("Pod")):
+        await c.cluster.delete_pod(await c.job(), body["metadata"]["name"], body["metadata"]["uid"], 0)
+    observed = await c.cluster.observe(KEY)
+    assert observed is not None and observed.world.pods == ()
 
 
 @pytest.mark.parametrize("how", ["hang-after", "reset-after", "page"])
 @pytest.mark.parametrize(
     ("method", "part"), [("POST", "/pods"), ("POST", "/services"), ("PUT", "/status"), ("POST", "/configmaps")]
 )
-def test_a_write_without_an_answer_repeats_nothing_that_has_succeeded(how: str, method: str, part: str) -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.fault_once(method, part, Fault(how))
-            for _ in range(5):
-                await c.reconcile()
-                await asyncio.sleep(2)
-            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
-            status = c.server.store.get("DDPJob", "job")["status"]
-            assert [slot["attempt"] for slot in status["slots"]] == [0, 0]
-            assert status["restarts"]["total"] == 0
-
-    run(main())
-
-
-def test_a_status_of_another_version_is_a_conflict() -> None:
-    async def main() -> None:
-        async with case() as c:
-            job = await c.job()
-            c.server.store.changed("DDPJob", c.server.store.get("DDPJob", "job"))
-            with pytest.raises(Conflict):
-                await c.cluster.write_status(job, {"phase": "Pending"})
-            c.server.store.delete("DDPJob", "job")
-            with pytest.raises(Conflict):
-                await c.cluster.write_status(job, {"phase": "Pending"})
-
-    run(main())
+@in_case()
+async def test_a_write_without_an_answer_repeats_nothing_that_has_succeeded(
+    c: Case, how: str, method: str, part: str
+) -> None:
+    c.fault_once(method, part, Fault(how))
+    for _ in range(5):
+        await c.reconcile()
+        await asyncio.sleep(2)
+    assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
+    status = c.server.store.get("DDPJob", "job")["status"]
+    assert [slot["attempt"] for slot in status["slots"]] == [0, 0]
+    assert status["restarts"]["total"] == 0
 
 
-def test_a_written_status_is_known_without_the_rest_of_the_job_coming_back() -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.server.drop_events = lambda kind, body: True
-            for again in range(3):
-                await c.reconcile()
-                stored = c.server.store.get("DDPJob", "job")
-                assert c.cached() == DDPJob.read(stored), f"after {again} reconciles more"
-            assert stored["status"]["slots"]
-            assert ("PUT", "DDPJob") not in c.server.read_whole
-
-    run(main())
+@in_case()
+async def test_a_status_of_another_version_is_a_conflict(c: Case) -> None:
+    job = await c.job()
+    c.server.store.changed("DDPJob", c.server.store.get("DDPJob", "job"))
+    with pytest.raises(Conflict):
+        await c.cluster.write_status(job, {"phase": "Pending"})
+    c.server.store.delete("DDPJob", "job")
+    with pytest.raises(Conflict):
+        await c.cluster.write_status(job, {"phase": "Pending"})
 
 
-def test_a_written_status_is_not_read_again_where_kopf_shows_it_before_the_answer() -> None:
-    async def main() -> None:
-        async with case() as c:
-            asked = c.asked("/ddpjobs/job")
-            c.server.faults = lambda method, path: Fault("late", seconds=1.0) if method == "PUT" else None
-            for _ in range(3):
-                await c.reconcile()
-                await seen()
-            assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job"))
-            assert c.asked("/ddpjobs/job") == asked
-            lost = Fault("reset-after")
-            c.server.faults = lambda method, path: lost if method == "PUT" and path.endswith("/status") else None
-            c.server.store.delete("Pod", "job-0-0")
-            await seen()
-            with contextlib.suppress(Unavailable):
-                await c.reconcile()
-            await seen()
-            assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job")), "a write without an answer is read"
-
-    run(main())
+@in_case()
+async def test_a_written_status_is_known_without_the_rest_of_the_job_coming_back(c: Case) -> None:
+    c.server.drop_events = lambda kind, body: True
+    for again in range(3):
+        await c.reconcile()
+        stored = c.server.store.get("DDPJob", "job")
+        assert c.cached() == DDPJob.read(stored), f"after {again} reconciles more"
+    assert stored["status"]["slots"]
+    assert ("PUT", "DDPJob") not in c.server.read_whole
 
 
-def test_a_name_that_exists_is_its_own_or_taken() -> None:
-    async def main() -> None:
-        async with case() as c:
-            job = await c.job()
-            body = c.server.store.create("Pod", owned_by(job))
-            await c.cluster.create(job, owned_by(job))  # its own
-            body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-            await asyncio.sleep(1)
-            with pytest.raises(NameTaken, match="still being removed"):
-                await c.cluster.create(job, owned_by(job))
-            c.server.store.remove("Pod", body)
-            await asyncio.sleep(BLOCKED_POLL)
-            body = c.server.store.create("Pod", owned_by(job, uid="of an earlier job"))
-            with pytest.raises(NameTaken, match="earlier job"):
-                await c.cluster.create(job, owned_by(job))
-            c.server.store.remove("Pod", body)
-            await asyncio.sleep(BLOCKED_POLL)
-            c.server.store.create("Pod", MANIFEST)
-            with pytest.raises(NameTaken, match="another name"):
-                await c.cluster.create(job, owned_by(job))
-
-    run(main())
+@in_case()
+async def test_a_written_status_is_not_read_again_where_kopf_shows_it_before_the_answer(c: Case) -> None:
+    asked = c.asked("/ddpjobs/job")
+    c.server.faults = lambda method, path: Fault("late", seconds=1.0) if method == "PUT" else None
+    for _ in range(3):
+        await c.reconcile()
+        await seen()
+    assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job"))
+    assert c.asked("/ddpjobs/job") == asked
+    lost = Fault("reset-after")
+    c.server.faults = lambda method, path: lost if method == "PUT" and path.endswith("/status") else None
+    c.server.store.delete("Pod", "job-0-0")
+    await seen()
+    with contextlib.suppress(Unavailable):
+        await c.reconcile()
+    await seen()
+    assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job")), "a write without an answer is read"
 
 
-def test_a_service_that_has_lost_its_labels_is_asked_for_now_and_then_and_made_again_when_it_is_gone() -> None:
+@in_case()
+async def test_a_name_that_exists_is_its_own_or_taken(c: Case) -> None:
+    job = await c.job()
+    body = c.server.store.create("Pod", owned_by(job))
+    await c.cluster.create(job, owned_by(job))  # its own
+    body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    await asyncio.sleep(1)
+    with pytest.raises(NameTaken, match="still being removed"):
+        await c.cluster.create(job, owned_by(job))
+    c.server.store.remove("Pod", body)
+    await asyncio.sleep(BLOCKED_POLL)
+    body = c.server.store.create("Pod", owned_by(job, uid="of an earlier job"))
+    with pytest.raises(NameTaken, match="earlier job"):
+        await c.cluster.create(job, owned_by(job))
+    c.server.store.remove("Pod", body)
+    await asyncio.sleep(BLOCKED_POLL)
+    c.server.store.create("Pod", MANIFEST)
+    with pytest.raises(NameTaken, match="a different name"):
+        await c.cluster.create(job, owned_by(job))
+
+
+@in_case()
+async def test_a_service_that_has_lost_its_labels_is_looked_for_until_it_is_gone(
+    c: Case,
+) -> None:
     """No watch shows it, and the operator has no right to write it."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            service = c.server.store.get("Service", "job")
-            del service["metadata"]["labels"]
-            c.server.store.changed("Service", service)
-            c.cluster.caches.forget("Service", "space", "job")  # As the watch shows it.
-            c.server.requests.clear()
-            for _ in range(100):
-                await c.reconcile()
-                await asyncio.sleep(1)
-            assert sum("/services" in path for _, path, _ in c.server.requests) <= 8
-            c.server.store.remove("Service", service)
-            await asyncio.sleep(FOUND_FOR)
-            await c.reconcile()
-            assert c.server.store.find("Service", "job") is not None
-
-    run(main())
+    await c.reconcile()
+    service = c.server.store.get("Service", "job")
+    del service["metadata"]["labels"]
+    c.server.store.changed("Service", service)
+    c.cluster.caches.forget("Service", "space", "job")  # As the watch shows it.
+    c.server.requests.clear()
+    for _ in range(100):
+        await c.reconcile()
+        await asyncio.sleep(1)
+    assert sum("/services" in path for _, path, _ in c.server.requests) <= 8
+    c.server.store.remove("Service", service)
+    await asyncio.sleep(FOUND_FOR)
+    await c.reconcile()
+    assert c.server.store.find("Service", "job") is not None
 
 
 def _make_a_claim(c: Case, **more: Any) -> None:
@@ -427,92 +370,75 @@ def _make_a_claim(c: Case, **more: Any) -> None:
     c.server.store.changed("DDPJob", body)
 
 
-def test_a_job_is_read_with_its_class_as_soon_as_that_is_written() -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.cluster.classes = JobClasses.read({"team": {"spec": {"image": "team/train:1"}}})
-            body = c.server.store.get("DDPJob", "job")
-            del body["spec"]["image"]
-            body["spec"]["className"] = "team"
-            body["metadata"]["generation"] += 1
-            c.server.store.changed("DDPJob", body)
-            await seen()
-            assert await reconcile(c.cluster, KEY, loop_moment) == 0.0 and not c.pods()
-            assert c.server.store.get("DDPJob", "job")["status"]["jobClass"]["name"] == "team"
-            job = c.cluster.caches.job(KEY)
-            assert job is not None and job.spec.image == "team/train:1"
-            await seen()
-            await c.reconcile()
-            read = c.cluster.caches.job(KEY)
-            assert read is not None and read.spec == job.spec, "from the watch too"
-            assert {pod["spec"]["containers"][0]["image"] for pod in c.server.store.all("Pod")} == {"team/train:1"}
-
-    run(main())
+@in_case(classes=JobClasses.read({"team": {"spec": {"image": "team/train:1"}}}))
+async def test_a_job_is_read_with_its_class_as_soon_as_that_is_written(c: Case) -> None:
+    body = c.server.store.get("DDPJob", "job")
+    del body["spec"]["image"]
+    body["spec"]["className"] = "team"
+    body["metadata"]["generation"] += 1
+    c.server.store.changed("DDPJob", body)
+    await seen()
+    assert await reconcile(c.cluster, KEY, loop_moment) == 0.0 and not c.pods()
+    assert c.server.store.get("DDPJob", "job")["status"]["jobClass"]["name"] == "team"
+    job = c.cluster.caches.job(KEY)
+    assert job is not None and job.spec.image == "team/train:1"
+    await seen()
+    await c.reconcile()
+    read = c.cluster.caches.job(KEY)
+    assert read is not None and read.spec == job.spec, "from the watch too"
+    assert {pod["spec"]["containers"][0]["image"] for pod in c.server.store.all("Pod")} == {"team/train:1"}
 
 
-def test_a_claim_is_made_once_and_one_without_an_owner_is_known_by_its_label() -> None:
-    async def main() -> None:
-        async with case() as c:
-            _make_a_claim(c)
-            await asyncio.sleep(1)
-            await reconcile(c.cluster, KEY, loop_moment)
-            claim = c.server.store.get("PersistentVolumeClaim", "job-checkpoints")
-            assert c.pods(), "in the same reconcile"
-            job = DDPJob.read(c.server.store.get("DDPJob", "job"))
-            await c.cluster.create(job, build_claim(job))  # as after a lost answer
-            with pytest.raises(NameTaken, match="another name"):
-                await c.cluster.create(replace(job, uid="later"), build_claim(job))
-            assert [claim] == list(c.server.store.all("PersistentVolumeClaim"))
-
-    run(main())
+@in_case()
+async def test_a_claim_is_made_once_and_one_without_an_owner_is_known_by_its_label(c: Case) -> None:
+    _make_a_claim(c)
+    await asyncio.sleep(1)
+    await reconcile(c.cluster, KEY, loop_moment)
+    claim = c.server.store.get("PersistentVolumeClaim", "job-checkpoints")
+    assert c.pods(), "in the same reconcile"
+    job = DDPJob.read(c.server.store.get("DDPJob", "job"))
+    await c.cluster.create(job, build_claim(job))  # as after a lost answer
+    with pytest.raises(NameTaken, match="a different name"):
+        await c.cluster.create(replace(job, uid="later"), build_claim(job))
+    assert [claim] == list(c.server.store.all("PersistentVolumeClaim"))
 
 
-def test_a_claim_that_is_lost_under_a_job_is_seen_when_a_pod_is_missing() -> None:
-    async def main() -> None:
-        async with case() as c:
-            _make_a_claim(c, status={"trained": True})
-            await seen()
-            await c.reconcile()
-            pods = c.pods()
-            assert pods, "it has trained elsewhere: its first claim is made"
-            await seen()
-            await c.reconcile()
-            assert c.server.store.get("DDPJob", "job")["status"]["claimMade"]
-            c.server.store.remove(
-                "PersistentVolumeClaim", c.server.store.get("PersistentVolumeClaim", "job-checkpoints")
-            )
-            for pod in pods:
-                c.server.store.remove("Pod", c.server.store.get("Pod", pod))
-            await seen()
-            for _ in range(3):
-                await c.reconcile()
-                await seen()
-            conditions = c.server.store.get("DDPJob", "job")["status"]["conditions"]
-            assert [x["reason"] for x in conditions if x["type"] == "Scheduled"] == ["ClaimNotFound"]
-            assert not c.pods() and c.server.store.find("PersistentVolumeClaim", "job-checkpoints") is None
-
-    run(main())
+@in_case()
+async def test_a_claim_that_is_lost_under_a_job_is_seen_when_a_pod_is_missing(c: Case) -> None:
+    _make_a_claim(c, status={"trained": True})
+    await seen()
+    await c.reconcile()
+    pods = c.pods()
+    assert pods, "it has trained elsewhere: its first claim is made"
+    await seen()
+    await c.reconcile()
+    assert c.server.store.get("DDPJob", "job")["status"]["claimMade"]
+    c.server.store.remove("PersistentVolumeClaim", c.server.store.get("PersistentVolumeClaim", "job-checkpoints"))
+    for pod in pods:
+        c.server.store.remove("Pod", c.server.store.get("Pod", pod))
+    await seen()
+    for _ in range(3):
+        await c.reconcile()
+        await seen()
+    conditions = c.server.store.get("DDPJob", "job")["status"]["conditions"]
+    assert [x["reason"] for x in conditions if x["type"] == "Scheduled"] == ["ClaimNotFound"]
+    assert not c.pods() and c.server.store.find("PersistentVolumeClaim", "job-checkpoints") is None
 
 
-def test_deletions_and_labels_never_hit_a_namesake() -> None:
-    async def main() -> None:
-        async with case() as c:
-            job = await c.job()
-            body = c.server.store.create(
-                "Pod", {**owned_by(job), "metadata": {**owned_by(job)["metadata"], "labels": {}}}
-            )
-            await c.cluster.delete_pod(job, "job-0-0", "another uid", 0)
-            await c.cluster.label_pod(job, "job-0-0", "another uid", Role.SPARE)
-            assert c.pods() == ["job-0-0"]
-            assert body["metadata"]["labels"] == {}
-            await c.cluster.label_pod(job, "job-0-0", body["metadata"]["uid"], Role.SPARE)
-            assert body["metadata"]["labels"] == {"ddpjob.io/role": "spare"}
-            await c.cluster.delete_pod(job, "job-0-0", body["metadata"]["uid"], 0)
-            await c.cluster.delete_pod(job, "job-0-0", body["metadata"]["uid"], 0)  # gone: success
-            await c.cluster.label_pod(job, "job-0-0", body["metadata"]["uid"], Role.NODE)
-            assert c.pods() == []
-
-    run(main())
+@in_case()
+async def test_deletions_and_labels_never_hit_a_namesake(c: Case) -> None:
+    job = await c.job()
+    body = c.server.store.create("Pod", {**owned_by(job), "metadata": {**owned_by(job)["metadata"], "labels": {}}})
+    await c.cluster.delete_pod(job, "job-0-0", "another uid", 0)
+    await c.cluster.label_pod(job, "job-0-0", "another uid", Role.SPARE)
+    assert c.pods() == ["job-0-0"]
+    assert body["metadata"]["labels"] == {}
+    await c.cluster.label_pod(job, "job-0-0", body["metadata"]["uid"], Role.SPARE)
+    assert body["metadata"]["labels"] == {"ddpjob.io/role": "spare"}
+    await c.cluster.delete_pod(job, "job-0-0", body["metadata"]["uid"], 0)
+    await c.cluster.delete_pod(job, "job-0-0", body["metadata"]["uid"], 0)  # gone: success
+    await c.cluster.label_pod(job, "job-0-0", body["metadata"]["uid"], Role.NODE)
+    assert c.pods() == []
 
 
 def test_a_reconcile_waits_for_no_coordinator() -> None:
@@ -525,10 +451,9 @@ def test_a_reconcile_waits_for_no_coordinator() -> None:
     async def main() -> None:
         listener = await asyncio.start_server(hang, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
-        async with case() as c:
+        woken: list[JobKey] = []
+        async with case(on_report=woken.append) as c:
             await c.reconcile()
-            woken: list[JobKey] = []
-            c.cluster.report_watch = ReportWatch(woken.append)
             job = c.server.store.get("DDPJob", "job")
             place = {**job["status"]["rendezvous"], "endpoint": f"127.0.0.1:{port}", "state": "Running"}
             job["status"] = {**job["status"], "rendezvous": place}
@@ -546,111 +471,91 @@ def test_a_reconcile_waits_for_no_coordinator() -> None:
                     assert observed is not None and observed.world.report is None
                 assert loop.time() - began < 0.1
             assert woken == [KEY], "once, when the first request has failed"
-            await c.cluster.report_watch.close()
         listener.close()
 
     run(main())
 
 
-def test_a_coordinator_is_asked_as_soon_as_the_status_says_that_it_runs() -> None:
+@virtual
+async def test_a_coordinator_is_asked_as_soon_as_the_status_says_that_it_runs() -> None:
     """All pods run at the same moment: nothing else wakes the job before its next reconcile, up to a minute later."""
+    asked = asyncio.Event()
 
-    async def main() -> None:
-        asked = asyncio.Event()
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        writer.close()
 
-        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            asked.set()
-            writer.close()
-
-        async with case() as c:
-            c.cluster.report_watch = ReportWatch(lambda key: None)
-            await c.reconcile()
-            rendezvous, moment = (await c.job()).spec.rendezvous, c.server.store.clock.stamp()
-            listener = await asyncio.start_server(listen, "127.0.0.1", rendezvous.endpoint_port)
-            for pod in c.server.store.all("Pod"):
-                names = [container["name"] for container in pod["spec"]["containers"]]
-                states = [{"name": name, "state": {"running": {"startedAt": moment}}} for name in names]
-                pod["status"] = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": states}
-                c.server.store.changed("Pod", pod)
-            await seen()
-            assert not asked.is_set()
-            await c.reconcile()
-            async with asyncio.timeout(1):
-                await asked.wait()
-            await c.cluster.report_watch.close()
-            listener.close()
-
-    run(main())
+    async with case() as c:
+        await c.reconcile()
+        rendezvous, moment = (await c.job()).spec.rendezvous, c.server.store.clock.stamp()
+        listener = await asyncio.start_server(listen, "127.0.0.1", rendezvous.endpoint_port)
+        for pod in c.server.store.all("Pod"):
+            names = [container["name"] for container in pod["spec"]["containers"]]
+            states = [{"name": name, "state": {"running": {"startedAt": moment}}} for name in names]
+            pod["status"] = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": states}
+            c.server.store.changed("Pod", pod)
+        await seen()
+        assert not asked.is_set()
+        await c.reconcile()
+        async with asyncio.timeout(1):
+            await asked.wait()
+        listener.close()
 
 
-def test_a_deleted_job_is_forgotten() -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            c.server.store.delete("DDPJob", "job")
-            await seen()
-            assert await c.reconcile() is None
-            assert c.pods() == []
-            assert c.cluster.caches.jobs_on(frozenset({"", "n0"})) == set()
-
-    run(main())
+@in_case()
+async def test_a_deleted_job_is_forgotten(c: Case) -> None:
+    await c.reconcile()
+    c.server.store.delete("DDPJob", "job")
+    await seen()
+    assert await c.reconcile() is None
+    assert c.pods() == []
+    assert c.cluster.caches.jobs_on(frozenset({"", "n0"})) == set()
 
 
-def test_what_a_pod_was_at_last_is_known_for_a_while() -> None:
+@in_case()
+async def test_what_a_pod_was_at_last_is_known_for_a_while(c: Case) -> None:
     """An operator that is late sees nothing of an eviction but the pod's end."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            pod = c.server.store.get("Pod", "job-0-0")
-            evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
-            c.server.store.remove("Pod", {**pod, "status": {**pod.get("status", {}), "conditions": [evicted]}})
-            await seen()
-            observed = await c.cluster.observe(KEY)
-            assert observed is not None and "job-0-0" not in [p.name for p in observed.world.pods]
-            last = observed.world.last_of("job-0-0")
-            assert last is not None and last.disruption == "EvictionByEvictionAPI"
-
-    run(main())
+    await c.reconcile()
+    pod = c.server.store.get("Pod", "job-0-0")
+    evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    c.server.store.remove("Pod", {**pod, "status": {**pod.get("status", {}), "conditions": [evicted]}})
+    await seen()
+    observed = await c.cluster.observe(KEY)
+    assert observed is not None and "job-0-0" not in [p.name for p in observed.world.pods]
+    last = observed.world.last_of("job-0-0")
+    assert last is not None and last.disruption == "EvictionByEvictionAPI"
 
 
-def test_the_token_s_secret_is_created_once_and_never_read() -> None:
+@in_case()
+async def test_the_token_s_secret_is_created_once_and_never_read(c: Case) -> None:
     """The operator has no right to read Secrets: one that exists is this job's, by its name."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            [secret] = c.server.store.all("Secret")
-            assert secret["stringData"] == {"token": c.cluster.platform.token(await c.job())}
-            for name, created in (("job-0-0", 1), ("job-1-0", 2)):
-                c.server.store.remove("Pod", c.server.store.get("Pod", name))
-                await seen()
-                await c.reconcile()
-                await c.reconcile()
-                assert f"{name[:-1]}1" in c.pods()
-                assert len(list(c.server.store.all("Secret"))) == 1
-                asked = [(method, path) for method, path, _ in c.server.requests if "/secrets" in path]
-                assert asked == [("POST", "/api/v1/namespaces/space/secrets")] * created
-                c.cluster._tokens.clear()  # Another operator does not know it.
-
-    run(main())
+    await c.reconcile()
+    [secret] = c.server.store.all("Secret")
+    assert secret["stringData"] == {"token": c.cluster.platform.token(await c.job())}
+    for name, created in (("job-0-0", 1), ("job-1-0", 2)):
+        c.server.store.remove("Pod", c.server.store.get("Pod", name))
+        await seen()
+        await c.reconcile()
+        await c.reconcile()
+        assert f"{name[:-1]}1" in c.pods()
+        assert len(list(c.server.store.all("Secret"))) == 1
+        asked = [(method, path) for method, path, _ in c.server.requests if "/secrets" in path]
+        assert asked == [("POST", "/api/v1/namespaces/space/secrets")] * created
+        c.cluster._tokens.clear()  # Another operator does not know it.
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_token_that_was_deleted_is_made_once_while_the_kubelet_has_not_looked_again(*, restarted: bool) -> None:
-    async def main() -> None:
-        async with case() as c:
+@in_case()
+async def test_a_deleted_token_is_made_once_until_the_kubelet_looks_again(c: Case, *, restarted: bool) -> None:
+    await c.reconcile()
+    for _ in range(2):
+        await delete_token(c)
+        if restarted:
+            c.cluster._tokens.clear()
+        c.server.requests.clear()
+        for _ in range(20):
             await c.reconcile()
-            for _ in range(2):
-                await delete_token(c)
-                if restarted:
-                    c.cluster._tokens.clear()
-                c.server.requests.clear()
-                for _ in range(20):
-                    await c.reconcile()
-                    await asyncio.sleep(1)
-                assert len(list(c.server.store.all("Secret"))) == 1
-                assert sum("/secrets" in path for _, path, _ in c.server.requests) == 1 + restarted
-                await asyncio.sleep(FOUND_FOR)
-
-    run(main())
+            await asyncio.sleep(1)
+        assert len(list(c.server.store.all("Secret"))) == 1
+        assert sum("/secrets" in path for _, path, _ in c.server.requests) == 1 + restarted
+        await asyncio.sleep(FOUND_FOR)

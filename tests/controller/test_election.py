@@ -19,7 +19,7 @@ from ddpjob.controller.kube.election import (
 
 from .api_server import ApiServer, Fault, RandomFaults
 from .virtual_loop import run
-from .world import ReplicaTasks, api_server, connected
+from .world import ReplicaTasks, api_server, connected, on_server
 
 
 class Candidates(ReplicaTasks):
@@ -105,24 +105,21 @@ def test_a_replica_that_is_stopped_hands_over_within_seconds() -> None:
     assert run(main()) <= RETRY_SECONDS + 0.1
 
 
-def test_a_replica_that_dies_is_replaced_after_its_lease() -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            replicas = Candidates(server)
-            server.faults = lambda method, path: None
-            replicas.start("b")
-            await asyncio.sleep(0.5)
-            spec = server.store.get("Lease", "operator")["spec"]
-            assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("b", LEASE_SECONDS)
-            server.faults = lambda method, path: Fault("reset")
-            await asyncio.sleep(RENEW_SECONDS + RETRY_SECONDS + 0.5)
-            assert not replicas.acting, "who cannot renew ends before its lease does"
-            server.faults = lambda method, path: None
-            await asyncio.sleep(LEASE_SECONDS)
-            assert replicas.acting == {"b"}
-            await replicas.stop("b")
-
-    run(main())
+@on_server
+async def test_a_replica_that_dies_is_replaced_after_its_lease(server: ApiServer) -> None:
+    replicas = Candidates(server)
+    server.faults = lambda method, path: None
+    replicas.start("b")
+    await asyncio.sleep(0.5)
+    spec = server.store.get("Lease", "operator")["spec"]
+    assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("b", LEASE_SECONDS)
+    server.faults = lambda method, path: Fault("reset")
+    await asyncio.sleep(RENEW_SECONDS + RETRY_SECONDS + 0.5)
+    assert not replicas.acting, "who cannot renew ends before its lease does"
+    server.faults = lambda method, path: None
+    await asyncio.sleep(LEASE_SECONDS)
+    assert replicas.acting == {"b"}
+    await replicas.stop("b")
 
 
 @pytest.mark.parametrize("fault", [Fault("hang"), Fault("reset"), Fault(503), Fault(401, reason="Unauthorized")])
@@ -148,60 +145,53 @@ def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault, capl
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_api_server_that_refuses_half_of_all_requests_costs_nobody_the_lease(seed: int) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            replicas, chance = Candidates(server), random.Random(seed)
-            replicas.start("a")
-            await asyncio.sleep(1)
-            replicas.start("b")
-            server.faults = lambda method, path: Fault(503) if chance.random() < 0.5 else None
-            await asyncio.sleep(200)
-            assert replicas.acting == {"a"}
-            assert replicas.terms == 1
-            await replicas.stop("a")
-            await replicas.stop("b")
-
-    run(main())
-
-
-def test_what_others_write_into_a_lease_is_read_and_kept() -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            replicas = Candidates(server)
-            replicas.start("a")
-            await asyncio.sleep(5)
-            lease = server.store.get("Lease", "operator")
-            lease["metadata"]["annotations"] = {"seen-by": "a person"}
-            server.store.changed("Lease", lease)
-            await asyncio.sleep(3 * RETRY_SECONDS)
-            assert server.store.get("Lease", "operator")["metadata"]["annotations"] == {"seen-by": "a person"}
-            server.store.delete("Lease", "operator")
-            await asyncio.sleep(3 * RETRY_SECONDS)
-            assert server.store.get("Lease", "operator")["spec"]["holderIdentity"] == "a"
-            assert (replicas.acting, replicas.terms) == ({"a"}, 1)
-            asked = [method for method, path, _ in server.requests[-20:] if path.endswith("/leases/operator")]
-            assert set(asked[-2:]) == {"PUT"}, "a renewal reads nothing"
-            await replicas.stop("a")
-
-    run(main())
+@on_server
+async def test_an_api_server_that_refuses_half_of_all_requests_costs_nobody_the_lease(
+    server: ApiServer, seed: int
+) -> None:
+    replicas, chance = Candidates(server), random.Random(seed)
+    replicas.start("a")
+    await asyncio.sleep(1)
+    replicas.start("b")
+    server.faults = lambda method, path: Fault(503) if chance.random() < 0.5 else None
+    await asyncio.sleep(200)
+    assert replicas.acting == {"a"}
+    assert replicas.terms == 1
+    await replicas.stop("a")
+    await replicas.stop("b")
 
 
-def test_a_renewal_that_succeeded_without_an_answer_loses_nothing() -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            replicas = Candidates(server)
-            replicas.start("a")
-            await asyncio.sleep(0.5)
-            # The HTTP client itself repeats a PUT over a new connection, which then meets its own write as a conflict.
-            lost = itertools.cycle([True, False, False])
-            server.faults = lambda method, path: Fault("reset-after") if method == "PUT" and next(lost) else None
-            await asyncio.sleep(120)
-            assert replicas.acting == {"a"}
-            assert replicas.terms == 1
-            await replicas.stop("a")
+@on_server
+async def test_what_others_write_into_a_lease_is_read_and_kept(server: ApiServer) -> None:
+    replicas = Candidates(server)
+    replicas.start("a")
+    await asyncio.sleep(5)
+    lease = server.store.get("Lease", "operator")
+    lease["metadata"]["annotations"] = {"seen-by": "a person"}
+    server.store.changed("Lease", lease)
+    await asyncio.sleep(3 * RETRY_SECONDS)
+    assert server.store.get("Lease", "operator")["metadata"]["annotations"] == {"seen-by": "a person"}
+    server.store.delete("Lease", "operator")
+    await asyncio.sleep(3 * RETRY_SECONDS)
+    assert server.store.get("Lease", "operator")["spec"]["holderIdentity"] == "a"
+    assert (replicas.acting, replicas.terms) == ({"a"}, 1)
+    asked = [method for method, path, _ in server.requests[-20:] if path.endswith("/leases/operator")]
+    assert set(asked[-2:]) == {"PUT"}, "a renewal reads nothing"
+    await replicas.stop("a")
 
-    run(main())
+
+@on_server
+async def test_a_renewal_that_succeeded_without_an_answer_loses_nothing(server: ApiServer) -> None:
+    replicas = Candidates(server)
+    replicas.start("a")
+    await asyncio.sleep(0.5)
+    # The HTTP client itself repeats a PUT over a new connection, which then meets its own write as a conflict.
+    lost = itertools.cycle([True, False, False])
+    server.faults = lambda method, path: Fault("reset-after") if method == "PUT" and next(lost) else None
+    await asyncio.sleep(120)
+    assert replicas.acting == {"a"}
+    assert replicas.terms == 1
+    await replicas.stop("a")
 
 
 DEFECTS = {

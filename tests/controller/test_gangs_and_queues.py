@@ -3,221 +3,185 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from ddpjob.api.job import PRIORITY_LABEL, DDPJob
 from ddpjob.controller.caches import Caches
 from ddpjob.core.decision import BLOCKED_POLL
+from ddpjob.objects.workload import marked
 
 from .api_server import Fault
-from .cluster_case import SPOT, case, judged, put_into_queue, refused_by, seen
-from .virtual_loop import run
+from .cluster_case import SPOT, Case, in_case, judged, put_into_queue, refused_by, seen
+from .virtual_loop import virtual
 from .world import api_server, connected, followed
 
 
-def test_a_cluster_that_serves_no_gangs_gets_none_and_is_not_asked_again_soon() -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            await asyncio.sleep(300)
-            assert len(c.pods()) == 3 and not list(c.server.store.all("PodGroup"))
-            assert c.asked("podgroups") == 2, "of Kubernetes, and of Volcano"
-
-    run(main())
+@in_case()
+async def test_a_cluster_that_serves_no_gangs_gets_none_and_is_not_asked_again_soon(c: Case) -> None:
+    await c.reconcile()
+    await asyncio.sleep(300)
+    assert len(c.pods()) == 3 and not list(c.server.store.all("PodGroup"))
+    assert c.asked("podgroups") == 2, "of Kubernetes, and of Volcano"
 
 
-def test_what_may_not_be_listed_is_not_used() -> None:
+@virtual
+async def test_what_may_not_be_listed_is_not_used() -> None:
     """As after an upgrade of the image without that of the chart."""
-
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            server.serves_gangs = True
-            meta = {"name": "job", "namespace": "space", "uid": "uid"}
-            any_job = DDPJob.read({"metadata": meta, "spec": {"image": "image", "command": ["x"], "nodes": 2}})
-            server.faults = lambda method, path: Fault(403, reason="Forbidden") if "podgroups" in path else None
-            caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
-            async with followed(server, caches):
-                assert caches.complete_in("space") and not caches.serves_gangs(any_job)
-
-    run(main())
+    async with api_server() as server, connected(server) as rest:
+        server.serves_gangs = True
+        meta = {"name": "job", "namespace": "space", "uid": "uid"}
+        any_job = DDPJob.read({"metadata": meta, "spec": {"image": "image", "command": ["x"], "nodes": 2}})
+        server.faults = lambda method, path: Fault(403, reason="Forbidden") if "podgroups" in path else None
+        caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
+        async with followed(server, caches):
+            assert caches.complete_in("space") and not caches.serves_gangs(any_job)
 
 
-def test_a_cluster_that_serves_gangs_gets_one_per_generation_and_loses_the_last() -> None:
-    async def main() -> None:
-        async with case(serves_gangs=True) as c:
-            await c.reconcile()
-            (group,) = c.server.store.all("PodGroup")
-            assert group["metadata"]["name"] == "job-gang-0"
-            assert group["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
-            for pod in c.server.store.all("Pod"):
-                assert pod["spec"]["schedulingGroup"] == {"podGroupName": "job-gang-0"}
-            await c.change(nodes=3)
-            (group,) = c.server.store.all("PodGroup")
-            assert group["metadata"]["name"] == "job-gang-1"
-            assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 4}}
-            deletions = [path for method, path in c.server.acted if method == "DELETE" and "podgroups" in path]
-            assert len(deletions) == 1
-
-    run(main())
+@in_case(serves_gangs=True)
+async def test_a_cluster_that_serves_gangs_gets_one_per_generation_and_loses_the_last(c: Case) -> None:
+    await c.reconcile()
+    (group,) = c.server.store.all("PodGroup")
+    assert group["metadata"]["name"] == "job-gang-0"
+    assert group["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
+    for pod in c.server.store.all("Pod"):
+        assert pod["spec"]["schedulingGroup"] == {"podGroupName": "job-gang-0"}
+    await c.change(nodes=3)
+    (group,) = c.server.store.all("PodGroup")
+    assert group["metadata"]["name"] == "job-gang-1"
+    assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 4}}
+    deletions = [path for method, path in c.server.acted if method == "DELETE" and "podgroups" in path]
+    assert len(deletions) == 1
 
 
-def test_volcano_gets_groups_of_its_own_kind() -> None:
-    async def main() -> None:
-        async with case(serves_gangs=True) as c:
-            await c.change(scheduling={"schedulerName": "volcano"})
-            (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
-            assert group["spec"] == {"minMember": 3} and not list(c.server.store.all("PodGroup"))
-            for pod in c.server.store.all("Pod"):
-                assert pod["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": "job-gang-0"}
-                assert pod["spec"]["schedulerName"] == "volcano" and "schedulingGroup" not in pod["spec"]
-            await c.change(nodes=3)
-            (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
-            assert group["metadata"]["name"] == "job-gang-1" and group["spec"] == {"minMember": 4}
-            (deletion,) = [path for method, path in c.server.acted if method == "DELETE" and "podgroups" in path]
-            assert deletion.startswith("/apis/scheduling.volcano.sh/")
-
-    run(main())
+@in_case(serves_gangs=True)
+async def test_volcano_gets_groups_of_its_own_kind(c: Case) -> None:
+    await c.change(scheduling={"schedulerName": "volcano"})
+    (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
+    assert group["spec"] == {"minMember": 3} and not list(c.server.store.all("PodGroup"))
+    for pod in c.server.store.all("Pod"):
+        assert pod["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": "job-gang-0"}
+        assert pod["spec"]["schedulerName"] == "volcano" and "schedulingGroup" not in pod["spec"]
+    await c.change(nodes=3)
+    (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
+    assert group["metadata"]["name"] == "job-gang-1" and group["spec"] == {"minMember": 4}
+    (deletion,) = [path for method, path in c.server.acted if method == "DELETE" and "podgroups" in path]
+    assert deletion.startswith("/apis/scheduling.volcano.sh/")
 
 
-def test_the_group_of_a_job_that_has_ended_goes_when_its_nodes_have_ended() -> None:
+@in_case(serves_gangs=True)
+async def test_the_group_of_a_job_that_has_ended_goes_when_its_nodes_have_ended(c: Case) -> None:
     """It stayed until the job was deleted, which may be never."""
-
-    async def main() -> None:
-        async with case(serves_gangs=True) as c:
-            await c.reconcile()
-            c.finish("job")
-            for _ in range(4):
-                await seen()
-                await c.reconcile()
-            assert not list(c.server.store.all("PodGroup")) and c.pods() == ["job-0-0", "job-1-0"]
-
-    run(main())
+    await c.reconcile()
+    c.finish("job")
+    for _ in range(4):
+        await seen()
+        await c.reconcile()
+    assert not list(c.server.store.all("PodGroup")) and c.pods() == ["job-0-0", "job-1-0"]
 
 
-def test_a_group_that_its_pods_still_hold_is_deleted_once() -> None:
-    async def main() -> None:
-        async with case(serves_gangs=True) as c:
-            await c.reconcile()
-            (group,) = c.server.store.all("PodGroup")
-            group["metadata"]["deletionTimestamp"] = c.server.store.clock.stamp()
-            c.server.store.changed("PodGroup", group)
-            await seen()
-            job = await c.job()
-            assert c.cluster.caches.gangs(job) == {"job-gang-0": ""}
-
-    run(main())
+@in_case(serves_gangs=True)
+async def test_a_group_that_its_pods_still_hold_is_deleted_once(c: Case) -> None:
+    await c.reconcile()
+    (group,) = c.server.store.all("PodGroup")
+    group["metadata"]["deletionTimestamp"] = c.server.store.clock.stamp()
+    c.server.store.changed("PodGroup", group)
+    await seen()
+    job = await c.job()
+    assert c.cluster.caches.gangs(job) == {"job-gang-0": ""}
 
 
-def test_a_job_in_a_queue_asks_runs_with_its_flavor_and_gives_back() -> None:
-    async def main() -> None:
-        async with case(serves_queues=True) as c:
-            c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
-            put_into_queue(c)
-            await seen()
-            await c.reconcile()
-            (workload,) = c.server.store.all("Workload")
-            assert workload["metadata"]["ownerReferences"][0]["uid"] == "job-uid" and not c.pods()
-            assert (await c.job()).status.phase == "Queued"
-            judged(c, admitted=True, QuotaReserved="True", Admitted="True")
-            await seen()
-            await c.reconcile()
-            for pod in c.server.store.all("Pod"):
-                assert (
-                    pod["spec"]["nodeSelector"]["pool"] == "spot"
-                    and SPOT["tolerations"][0] in pod["spec"]["tolerations"]
-                )
-            for _ in range(3):
-                await c.reconcile()
-            assert c.asked("resourceflavors") == 2, "one look per kind of pod"
+@in_case(serves_queues=True)
+async def test_a_job_in_a_queue_asks_runs_with_its_flavor_and_gives_back(c: Case) -> None:
+    c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
+    put_into_queue(c)
+    await seen()
+    await c.reconcile()
+    (workload,) = c.server.store.all("Workload")
+    assert workload["metadata"]["ownerReferences"][0]["uid"] == "job-uid" and not c.pods()
+    assert (await c.job()).status.phase == "Queued"
+    judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+    await seen()
+    await c.reconcile()
+    for pod in c.server.store.all("Pod"):
+        assert pod["spec"]["nodeSelector"]["pool"] == "spot" and SPOT["tolerations"][0] in pod["spec"]["tolerations"]
+    for _ in range(3):
+        await c.reconcile()
+    assert c.asked("resourceflavors") == 2, "one look per kind of pod"
 
-            judged(c, Evicted="True", PodsReady="True")
-            await seen()
-            for _ in range(3):
-                await c.reconcile()
-                await seen()
-            assert not c.pods()
-            conditions = {one["type"]: one for one in workload["status"]["conditions"]}
-            assert "admission" not in workload["status"]
-            held = {kind for kind, one in conditions.items() if one["status"] == "True"}
-            assert held == {"Evicted", "Requeued"} and len(conditions) == 5
-            assert conditions["Evicted"]["lastTransitionTime"] == "2026-01-01T00:00:00Z"
-            written = [path for method, path in c.server.acted if method == "PUT" and "workloads" in path]
-            assert len(written) == 1
-
-    run(main())
+    judged(c, Evicted="True", PodsReady="True")
+    await seen()
+    for _ in range(3):
+        await c.reconcile()
+        await seen()
+    assert not c.pods()
+    conditions = {one["type"]: one for one in workload["status"]["conditions"]}
+    assert "admission" not in workload["status"]
+    held = {kind for kind, one in conditions.items() if one["status"] == "True"}
+    assert held == {"Evicted", "Requeued"} and len(conditions) == 5
+    assert conditions["Evicted"]["lastTransitionTime"] == "2026-01-01T00:00:00Z"
+    written = [path for method, path in c.server.acted if method == "PUT" and "workloads" in path]
+    assert len(written) == 1
 
 
 @refused_by(Fault(403, reason="Forbidden"), "right")
-def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(policy: Fault) -> None:
+@in_case(serves_queues=True)
+async def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(c: Case, policy: Fault) -> None:
     """Kueue's own webhook judges each change of a Workload, and is away with Kueue: pods are replaced all the same."""
-
-    async def main() -> None:
-        async with case(serves_queues=True) as c:
-            put_into_queue(c)
-            await seen()
-            await c.reconcile()
-            judged(c, admitted=True, QuotaReserved="True", Admitted="True")
-            c.server.faults = lambda m, path: policy if m == "PUT" and "/workloads/" in path else None
-            (workload,) = c.server.store.all("Workload")
-            mark = workload["metadata"]["name"], workload["metadata"]["uid"], "PodsReady", "Started", "the group trains"
-            for _ in range(120):
-                await c.cluster.mark_workload(await c.job(), *mark)
-                await asyncio.sleep(1)
-            assert sum(m == "PUT" and "/workloads/" in path for m, path, _ in c.server.requests) == 4
-            c.server.faults = lambda m, path: None
-            await asyncio.sleep(60)
-            await c.cluster.mark_workload(await c.job(), *mark)
-            assert "PodsReady" in {one["type"] for one in workload["status"]["conditions"] if one["status"] == "True"}
-
-    run(main())
+    put_into_queue(c)
+    await seen()
+    await c.reconcile()
+    judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+    c.server.faults = lambda m, path: policy if m == "PUT" and "/workloads/" in path else None
+    (workload,) = c.server.store.all("Workload")
+    known = workload["metadata"]["name"], workload["metadata"]["uid"]
+    mark = partial(marked, condition="PodsReady", reason="Started", message="the group trains")
+    for _ in range(120):
+        await c.cluster.change_workload(await c.job(), *known, mark)
+        await asyncio.sleep(1)
+    assert sum(m == "PUT" and "/workloads/" in path for m, path, _ in c.server.requests) == 4
+    c.server.faults = lambda m, path: None
+    await asyncio.sleep(60)
+    await c.cluster.change_workload(await c.job(), *known, mark)
+    assert "PodsReady" in {one["type"] for one in workload["status"]["conditions"] if one["status"] == "True"}
 
 
-def test_without_the_right_to_read_flavors_no_pod_runs_elsewhere() -> None:
-    async def main() -> None:
-        async with case(serves_queues=True) as c:
-            put_into_queue(c)
-            await seen()
-            await c.reconcile()
-            judged(c, admitted=True, QuotaReserved="True", Admitted="True")
-            c.server.faults = lambda method, path: Fault(403, reason="Forbidden") if "flavors" in path else None
-            await seen()
-            await c.reconcile()
-            suspended = next(one for one in (await c.job()).status.conditions if one.type == "Suspended")
-            assert "cannot read ResourceFlavor spot" in suspended.message and not c.pods()
-
-    run(main())
+@in_case(serves_queues=True)
+async def test_without_the_right_to_read_flavors_no_pod_runs_elsewhere(c: Case) -> None:
+    put_into_queue(c)
+    await seen()
+    await c.reconcile()
+    judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+    c.server.faults = lambda method, path: Fault(403, reason="Forbidden") if "flavors" in path else None
+    await seen()
+    await c.reconcile()
+    suspended = next(one for one in (await c.job()).status.conditions if one.type == "Suspended")
+    assert "cannot read ResourceFlavor spot" in suspended.message and not c.pods()
 
 
-def test_a_priority_is_that_of_the_class() -> None:
-    async def main() -> None:
-        async with case(serves_queues=True) as c:
-            put_into_queue(c, **{PRIORITY_LABEL: "urgent"})
-            await seen()
-            assert await c.reconcile() == BLOCKED_POLL
-            suspended = next(one for one in (await c.job()).status.conditions if one.type == "Suspended")
-            assert "WorkloadPriorityClass urgent" in suspended.message and "not found" in suspended.message
-            c.server.store.create("WorkloadPriorityClass", {"metadata": {"name": "urgent"}, "value": 700}, "")
-            c.cluster._pauses.clear()
-            await c.reconcile()
-            (workload,) = c.server.store.all("Workload")
-            assert workload["spec"]["priority"] == 700
-            assert workload["spec"]["priorityClassRef"]["name"] == "urgent"
-
-    run(main())
+@in_case(serves_queues=True)
+async def test_a_priority_is_that_of_the_class(c: Case) -> None:
+    put_into_queue(c, **{PRIORITY_LABEL: "urgent"})
+    await seen()
+    assert await c.reconcile() == BLOCKED_POLL
+    suspended = next(one for one in (await c.job()).status.conditions if one.type == "Suspended")
+    assert "WorkloadPriorityClass urgent" in suspended.message and "not found" in suspended.message
+    c.server.store.create("WorkloadPriorityClass", {"metadata": {"name": "urgent"}, "value": 700}, "")
+    c.cluster._pauses.clear()
+    await c.reconcile()
+    (workload,) = c.server.store.all("Workload")
+    assert workload["spec"]["priority"] == 700
+    assert workload["spec"]["priorityClassRef"]["name"] == "urgent"
 
 
-def test_a_workload_of_another_namespace_grants_nothing() -> None:
+@in_case(serves_queues=True)
+async def test_a_workload_of_another_namespace_grants_nothing(c: Case) -> None:
     """Its labels may name any job."""
-
-    async def main() -> None:
-        async with case(serves_queues=True) as c:
-            put_into_queue(c)
-            await seen()
-            await c.reconcile()
-            workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True")
-            foreign = {**workload, "metadata": {**workload["metadata"], "namespace": "elsewhere", "uid": "other"}}
-            c.server.store.delete("Workload", workload["metadata"]["name"])
-            c.server.store.create("Workload", foreign, "elsewhere")
-            await seen()
-            assert not c.cluster.caches.workloads(await c.job())
-
-    run(main())
+    put_into_queue(c)
+    await seen()
+    await c.reconcile()
+    workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+    foreign = {**workload, "metadata": {**workload["metadata"], "namespace": "elsewhere", "uid": "other"}}
+    c.server.store.delete("Workload", workload["metadata"]["name"])
+    c.server.store.create("Workload", foreign, "elsewhere")
+    await seen()
+    assert not c.cluster.caches.workloads(await c.job())

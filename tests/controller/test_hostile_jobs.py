@@ -18,7 +18,7 @@ from ddpjob.controller.kube.informer import PAGE_BYTES, Informer
 from ddpjob.core.world import LABEL_JOB
 from ddpjob.engine.reconcile import reconcile
 
-from .cluster_case import KEY, case, seen
+from .cluster_case import KEY, Case, case, in_case, seen
 from .virtual_loop import run
 from .world import api_server, connected, loop_moment
 
@@ -28,46 +28,40 @@ TEXT: Json = {"metadata": {"annotations": {f"a{n}": "x" * 200_000 for n in range
 
 
 @pytest.mark.parametrize("template", [EMPTY, UNKNOWN, TEXT])
-def test_a_template_above_the_limit_fails_its_job_and_is_not_kept(template: Json) -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.add("huge", podTemplate=template)
-            await seen()
-            key = KEY._replace(name="huge")
-            gc.collect()
-            tracemalloc.start()
-            c.cluster.caches.forget("DDPJob", *key)
-            c.cluster.caches.take("DDPJob", json.loads(json.dumps(c.server.store.get("DDPJob", "huge"))))
-            gc.collect()
-            kept, _ = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert kept < 100_000
-            for _ in range(3):
-                await reconcile(c.cluster, key, loop_moment)
-                await seen()
-            status = c.server.store.get("DDPJob", "huge")["status"]
-            [failed] = [one for one in status["conditions"] if one["type"] == "Failed"]
-            assert failed["reason"] == "InvalidPodTemplate"
-            assert failed["message"].startswith("spec.podTemplate: has more than 256 KiB of text or 5000 values")
-            assert len(json.dumps(status)) < 2000
-            assert not [pod for pod in c.server.store.all("Pod") if pod["metadata"]["labels"][LABEL_JOB] == "huge"]
-            writes = [path for method, path in c.server.acted if method == "PUT" and "/huge/" in path]
-            assert len(writes) == 1, "it is written once, and remembered"
-
-    run(main())
+@in_case()
+async def test_a_template_above_the_limit_fails_its_job_and_is_not_kept(c: Case, template: Json) -> None:
+    c.add("huge", podTemplate=template)
+    await seen()
+    key = KEY._replace(name="huge")
+    gc.collect()
+    tracemalloc.start()
+    c.cluster.caches.forget("DDPJob", *key)
+    c.cluster.caches.take("DDPJob", json.loads(json.dumps(c.server.store.get("DDPJob", "huge"))))
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 100_000
+    for _ in range(3):
+        await reconcile(c.cluster, key, loop_moment)
+        await seen()
+    status = c.server.store.get("DDPJob", "huge")["status"]
+    [failed] = [one for one in status["conditions"] if one["type"] == "Failed"]
+    assert failed["reason"] == "InvalidPodTemplate"
+    assert failed["message"].startswith("spec.podTemplate: has more than 256 KiB of text or 5000 values")
+    assert len(json.dumps(status)) < 2000
+    assert not [pod for pod in c.server.store.all("Pod") if pod["metadata"]["labels"][LABEL_JOB] == "huge"]
+    writes = [path for method, path in c.server.acted if method == "PUT" and "/huge/" in path]
+    assert len(writes) == 1, "it is written once, and remembered"
 
 
-def test_a_job_whose_other_fields_are_too_large_fails_as_well() -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.add("wordy", args=["x" * 60_000] * 5)
-            await seen()
-            await reconcile(c.cluster, KEY._replace(name="wordy"), loop_moment)
-            conditions = c.server.store.get("DDPJob", "wordy")["status"]["conditions"]
-            [message] = [one["message"] for one in conditions if one["type"] == "Failed"]
-            assert message.startswith("spec: has more than 256 KiB of text")
-
-    run(main())
+@in_case()
+async def test_a_job_whose_other_fields_are_too_large_fails_as_well(c: Case) -> None:
+    c.add("wordy", args=["x" * 60_000] * 5)
+    await seen()
+    await reconcile(c.cluster, KEY._replace(name="wordy"), loop_moment)
+    conditions = c.server.store.get("DDPJob", "wordy")["status"]["conditions"]
+    [message] = [one["message"] for one in conditions if one["type"] == "Failed"]
+    assert message.startswith("spec: has more than 256 KiB of text")
 
 
 def test_a_template_is_searched_once_and_a_large_one_not_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,24 +92,21 @@ def test_a_template_is_searched_once_and_a_large_one_not_in_the_event_loop(monke
     run(main())
 
 
-def test_of_a_job_that_has_ended_nothing_is_kept_that_pods_are_made_from() -> None:
-    async def main() -> None:
-        async with case() as c:
-            variables = [{"name": f"A{n}", "value": "x"} for n in range(500)]
-            c.add("ended", podTemplate={"spec": {"hostNetwork": True}}, env=variables, args=["x"] * 500)
-            await seen()
-            key = KEY._replace(name="ended")
-            await reconcile(c.cluster, key, loop_moment)
-            before = c.cluster.caches.job(key)
-            assert before is not None and len(before.spec.env) == 500
-            c.finish("ended")
-            await seen()
-            after = c.cluster.caches.job(key)
-            assert after is not None and after.status.terminal
-            assert (after.spec.pod_template, after.spec.env, after.spec.args) == ({}, (), ())
-            assert after.spec.template_hash == before.spec.template_hash
-
-    run(main())
+@in_case()
+async def test_of_a_job_that_has_ended_nothing_is_kept_that_pods_are_made_from(c: Case) -> None:
+    variables = [{"name": f"A{n}", "value": "x"} for n in range(500)]
+    c.add("ended", podTemplate={"spec": {"hostNetwork": True}}, env=variables, args=["x"] * 500)
+    await seen()
+    key = KEY._replace(name="ended")
+    await reconcile(c.cluster, key, loop_moment)
+    before = c.cluster.caches.job(key)
+    assert before is not None and len(before.spec.env) == 500
+    c.finish("ended")
+    await seen()
+    after = c.cluster.caches.job(key)
+    assert after is not None and after.status.terminal
+    assert (after.spec.pod_template, after.spec.env, after.spec.args) == ({}, (), ())
+    assert after.spec.template_hash == before.spec.template_hash
 
 
 def test_pages_of_lists_are_bounded_by_their_bytes() -> None:

@@ -10,8 +10,8 @@ from ddpjob.controller.host_watch import Hosts, HostWatch
 from prometheus_client import REGISTRY
 
 from .api_server import ApiServer, Fault, RandomFaults
-from .virtual_loop import run
-from .world import api_server, connected
+from .virtual_loop import virtual
+from .world import api_server, connected, on_server
 
 
 class Reported:
@@ -73,144 +73,127 @@ async def ended(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_nodes_are_listed_in_pages_and_then_watched() -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for number in range(1203):
-                add(server, f"n{number}")
-            reported = Reported()
-            task = await watching(server, reported, 1)
-            assert len(reported.hosts or {}) == 1203
-            assert sum("continue" in query for _, path, query in server.requests if path == "/api/v1/nodes") == 2
-            turn(server, "n7", False)
-            await asyncio.sleep(0.1)
-            assert reported.changed[-1] == {"n7"}
-            assert reported.ready()["n7"] is False
-            server.store.delete("Node", "n8", namespace="")
-            await asyncio.sleep(0.1)
-            assert (reported.hosts or {})["n8"].deleted
-            count = len(reported.changed)
-            turn(server, "n9", True)  # a heartbeat
-            body = server.store.get("Node", "n9", "")
-            body["metadata"]["annotations"] = {"heartbeat": "1"}
-            server.store.changed("Node", body)
-            await asyncio.sleep(400)
-            assert len(reported.changed) <= count + 1
-            await ended(task)
-
-    run(main())
+@on_server
+async def test_nodes_are_listed_in_pages_and_then_watched(server: ApiServer) -> None:
+    for number in range(1203):
+        add(server, f"n{number}")
+    reported = Reported()
+    task = await watching(server, reported, 1)
+    assert len(reported.hosts or {}) == 1203
+    assert sum("continue" in query for _, path, query in server.requests if path == "/api/v1/nodes") == 2
+    turn(server, "n7", False)
+    await asyncio.sleep(0.1)
+    assert reported.changed[-1] == {"n7"}
+    assert reported.ready()["n7"] is False
+    server.store.delete("Node", "n8", namespace="")
+    await asyncio.sleep(0.1)
+    assert (reported.hosts or {})["n8"].deleted
+    count = len(reported.changed)
+    turn(server, "n9", True)  # a heartbeat
+    body = server.store.get("Node", "n9", "")
+    body["metadata"]["annotations"] = {"heartbeat": "1"}
+    server.store.changed("Node", body)
+    await asyncio.sleep(400)
+    assert len(reported.changed) <= count + 1
+    await ended(task)
 
 
-def test_a_label_that_changes_is_reported() -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "a")
-            add(server, "b")
-            reported = Reported()
-            task = await watching(server, reported, 1)
-            body = server.store.get("Node", "b", "")
-            for rack in ("r1", "r2"):
-                body["metadata"]["labels"] = {"example.com/rack": rack}
-                server.store.changed("Node", body)
-                await asyncio.sleep(0.1)
-                assert reported.changed[-1] == {"b"} and reported.hosts is not None
-                assert reported.hosts["b"].labels == {"example.com/rack": rack}
-            await ended(task)
-
-    run(main())
+@on_server
+async def test_a_label_that_changes_is_reported(server: ApiServer) -> None:
+    add(server, "a")
+    add(server, "b")
+    reported = Reported()
+    task = await watching(server, reported, 1)
+    body = server.store.get("Node", "b", "")
+    for rack in ("r1", "r2"):
+        body["metadata"]["labels"] = {"example.com/rack": rack}
+        server.store.changed("Node", body)
+        await asyncio.sleep(0.1)
+        assert reported.changed[-1] == {"b"} and reported.hosts is not None
+        assert reported.hosts["b"].labels == {"example.com/rack": rack}
+    await ended(task)
 
 
 @pytest.mark.parametrize("as_event", [False, True])
-def test_what_happened_in_a_gap_is_known_after_it(as_event: bool) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "a")
-            add(server, "b")
-            server.gone_as_event = as_event
-            reported = Reported()
-            task = await watching(server, reported, 1)
-            server.faults = lambda method, path: Fault(503)
-            server.break_watches()
-            server.store.delete("Node", "a", namespace="")
-            turn(server, "b", False)
-            server.compact()
-            await asyncio.sleep(30)
-            assert reported.ready() == {"a": True, "b": True}, "what is known stays while the server is away"
-            server.faults = lambda method, path: None
-            await asyncio.sleep(5)
-            assert reported.ready() == {"b": False}
-            assert reported.changed[-1] == {"a", "b"}
-            await ended(task)
-
-    run(main())
+@on_server
+async def test_what_happened_in_a_gap_is_known_after_it(server: ApiServer, as_event: bool) -> None:
+    add(server, "a")
+    add(server, "b")
+    server.gone_as_event = as_event
+    reported = Reported()
+    task = await watching(server, reported, 1)
+    server.faults = lambda method, path: Fault(503)
+    server.break_watches()
+    server.store.delete("Node", "a", namespace="")
+    turn(server, "b", False)
+    server.compact()
+    await asyncio.sleep(30)
+    assert reported.ready() == {"a": True, "b": True}, "what is known stays while the server is away"
+    server.faults = lambda method, path: None
+    await asyncio.sleep(5)
+    assert reported.ready() == {"b": False}
+    assert reported.changed[-1] == {"a", "b"}
+    await ended(task)
 
 
-def test_a_list_whose_pages_expire_is_begun_again() -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for number in range(700):
-                add(server, f"n{number}")
-            reported, pages = Reported(), iter([None, Fault(410, reason="Expired"), None, None, None, None, None])
-            server.faults = lambda method, path: next(pages, None)
-            task = await watching(server, reported, 5)
-            assert len(reported.hosts or {}) == 700
-            await ended(task)
-
-    run(main())
+@on_server
+async def test_a_list_whose_pages_expire_is_begun_again(server: ApiServer) -> None:
+    for number in range(700):
+        add(server, f"n{number}")
+    reported, pages = Reported(), iter([None, Fault(410, reason="Expired"), None, None, None, None, None])
+    server.faults = lambda method, path: next(pages, None)
+    task = await watching(server, reported, 5)
+    assert len(reported.hosts or {}) == 700
+    await ended(task)
 
 
-def test_nodes_that_may_not_be_read_are_not_known_and_are_asked_for_again() -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "a")
-            server.faults = lambda method, path: Fault(403, reason="Forbidden")
-            reported, errors = Reported(), watch_errors()
-            task = await watching(server, reported, 60)
-            assert reported.hosts is None
-            assert len(server.requests) == 1, "no storm"
-            assert watch_errors() == errors, "the right may be withheld on purpose"
-            server.faults = lambda method, path: None
-            await asyncio.sleep(600)
-            assert reported.ready() == {"a": True}
-            server.faults = lambda method, path: Fault(403, reason="Forbidden")
-            server.break_watches()
-            await asyncio.sleep(5)
-            assert reported.hosts is None
-            await ended(task)
-
-    run(main())
+@on_server
+async def test_nodes_that_may_not_be_read_are_not_known_and_are_asked_for_again(server: ApiServer) -> None:
+    add(server, "a")
+    server.faults = lambda method, path: Fault(403, reason="Forbidden")
+    reported, errors = Reported(), watch_errors()
+    task = await watching(server, reported, 60)
+    assert reported.hosts is None
+    assert len(server.requests) == 1, "no storm"
+    assert watch_errors() == errors, "the right may be withheld on purpose"
+    server.faults = lambda method, path: None
+    await asyncio.sleep(600)
+    assert reported.ready() == {"a": True}
+    server.faults = lambda method, path: Fault(403, reason="Forbidden")
+    server.break_watches()
+    await asyncio.sleep(5)
+    assert reported.hosts is None
+    await ended(task)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_under_random_faults_the_watch_knows_the_truth_in_the_end(seed: int) -> None:
-    async def main() -> None:
-        chance = random.Random(seed)
-        async with api_server() as server:
-            for number in range(6):
-                add(server, f"n{number}")
-            server.faults = RandomFaults(chance, 0.4)
-            reported = Reported()
-            task = await watching(server, reported)
-            for number in range(60):
-                await asyncio.sleep(chance.expovariate(1 / 5))
-                names = list(truth(server))
-                name = chance.choice(names)
-                what = chance.random()
-                if what < 0.6:
-                    turn(server, name, chance.random() < 0.5)
-                elif what < 0.7 and len(names) > 3:
-                    server.store.delete("Node", name, namespace="")
-                elif what < 0.8:
-                    add(server, f"new{number}")
-                elif what < 0.9:
-                    server.break_watches()
-                else:
-                    server.compact()
-                    server.gone_as_event = chance.random() < 0.5
-                assert not task.done(), task
-            server.faults = lambda method, path: None
-            await asyncio.sleep(120)
-            assert reported.ready() == truth(server)
-            await ended(task)
-
-    run(main())
+@virtual
+async def test_under_random_faults_the_watch_knows_the_truth_in_the_end(seed: int) -> None:
+    chance = random.Random(seed)
+    async with api_server() as server:
+        for number in range(6):
+            add(server, f"n{number}")
+        server.faults = RandomFaults(chance, 0.4)
+        reported = Reported()
+        task = await watching(server, reported)
+        for number in range(60):
+            await asyncio.sleep(chance.expovariate(1 / 5))
+            names = list(truth(server))
+            name = chance.choice(names)
+            what = chance.random()
+            if what < 0.6:
+                turn(server, name, chance.random() < 0.5)
+            elif what < 0.7 and len(names) > 3:
+                server.store.delete("Node", name, namespace="")
+            elif what < 0.8:
+                add(server, f"new{number}")
+            elif what < 0.9:
+                server.break_watches()
+            else:
+                server.compact()
+                server.gone_as_event = chance.random() < 0.5
+            assert not task.done(), task
+        server.faults = lambda method, path: None
+        await asyncio.sleep(120)
+        assert reported.ready() == truth(server)
+        await ended(task)

@@ -129,7 +129,7 @@ async def test_kopf_s_watch_begins_again_after_an_error_that_ends_kopf(
         server.send_error(500, "InternalError")
         add("after")
         await until(lambda: any(name == "after" for _, name in seen))
-        assert any("has ended" in record.getMessage() for record in caplog.records), "the error did end kopf"
+        assert any("DDPJobs ended" in record.getMessage() for record in caplog.records), "the error did end kopf"
         server.store.delete("DDPJob", "before")
         await until(lambda: ("DELETED", "before") in seen)
         assert not following.done() and not younger[0].done(), "nothing else of the process has ended with it"

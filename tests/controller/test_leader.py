@@ -30,8 +30,8 @@ from kubernetes.aio import client
 from prometheus_client import REGISTRY as metrics_registry
 
 from .api_server import ApiServer, Fault, RandomFaults
-from .virtual_loop import run
-from .world import api_server, connected, kopf_of, loop_moment
+from .virtual_loop import run, virtual
+from .world import api_server, connected, kopf_of, loop_moment, on_server
 
 SETTINGS = {"key": b"0123456789abcdef", "health_port": 0, "metrics_port": 0}
 
@@ -101,89 +101,83 @@ async def running(
             await coordinators.close()
 
 
-def test_after_a_restart_the_living_job_comes_before_a_thousand_that_have_ended(
+@on_server
+async def test_after_a_restart_the_living_job_comes_before_a_thousand_that_have_ended(
+    server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for number in range(1000):
-                add(server, f"ended-{number}", namespace=f"team-{number % 7}", ended=True)
-            add(server, "living")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(20)
-                assert o.reconciled[0] == "living"
-                assert o.pods() == 3
-                ended = [name for name in o.reconciled if name.startswith("ended")]
-                assert sorted(ended) == sorted(set(ended)) and len(ended) == 1000, "once each"
-                assert sum(q.get("limit") == "100" for _, _, q in server.requests) == 11, "pages of a hundred"
-                others = [(m, p) for m, p in o.asked() if "ended" in p or "team-" in p]
-                assert others == [], "one that has ended costs nothing but its object"
-
-    run(main())
+    for number in range(1000):
+        add(server, f"ended-{number}", namespace=f"team-{number % 7}", ended=True)
+    add(server, "living")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(20)
+        assert o.reconciled[0] == "living"
+        assert o.pods() == 3
+        ended = [name for name in o.reconciled if name.startswith("ended")]
+        assert sorted(ended) == sorted(set(ended)) and len(ended) == 1000, "once each"
+        assert sum(q.get("limit") == "100" for _, _, q in server.requests) == 11, "pages of a hundred"
+        others = [(m, p) for m, p in o.asked() if "ended" in p or "team-" in p]
+        assert others == [], "one that has ended costs nothing but its object"
 
 
-def test_after_a_restart_the_job_that_lacks_a_pod_comes_before_those_that_are_well(
+@on_server
+async def test_after_a_restart_the_job_that_lacks_a_pod_comes_before_those_that_are_well(
+    server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for number in range(20):
-                add(server, f"job-{number:02}")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(5)
-                assert o.pods() == 60
-            for body in server.store.all("DDPJob"):
-                runs = {"type": "Running", "status": "True", "reason": "GroupRuns", "message": ""}
-                runs["lastTransitionTime"] = server.store.clock.stamp()
-                body["status"] = {**body["status"], "conditions": [runs], "phase": "Running"}
-                server.store.changed("DDPJob", body)
-            server.store.delete("Pod", "job-19-0-0")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(5)
-                assert o.reconciled[0] == "job-19"
-                assert len(set(o.reconciled)) == 20
-                assert server.store.find("Pod", "job-19-0-1") is not None
-
-    run(main())
+    for number in range(20):
+        add(server, f"job-{number:02}")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(5)
+        assert o.pods() == 60
+    for body in server.store.all("DDPJob"):
+        runs = {"type": "Running", "status": "True", "reason": "GroupRuns", "message": ""}
+        runs["lastTransitionTime"] = server.store.clock.stamp()
+        body["status"] = {**body["status"], "conditions": [runs], "phase": "Running"}
+        server.store.changed("DDPJob", body)
+    server.store.delete("Pod", "job-19-0-0")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(5)
+        assert o.reconciled[0] == "job-19"
+        assert len(set(o.reconciled)) == 20
+        assert server.store.find("Pod", "job-19-0-1") is not None
 
 
-def test_nothing_is_listed_or_read_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for number in range(10):
-                add(server, f"job-{number}")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(60)  # After 30 s it is said that no scheduler looks at the pods.
-                assert o.pods() == 30
-                server.requests.clear()
-                o.reconciled.clear()
-                await asyncio.sleep(240)
-                assert 10 * 20 <= len(o.reconciled) <= 10 * 25, "each ten seconds: nobody is silent, news would wake it"
-                assert set(o.asked()) == {("GET", collection("DDPJob", ""))} and len(o.asked()) == 4, "names"
+@on_server
+async def test_nothing_is_listed_or_read_while_nothing_changes(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(10):
+        add(server, f"job-{number}")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(60)  # After 30 s it is said that no scheduler looks at the pods.
+        assert o.pods() == 30
+        server.requests.clear()
+        o.reconciled.clear()
+        await asyncio.sleep(240)
+        assert 10 * 20 <= len(o.reconciled) <= 10 * 25, "each ten seconds: nobody is silent, news would wake it"
+        assert set(o.asked()) == {("GET", collection("DDPJob", ""))} and len(o.asked()) == 4, "names"
 
-    run(main())
 
-
-def test_one_event_of_a_job_in_a_storm_of_them_is_one_reconcile(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "job")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(10)
-                pod = server.store.get("Pod", "job-0-0")
-                o.reconciled.clear()
-                for number in range(200):
-                    pod["status"] = {"phase": "Pending", "message": str(number)}
-                    server.store.changed("Pod", pod)
-                    await asyncio.sleep(0.05)
-                assert len(o.reconciled) <= 13
-                pod["status"] = {"phase": "Failed"}
-                server.store.changed("Pod", pod)
-                before = len(o.reconciled)
-                await asyncio.sleep(0.05)
-                assert len(o.reconciled) > before, "the end of a pod does not wait"
-
-    run(main())
+@on_server
+async def test_one_event_of_a_job_in_a_storm_of_them_is_one_reconcile(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(server, "job")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(10)
+        pod = server.store.get("Pod", "job-0-0")
+        o.reconciled.clear()
+        for number in range(200):
+            pod["status"] = {"phase": "Pending", "message": str(number)}
+            server.store.changed("Pod", pod)
+            await asyncio.sleep(0.05)
+        assert len(o.reconciled) <= 13
+        pod["status"] = {"phase": "Failed"}
+        server.store.changed("Pod", pod)
+        before = len(o.reconciled)
+        await asyncio.sleep(0.05)
+        assert len(o.reconciled) > before, "the end of a pod does not wait"
 
 
 @pytest.mark.parametrize("as_event", [False, True])
@@ -191,120 +185,109 @@ def test_one_event_of_a_job_in_a_storm_of_them_is_one_reconcile(monkeypatch: pyt
     ("fault", "seconds"),
     [(Fault(503), 60), (Fault("hang"), 60), (Fault("reset"), 60), (Fault(200), 60), (Fault(200), 6), (Fault(503), 6)],
 )
-def test_what_is_deleted_while_the_api_server_is_away_is_known_when_it_is_back(
-    fault: Fault, seconds: int, as_event: bool, monkeypatch: pytest.MonkeyPatch
+@on_server
+async def test_what_is_deleted_while_the_api_server_is_away_is_known_when_it_is_back(
+    server: ApiServer, fault: Fault, seconds: int, as_event: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a minute the Lease was lost; after six seconds the term is the same."""
-
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "job")
-            add(server, "deleted")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(10)
-                assert o.pods() == 6
-                server.gone_as_event = as_event
-                server.faults = lambda method, path: fault
-                server.break_watches()
-                await asyncio.sleep(seconds / 2)
-                for kind, name in (("DDPJob", "deleted"), ("Pod", "job-0-0"), ("Service", "job")):
-                    server.store.delete(kind, name)
-                server.compact()
-                await asyncio.sleep(seconds / 2)
-                server.faults = lambda method, path: None
-                await asyncio.sleep(2 * LEASE_SECONDS + 30)
-                names = {body["metadata"]["name"] for body in server.store.all("Pod")}
-                assert names == {"job-0-1", "job-1-0", "job-coordinator-0"}
-                assert server.store.find("Service", "job") is not None
-                assert o.operator.leaders[0].caches.job(JobKey("space", "deleted")) is None
-
-    run(main())
+    add(server, "job")
+    add(server, "deleted")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(10)
+        assert o.pods() == 6
+        server.gone_as_event = as_event
+        server.faults = lambda method, path: fault
+        server.break_watches()
+        await asyncio.sleep(seconds / 2)
+        for kind, name in (("DDPJob", "deleted"), ("Pod", "job-0-0"), ("Service", "job")):
+            server.store.delete(kind, name)
+        server.compact()
+        await asyncio.sleep(seconds / 2)
+        server.faults = lambda method, path: None
+        await asyncio.sleep(2 * LEASE_SECONDS + 30)
+        names = {body["metadata"]["name"] for body in server.store.all("Pod")}
+        assert names == {"job-0-1", "job-1-0", "job-coordinator-0"}
+        assert server.store.find("Service", "job") is not None
+        assert o.operator.leaders[0].caches.job(JobKey("space", "deleted")) is None
 
 
-def test_a_store_that_is_restored_from_a_backup_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_server
+async def test_a_store_that_is_restored_from_a_backup_is_read_as_it_is(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its versions go back: of a watch from a later one the API server says nothing until they have caught up."""
-
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "job")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(10)
-                backup = server.store.backup()
-                server.store.version += 10_000
-                add(server, "later")
-                for kind, name in (("Pod", "job-0-0"), ("DDPJob", "job"), ("Service", "job")):
-                    server.store.changed(kind, server.store.get(kind, name))
-                await asyncio.sleep(10)
-                assert o.pods() == 6
-                server.restore(backup)
-                server.store.delete("Pod", "job-0-0", grace=0)
-                await asyncio.sleep(10)
-                names = {body["metadata"]["name"] for body in server.store.all("Pod")}
-                assert names == {"job-0-1", "job-1-0", "job-coordinator-0"}
-                await asyncio.sleep(NAMES_SECONDS)
-                assert o.operator.leaders[0].caches.job(JobKey("space", "later")) is None
-                add(server, "new")
-                await asyncio.sleep(10)
-                assert "new" in o.reconciled, "kopf has begun again"
-                server.requests.clear()
-                await asyncio.sleep(60)
-                assert len(o.asked()) < 10, "nothing is tried again and again"
-
-    run(main())
+    add(server, "job")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(10)
+        backup = server.store.backup()
+        server.store.version += 10_000
+        add(server, "later")
+        for kind, name in (("Pod", "job-0-0"), ("DDPJob", "job"), ("Service", "job")):
+            server.store.changed(kind, server.store.get(kind, name))
+        await asyncio.sleep(10)
+        assert o.pods() == 6
+        server.restore(backup)
+        server.store.delete("Pod", "job-0-0", grace=0)
+        await asyncio.sleep(10)
+        names = {body["metadata"]["name"] for body in server.store.all("Pod")}
+        assert names == {"job-0-1", "job-1-0", "job-coordinator-0"}
+        await asyncio.sleep(NAMES_SECONDS)
+        assert o.operator.leaders[0].caches.job(JobKey("space", "later")) is None
+        add(server, "new")
+        await asyncio.sleep(10)
+        assert "new" in o.reconciled, "kopf has begun again"
+        server.requests.clear()
+        await asyncio.sleep(60)
+        assert len(o.asked()) < 10, "nothing is tried again and again"
 
 
-def test_an_error_in_a_watch_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "job")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(10)
-                for _ in range(3):
-                    server.send_error(500, "InternalError")
-                    server.store.delete("Pod", next(server.store.all("Pod"))["metadata"]["name"])
-                    await asyncio.sleep(10)
-                assert o.pods() == 3
-                assert o.operator.ready
-
-    run(main())
+@on_server
+async def test_an_error_in_a_watch_ends_nothing(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(server, "job")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(10)
+        for _ in range(3):
+            server.send_error(500, "InternalError")
+            server.store.delete("Pod", next(server.store.all("Pod"))["metadata"]["name"])
+            await asyncio.sleep(10)
+        assert o.pods() == 3
+        assert o.operator.ready
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_jobs_are_run_through_faults_of_a_third_of_all_requests(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for number in range(5):
-                add(server, f"job-{number}")
-            kinds = [Fault(500), Fault(503), Fault(429, {"Retry-After": "1"}, reason="TooManyRequests")]
-            chance = random.Random(seed)
-            server.faults = lambda method, path: chance.choice(kinds) if chance.random() < 1 / 3 else None
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(240)
-                names = sorted(body["metadata"]["name"] for body in server.store.all("Pod"))
-                assert names == sorted(f"job-{n}-{slot}" for n in range(5) for slot in ("0-0", "1-0", "coordinator-0"))
-                server.faults = RandomFaults(chance, 0.3)
-                await asyncio.sleep(120)
-                server.faults = lambda method, path: None
-                await asyncio.sleep(60)
-                assert o.pods() == 15
+@on_server
+async def test_jobs_are_run_through_faults_of_a_third_of_all_requests(
+    server: ApiServer, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        add(server, f"job-{number}")
+    kinds = [Fault(500), Fault(503), Fault(429, {"Retry-After": "1"}, reason="TooManyRequests")]
+    chance = random.Random(seed)
+    server.faults = lambda method, path: chance.choice(kinds) if chance.random() < 1 / 3 else None
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(240)
+        names = sorted(body["metadata"]["name"] for body in server.store.all("Pod"))
+        assert names == sorted(f"job-{n}-{slot}" for n in range(5) for slot in ("0-0", "1-0", "coordinator-0"))
+        server.faults = RandomFaults(chance, 0.3)
+        await asyncio.sleep(120)
+        server.faults = lambda method, path: None
+        await asyncio.sleep(60)
+        assert o.pods() == 15
 
-    run(main())
 
-
-def test_the_lease_is_kept_through_a_burst_of_slow_creations(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for number in range(8):
-                add(server, f"big-{number}", namespace=f"team-{number}", nodes=64)
-            slow = Fault("slow", seconds=1.5)
-            server.faults = lambda method, path: slow if "leases" not in path else None
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(90)
-                assert o.pods() == 8 * 65
-                transitions = server.store.get("Lease", "ddpjob-operator")["spec"]["leaseTransitions"]
-                assert transitions == 1
-
-    run(main())
+@on_server
+async def test_the_lease_is_kept_through_a_burst_of_slow_creations(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        add(server, f"big-{number}", namespace=f"team-{number}", nodes=64)
+    slow = Fault("slow", seconds=1.5)
+    server.faults = lambda method, path: slow if "leases" not in path else None
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(90)
+        assert o.pods() == 8 * 65
+        transitions = server.store.get("Lease", "ddpjob-operator")["spec"]["leaseTransitions"]
+        assert transitions == 1
 
 
 def test_without_an_election_it_acts_again_by_itself_and_is_ready_when_all_is_read(
@@ -326,89 +309,79 @@ def test_without_an_election_it_acts_again_by_itself_and_is_ready_when_all_is_re
     run(main())
 
 
-def test_only_watched_namespaces_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            for namespace in ("a", "b", "c"):
-                add(server, "job", namespace=namespace)
-            async with running(server, monkeypatch, lease=False, namespaces=("a", "b")) as o:
-                await asyncio.sleep(10)
-                assert {body["metadata"]["namespace"] for body in server.store.all("Pod")} == {"a", "b"}
-                assert not [path for _, path, _ in server.requests if path in ("/api/v1/pods", "/api/v1/services")]
-                assert o.operator.ready
-
-    run(main())
+@on_server
+async def test_only_watched_namespaces_are_read(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for namespace in ("a", "b", "c"):
+        add(server, "job", namespace=namespace)
+    async with running(server, monkeypatch, lease=False, namespaces=("a", "b")) as o:
+        await asyncio.sleep(10)
+        assert {body["metadata"]["namespace"] for body in server.store.all("Pod")} == {"a", "b"}
+        assert not [path for _, path, _ in server.requests if path in ("/api/v1/pods", "/api/v1/services")]
+        assert o.operator.ready
 
 
 @pytest.mark.parametrize("unreadable", ["", "/pods", "/networkpolicies"])
-def test_a_watched_namespace_that_may_not_be_read_holds_up_no_other(
-    unreadable: str, monkeypatch: pytest.MonkeyPatch
+@on_server
+async def test_a_watched_namespace_that_may_not_be_read_holds_up_no_other(
+    server: ApiServer, unreadable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its Role goes with it when it is deleted."""
+    for namespace in ("a", "gone"):
+        add(server, "job", namespace=namespace)
+    denied = True
 
-    async def main() -> None:
-        async with api_server() as server:
-            for namespace in ("a", "gone"):
-                add(server, "job", namespace=namespace)
-            denied = True
+    def faults(method: str, path: str) -> Fault | None:
+        may_not = denied and method == "GET" and "/namespaces/gone/" in path and path.endswith(unreadable)
+        return Fault(403, reason="Forbidden") if may_not else None
 
-            def faults(method: str, path: str) -> Fault | None:
-                may_not = denied and method == "GET" and "/namespaces/gone/" in path and path.endswith(unreadable)
-                return Fault(403, reason="Forbidden") if may_not else None
-
-            server.faults = faults
-            async with running(server, monkeypatch, lease=False, namespaces=("a", "gone")) as o:
-                await asyncio.sleep(10)
-                expected = {"a"} if unreadable != "/networkpolicies" else {"a", "gone"}
-                assert {body["metadata"]["namespace"] for body in server.store.all("Pod")} == expected
-                assert o.operator.ready
-                denied = False
-                await asyncio.sleep(10)
-                assert {body["metadata"]["namespace"] for body in server.store.all("Pod")} == {"a", "gone"}
-
-    run(main())
+    server.faults = faults
+    async with running(server, monkeypatch, lease=False, namespaces=("a", "gone")) as o:
+        await asyncio.sleep(10)
+        expected = {"a"} if unreadable != "/networkpolicies" else {"a", "gone"}
+        assert {body["metadata"]["namespace"] for body in server.store.all("Pod")} == expected
+        assert o.operator.ready
+        denied = False
+        await asyncio.sleep(10)
+        assert {body["metadata"]["namespace"] for body in server.store.all("Pod")} == {"a", "gone"}
 
 
-def test_objects_as_large_as_the_api_server_takes_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server, running(server, monkeypatch, lease=False) as o:
-            await asyncio.sleep(2)
-            add(server, "large", note="x" * 1_500_000)
-            add(server, "small")
-            await asyncio.sleep(5)
-            assert {"large", "small"} <= set(o.reconciled)
-            lists = [path for _, path in o.asked() if path.endswith("/ddpjobs")]
-            assert len(lists) == 2, "kopf's, and that of names: the watch has shown them"
-
-    run(main())
+@virtual
+async def test_objects_as_large_as_the_api_server_takes_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with api_server() as server, running(server, monkeypatch, lease=False) as o:
+        await asyncio.sleep(2)
+        add(server, "large", note="x" * 1_500_000)
+        add(server, "small")
+        await asyncio.sleep(5)
+        assert {"large", "small"} <= set(o.reconciled)
+        lists = [path for _, path in o.asked() if path.endswith("/ddpjobs")]
+        assert len(lists) == 2, "kopf's, and that of names: the watch has shown them"
 
 
-def test_watches_of_many_namespaces_leave_connections_to_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            names = tuple(f"team-{number}" for number in range(12))
-            for namespace in names:
-                add(server, "job", namespace=namespace)
+@on_server
+async def test_watches_of_many_namespaces_leave_connections_to_requests(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = tuple(f"team-{number}" for number in range(12))
+    for namespace in names:
+        add(server, "job", namespace=namespace)
 
-            async def connect(connections: int = 64) -> Rest:
-                configuration = client.Configuration(host=server.url)
-                configuration.connection_pool_maxsize = connections
-                return Rest(client.ApiClient(configuration=configuration))
+    async def connect(connections: int = 64) -> Rest:
+        configuration = client.Configuration(host=server.url)
+        configuration.connection_pool_maxsize = connections
+        return Rest(client.ApiClient(configuration=configuration))
 
-            monkeypatch.setattr(Rest, "connect", connect)
-            monkeypatch.setattr(operator_main, "follow_jobs", kopf_of(server))
-            task = asyncio.create_task(operator_main.run(Settings(**SETTINGS, namespaces=names)))
-            try:
-                await asyncio.sleep(20)
-                assert {body["metadata"]["namespace"] for body in server.store.all("Pod")} == set(names)
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    run(main())
+    monkeypatch.setattr(Rest, "connect", connect)
+    monkeypatch.setattr(operator_main, "follow_jobs", kopf_of(server))
+    task = asyncio.create_task(operator_main.run(Settings(**SETTINGS, namespaces=names)))
+    try:
+        await asyncio.sleep(20)
+        assert {body["metadata"]["namespace"] for body in server.store.all("Pod")} == set(names)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-def test_metrics_tell_an_unavailable_api_server_from_work_and_count_jobs_and_requests(
+def test_metrics_count_jobs_requests_and_an_unavailable_api_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def value(name: str, **labels: str) -> float:
@@ -453,112 +426,100 @@ def without(*fields: str) -> dict[str, Any]:
     return schema
 
 
-def test_an_operator_that_is_newer_than_the_crd_acts_on_nothing_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@on_server
+async def test_an_operator_that_is_newer_than_the_crd_acts_on_nothing_and_says_so(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "job")
-            server.status_schema = without("runtime", "slots.lostSince")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(130)
-                assert (o.reconciled, server.acted, o.operator.ready) == ([], [], False), "not even the Lease is taken"
-                assert o.operator.schema.missing == ("status.runtime", "status.slots.lostSince")
-                assert metrics_registry.get_sample_value("ddpjob_operator_crd_missing_fields") == 2
-                errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
-                assert len(errors) == 3, "each minute"
-                assert "lacks status.runtime, status.slots.lostSince" in errors[0] and "kubectl apply" in errors[0]
-                assert "charts/ddpjob-operator/crds" in errors[0]
-                server.status_schema = schema_of("status")
-                await asyncio.sleep(20)
-                assert o.pods() == 3 and o.operator.ready
-                assert metrics_registry.get_sample_value("ddpjob_operator_crd_missing_fields") == 0
+    add(server, "job")
+    server.status_schema = without("runtime", "slots.lostSince")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(130)
+        assert (o.reconciled, server.acted, o.operator.ready) == ([], [], False), "not even the Lease is taken"
+        assert o.operator.schema.missing == ("status.runtime", "status.slots.lostSince")
+        assert metrics_registry.get_sample_value("ddpjob_operator_crd_missing_fields") == 2
+        errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+        assert len(errors) == 3, "each minute"
+        assert "lacks status.runtime, status.slots.lostSince" in errors[0] and "kubectl apply" in errors[0]
+        assert "charts/ddpjob-operator/crds" in errors[0]
+        server.status_schema = schema_of("status")
+        await asyncio.sleep(20)
+        assert o.pods() == 3 and o.operator.ready
+        assert metrics_registry.get_sample_value("ddpjob_operator_crd_missing_fields") == 0
 
-                server.status_schema = without("runtime")
-                await asyncio.sleep(70)
-                before = len(o.reconciled)
-                add(server, "later")
-                await asyncio.sleep(30)
-                assert (len(o.reconciled), o.operator.ready) == (before, False), "the CRD was replaced by an older one"
-                server.status_schema = schema_of("status")
-                await asyncio.sleep(20)
-                assert o.pods() == 6 and o.operator.ready
-
-    run(main())
+        server.status_schema = without("runtime")
+        await asyncio.sleep(70)
+        before = len(o.reconciled)
+        add(server, "later")
+        await asyncio.sleep(30)
+        assert (len(o.reconciled), o.operator.ready) == (before, False), "the CRD was replaced by an older one"
+        server.status_schema = schema_of("status")
+        await asyncio.sleep(20)
+        assert o.pods() == 6 and o.operator.ready
 
 
-def test_a_later_crd_that_has_what_is_needed_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "job")
-            server.status_schema = deepcopy(schema_of("status"))
-            server.status_schema["properties"]["fromTheFuture"] = {"type": "string"}
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(20)
-                assert o.pods() == 3 and o.operator.ready
-
-    run(main())
+@on_server
+async def test_a_later_crd_that_has_what_is_needed_is_enough(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(server, "job")
+    server.status_schema = deepcopy(schema_of("status"))
+    server.status_schema["properties"]["fromTheFuture"] = {"type": "string"}
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(20)
+        assert o.pods() == 3 and o.operator.ready
 
 
 @pytest.mark.parametrize("how", [403, 404, 503, "hang", "reset"])
-def test_where_the_schema_cannot_be_read_it_acts(how: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "job")
-            server.faults = lambda method, path: Fault(how) if path.startswith(INDEX) else None
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(80)
-                assert o.pods() == 3 and o.operator.ready
-
-    run(main())
-
-
-def test_without_the_crd_it_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            server.status_schema = None
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(30)
-                assert not o.operator.ready
-                server.status_schema = schema_of("status")
-                add(server, "job")
-                await asyncio.sleep(20)
-                assert o.pods() == 3 and o.operator.ready
-
-    run(main())
+@on_server
+async def test_where_the_schema_cannot_be_read_it_acts(
+    server: ApiServer, how: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(server, "job")
+    server.faults = lambda method, path: Fault(how) if path.startswith(INDEX) else None
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(80)
+        assert o.pods() == 3 and o.operator.ready
 
 
-def test_a_crd_that_is_served_but_not_listed_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_server
+async def test_without_the_crd_it_waits_for_it(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.status_schema = None
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(30)
+        assert not o.operator.ready
+        server.status_schema = schema_of("status")
+        add(server, "job")
+        await asyncio.sleep(20)
+        assert o.pods() == 3 and o.operator.ready
+
+
+@on_server
+async def test_a_crd_that_is_served_but_not_listed_stops_nothing(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even one that is installed later: a proxy may hide it from the index for ever."""
-
-    async def main() -> None:
-        async with api_server() as server:
-            server.status_schema, server.is_published = None, False
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(60)
-                assert o.operator.schema.missing == ("status",) and not o.operator.ready
-                server.status_schema = schema_of("status")
-                add(server, "job")
-                await asyncio.sleep(60)
-                assert o.pods() == 3 and o.operator.ready
-
-    run(main())
+    server.status_schema, server.is_published = None, False
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(60)
+        assert o.operator.schema.missing == ("status",) and not o.operator.ready
+        server.status_schema = schema_of("status")
+        add(server, "job")
+        await asyncio.sleep(60)
+        assert o.pods() == 3 and o.operator.ready
 
 
-def test_a_crd_that_is_known_to_be_older_stays_refused_where_it_is_no_longer_listed(
+@on_server
+async def test_a_crd_that_is_known_to_be_older_stays_refused_where_it_is_no_longer_listed(
+    server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        async with api_server() as server:
-            add(server, "job")
-            server.status_schema = without("runtime")
-            async with running(server, monkeypatch) as o:
-                await asyncio.sleep(10)
-                server.is_published = False
-                await asyncio.sleep(120)
-                assert o.operator.schema.missing == ("status.runtime",) and (o.pods(), o.operator.ready) == (0, False)
-
-    run(main())
+    add(server, "job")
+    server.status_schema = without("runtime")
+    async with running(server, monkeypatch) as o:
+        await asyncio.sleep(10)
+        server.is_published = False
+        await asyncio.sleep(120)
+        assert o.operator.schema.missing == ("status.runtime",) and (o.pods(), o.operator.ready) == (0, False)
 
 
 async def test_the_probes_show_whether_the_process_works() -> None:

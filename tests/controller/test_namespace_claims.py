@@ -10,85 +10,75 @@ import pytest
 from ddpjob.controller.main import OTHERS_SECONDS, Leader
 from ddpjob.controller.namespace_claims import CLAIM_NAME, CLAIM_SECONDS, NamespaceClaims
 from ddpjob.controller.operator_settings import Settings
+from ddpjob.controller.served_schema import ServedSchema
 from ddpjob.engine.coordinator_client import CoordinatorClient
 from ddpjob.engine.ports import JobKey, Unavailable
 
 from .api_server import ApiServer, Fault
-from .virtual_loop import run
+from .virtual_loop import virtual
 from .world import api_server, connected, followed
 
 CLAIMS = "/apis/coordination.k8s.io/v1/namespaces/space/leases"
 
 
-def test_of_two_releases_one_acts_and_the_other_follows_when_it_is_gone() -> None:
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            first, second = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "b/operator")
-            replica = NamespaceClaims(rest, "a/operator")
-            for _ in range(200):
-                assert await first.mine("space") and not await second.mine("space")
-                await asyncio.sleep(10)
-            assert await replica.mine("space"), "the release's other replica, after a failover"
-            assert await second.mine("elsewhere") and not await first.mine("elsewhere")
-            gone = asyncio.get_running_loop().time()
-            async with asyncio.timeout(2 * CLAIM_SECONDS):
-                while not await second.mine("space"):  # noqa: ASYNC110
-                    await asyncio.sleep(1)
-            waited = asyncio.get_running_loop().time() - gone
-            assert CLAIM_SECONDS - 30 <= waited <= CLAIM_SECONDS + 30
-            assert not await NamespaceClaims(rest, "a/operator").mine("space")
-
-    run(main())
+@virtual
+async def test_of_two_releases_one_acts_and_the_other_follows_when_it_is_gone() -> None:
+    async with api_server() as server, connected(server) as rest:
+        first, second = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "b/operator")
+        replica = NamespaceClaims(rest, "a/operator")
+        for _ in range(200):
+            assert await first.mine("space") and not await second.mine("space")
+            await asyncio.sleep(10)
+        assert await replica.mine("space"), "the release's other replica, after a failover"
+        assert await second.mine("elsewhere") and not await first.mine("elsewhere")
+        gone = asyncio.get_running_loop().time()
+        async with asyncio.timeout(2 * CLAIM_SECONDS):
+            while not await second.mine("space"):  # noqa: ASYNC110
+                await asyncio.sleep(1)
+        waited = asyncio.get_running_loop().time() - gone
+        assert CLAIM_SECONDS - 30 <= waited <= CLAIM_SECONDS + 30
+        assert not await NamespaceClaims(rest, "a/operator").mine("space")
 
 
-def test_many_jobs_of_a_namespace_ask_once() -> None:
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            claims = NamespaceClaims(rest, "a/operator")
-            assert all(await asyncio.gather(*(claims.mine("space") for _ in range(50))))
-            assert [method for method, _, _ in server.requests] == ["GET", "POST"]
-
-    run(main())
+@virtual
+async def test_many_jobs_of_a_namespace_ask_once() -> None:
+    async with api_server() as server, connected(server) as rest:
+        claims = NamespaceClaims(rest, "a/operator")
+        assert all(await asyncio.gather(*(claims.mine("space") for _ in range(50))))
+        assert [method for method, _, _ in server.requests] == ["GET", "POST"]
 
 
-def test_namespaces_that_nobody_asks_for_any_more_are_forgotten() -> None:
+@virtual
+async def test_namespaces_that_nobody_asks_for_any_more_are_forgotten() -> None:
     """A namespace for each run of a pipeline: an operator that runs for months would keep something of each."""
-
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            claims = NamespaceClaims(rest, "a/operator")
-            for number in range(50):
-                assert await claims.mine(f"run-{number}") and await claims.mine("space")
-                await asyncio.sleep(CLAIM_SECONDS / 10)
-            assert len(claims._namespaces) < 25
-
-    run(main())
+    async with api_server() as server, connected(server) as rest:
+        claims = NamespaceClaims(rest, "a/operator")
+        for number in range(50):
+            assert await claims.mine(f"run-{number}") and await claims.mine("space")
+            await asyncio.sleep(CLAIM_SECONDS / 10)
+        assert len(claims._namespaces) < 25
 
 
-def test_without_the_right_to_hold_leases_it_acts_as_before() -> None:
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            server.faults = lambda method, path: Fault(403, reason="Forbidden")
-            assert await NamespaceClaims(rest, "a/operator").mine("space")
-
-    run(main())
+@virtual
+async def test_without_the_right_to_hold_leases_it_acts_as_before() -> None:
+    async with api_server() as server, connected(server) as rest:
+        server.faults = lambda method, path: Fault(403, reason="Forbidden")
+        assert await NamespaceClaims(rest, "a/operator").mine("space")
 
 
-def test_an_api_server_that_is_away_gives_no_claim_and_takes_none_before_its_time() -> None:
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            held, new = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "a/operator")
-            assert await held.mine("space")
-            server.faults = lambda method, path: Fault(503, reason="ServiceUnavailable")
-            with pytest.raises(Unavailable):
-                await new.mine("space")
-            await asyncio.sleep(CLAIM_SECONDS / 2)
-            assert await held.mine("space")
-            await asyncio.sleep(CLAIM_SECONDS)
-            with pytest.raises(Unavailable):
-                await held.mine("space")
-
-    run(main())
+@virtual
+async def test_an_api_server_that_is_away_gives_no_claim_and_takes_none_before_its_time() -> None:
+    async with api_server() as server, connected(server) as rest:
+        held, new = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "a/operator")
+        assert await held.mine("space")
+        server.faults = lambda method, path: Fault(503, reason="ServiceUnavailable")
+        with pytest.raises(Unavailable):
+            await new.mine("space")
+        await asyncio.sleep(CLAIM_SECONDS / 2)
+        assert await held.mine("space")
+        await asyncio.sleep(CLAIM_SECONDS)
+        with pytest.raises(Unavailable):
+            await held.mine("space")
 
 
 @asynccontextmanager
@@ -97,7 +87,10 @@ async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
     async with api_server() as server, connected(server) as rest:
         spec = {"image": "image", "script": "train.py", "gpusPerNode": 0}
         server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "uid"}, "status": {}, "spec": spec})
-        leader = Leader(Settings(key=b"0123456789abcdef", lease_namespace="b"), rest, CoordinatorClient())
+        schema = ServedSchema(rest)
+        await schema.look()
+        settings = Settings(key=b"0123456789abcdef", lease_namespace="b")
+        leader = Leader(settings, rest, CoordinatorClient(), 0, schema)
         async with followed(server, leader.caches):
             assert await NamespaceClaims(rest, "a/ddpjob-operator").mine("space")
             assert await leader.reconcile_one(JobKey("space", "job")) == OTHERS_SECONDS
@@ -105,27 +98,22 @@ async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
         await leader.cluster.coordinators.close()
 
 
-def test_the_operator_touches_no_job_of_a_namespace_that_another_has_claimed() -> None:
-    async def main() -> None:
-        async with left_alone() as (server, leader):
-            assert {path for method, path in server.acted if method != "GET"} == {CLAIMS}
-            assert not leader.accounts.jobs(), "the other one counts and exports them"
-            server.store.delete("Lease", CLAIM_NAME)
-            await asyncio.sleep(OTHERS_SECONDS)
-            await leader.reconcile_one(JobKey("space", "job"))
-            assert list(server.store.all("Pod"))
-            assert [account.job.name for account in leader.accounts.jobs()] == ["job"]
-
-    run(main())
+@virtual
+async def test_the_operator_touches_no_job_of_a_namespace_that_another_has_claimed() -> None:
+    async with left_alone() as (server, leader):
+        assert {path for method, path in server.acted if method != "GET"} == {CLAIMS}
+        assert not leader.accounts.jobs(), "the other one counts and exports them"
+        server.store.delete("Lease", CLAIM_NAME)
+        await asyncio.sleep(OTHERS_SECONDS)
+        await leader.reconcile_one(JobKey("space", "job"))
+        assert list(server.store.all("Pod"))
+        assert [account.job.name for account in leader.accounts.jobs()] == ["job"]
 
 
-def test_a_job_that_is_gone_is_forgotten_by_the_operator_that_had_left_it_alone() -> None:
+@virtual
+async def test_a_job_that_is_gone_is_forgotten_by_the_operator_that_had_left_it_alone() -> None:
     """Else each job that ever lived in another operator's namespace would be looked at every few seconds, for ever."""
-
-    async def main() -> None:
-        async with left_alone() as (server, leader):
-            server.store.delete("DDPJob", "job")
-            await asyncio.sleep(1)
-            assert await leader.reconcile_one(JobKey("space", "job")) is None
-
-    run(main())
+    async with left_alone() as (server, leader):
+        server.store.delete("DDPJob", "job")
+        await asyncio.sleep(1)
+        assert await leader.reconcile_one(JobKey("space", "job")) is None

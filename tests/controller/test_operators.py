@@ -13,34 +13,30 @@ from ddpjob.api.job_status import ConditionType, JobStatus
 from prometheus_client import REGISTRY
 
 from .operators import HttpStory, played
-from .virtual_loop import run
+from .virtual_loop import run, virtual
 
 
-def test_a_job_completes_and_only_one_of_two_replicas_acts(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with played(1, monkeypatch) as story:
-            story.server.faults = lambda method, path: None
-            story.s.training.steps = 10
-            async with asyncio.timeout(300):
-                while story.s.phase != "Complete":
-                    await asyncio.sleep(1)
-                    story.replicas.check()
-            [acting] = story.replicas.acting.values()
-            renewing = [r for r in story.replicas.rests[acting] if any("leases/ddpjob-operator" in p for p in r.paths)]
-            assert [all("leases" in path for path in rest.paths) for rest in renewing] == [True], "its own connections"
-            writes = [what for what in story.server.acted if what[0] == "POST" and what[1].endswith("/pods")]
-            assert len(writes) == len(set(story.s.invariants.names)), "every pod was created once"
-
-    run(main())
+@virtual
+async def test_a_job_completes_and_only_one_of_two_replicas_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(1, monkeypatch) as story:
+        story.server.faults = lambda method, path: None
+        story.s.training.steps = 10
+        async with asyncio.timeout(300):
+            while story.s.phase != "Complete":
+                await asyncio.sleep(1)
+                story.replicas.check()
+        [acting] = story.replicas.acting.values()
+        renewing = [r for r in story.replicas.rests[acting] if any("leases/ddpjob-operator" in p for p in r.paths)]
+        assert [all("leases" in path for path in rest.paths) for rest in renewing] == [True], "its own connections"
+        writes = [what for what in story.server.acted if what[0] == "POST" and what[1].endswith("/pods")]
+        assert len(writes) == len(set(story.s.invariants.names)), "every pod was created once"
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_faults_of_http(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with played(seed, monkeypatch) as story:
-            await story.run()
-
-    run(main())
+@virtual
+async def test_random_faults_of_http(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with played(seed, monkeypatch) as story:
+        await story.run()
 
 
 @pytest.mark.parametrize("seed", range(2))

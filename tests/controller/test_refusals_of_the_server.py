@@ -13,6 +13,7 @@ from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.world import Role
 from ddpjob.engine.ports import Conflict, JobKey, NamespaceEnding, Refused, Unavailable
 from ddpjob.engine.reconcile import reconcile
+from ddpjob.objects.workload import released
 from simulation.store import Refusal
 
 from .api_server import Fault
@@ -21,8 +22,8 @@ from .cluster_case import (
     MANIFEST,
     SPOT,
     Case,
-    case,
     delete_token,
+    in_case,
     judged,
     owned_by,
     put_into_queue,
@@ -30,7 +31,7 @@ from .cluster_case import (
     seen,
     use_up_the_quota_of_secrets,
 )
-from .virtual_loop import run
+from .virtual_loop import virtual
 from .world import api_server, connected, followed, loop_moment
 
 
@@ -52,70 +53,57 @@ async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
     assert len(c.pods()) == 4, "the room of a pod that is gone is used"
 
 
-def test_what_a_quota_refuses_is_tried_less_and_less_and_room_is_used_at_once() -> None:
-    async def main() -> None:
-        async with case() as c:
-            key = await a_job_with_room_for_four_pods(c)
-            tries = []
-            for second in range(300):
-                c.server.requests.clear()
-                await reconcile(c.cluster, key, loop_moment)
-                tries += [second] * sum(r[0] == "POST" and r[1].endswith("/pods") for r in c.server.requests)
-                await asyncio.sleep(1)
-            assert len(c.pods()) == 4
-            assert len([t for t in tries if t >= 1]) <= 8, tries
-            await the_room_of_a_pod_is_used(c, key)
-
-    run(main())
+@in_case()
+async def test_what_a_quota_refuses_is_tried_less_and_less_and_room_is_used_at_once(c: Case) -> None:
+    key = await a_job_with_room_for_four_pods(c)
+    tries = []
+    for second in range(300):
+        c.server.requests.clear()
+        await reconcile(c.cluster, key, loop_moment)
+        tries += [second] * sum(r[0] == "POST" and r[1].endswith("/pods") for r in c.server.requests)
+        await asyncio.sleep(1)
+    assert len(c.pods()) == 4
+    assert len([t for t in tries if t >= 1]) <= 8, tries
+    await the_room_of_a_pod_is_used(c, key)
 
 
-def test_room_is_used_at_once_after_the_first_refusal_too() -> None:
-    async def main() -> None:
-        async with case() as c:
-            key = await a_job_with_room_for_four_pods(c)
-            await reconcile(c.cluster, key, loop_moment)
-            assert len(c.pods()) == 4
-            await the_room_of_a_pod_is_used(c, key)
-
-    run(main())
+@in_case()
+async def test_room_is_used_at_once_after_the_first_refusal_too(c: Case) -> None:
+    key = await a_job_with_room_for_four_pods(c)
+    await reconcile(c.cluster, key, loop_moment)
+    assert len(c.pods()) == 4
+    await the_room_of_a_pod_is_used(c, key)
 
 
-def test_what_one_job_was_refused_is_not_held_against_the_next_one_of_its_name() -> None:
+@in_case()
+async def test_what_one_job_was_refused_is_not_held_against_the_next_one_of_its_name(c: Case) -> None:
     """Deleted and created between two looks, as by `kubectl replace --force` while a watch is away."""
-
-    async def main() -> None:
-        async with case() as c:
-            c.fault_once("POST", "/pods", Fault(422, reason="Invalid", message="spec.nodeSelector: Invalid value"))
-            await c.reconcile()
-            spec = c.server.store.delete("DDPJob", "job")["spec"]
-            c.server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "next"}, "spec": spec})
-            await seen()
-            await c.reconcile()
-            assert (await c.job()).status.condition(ConditionType.FAILED) is None
-            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
-
-    run(main())
+    c.fault_once("POST", "/pods", Fault(422, reason="Invalid", message="spec.nodeSelector: Invalid value"))
+    await c.reconcile()
+    spec = c.server.store.delete("DDPJob", "job")["spec"]
+    c.server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "next"}, "spec": spec})
+    await seen()
+    await c.reconcile()
+    assert (await c.job()).status.condition(ConditionType.FAILED) is None
+    assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
 
 
-def test_many_pods_that_are_refused_at_the_same_time_wait_as_long_as_one() -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.add("big", nodes=64)
-            await seen()
-            down = True
-            webhook = Fault(500, message="failed calling webhook")
-            c.server.faults = lambda m, path: (
-                webhook if down and m == "POST" and path.endswith("/pods") and len(c.pods()) >= 15 else None
-            )
-            key = JobKey("space", "big")
-            await reconcile(c.cluster, key, loop_moment)
-            assert len(c.pods()) == 15
-            down = False
-            await asyncio.sleep(BLOCKED_POLL + 1)
-            await reconcile(c.cluster, key, loop_moment)
-            assert len(c.pods()) == 65
-
-    run(main())
+@in_case()
+async def test_many_pods_that_are_refused_at_the_same_time_wait_as_long_as_one(c: Case) -> None:
+    c.add("big", nodes=64)
+    await seen()
+    down = True
+    webhook = Fault(500, message="failed calling webhook")
+    c.server.faults = lambda m, path: (
+        webhook if down and m == "POST" and path.endswith("/pods") and len(c.pods()) >= 15 else None
+    )
+    key = JobKey("space", "big")
+    await reconcile(c.cluster, key, loop_moment)
+    assert len(c.pods()) == 15
+    down = False
+    await asyncio.sleep(BLOCKED_POLL + 1)
+    await reconcile(c.cluster, key, loop_moment)
+    assert len(c.pods()) == 65
 
 
 @pytest.mark.parametrize(
@@ -137,15 +125,12 @@ def test_many_pods_that_are_refused_at_the_same_time_wait_as_long_as_one() -> No
     ],
     ids=lambda v: str(getattr(v, "how", getattr(v, "__name__", v))),
 )
-def test_what_a_creation_that_fails_is_called(fault: Fault, raised: type[Exception]) -> None:
-    async def main() -> None:
-        async with case() as c:
-            job = await c.job()
-            c.fault_once("POST", "/pods", fault)
-            with pytest.raises(raised):
-                await c.cluster.create(job, MANIFEST)
-
-    run(main())
+@in_case()
+async def test_what_a_creation_that_fails_is_called(c: Case, fault: Fault, raised: type[Exception]) -> None:
+    job = await c.job()
+    c.fault_once("POST", "/pods", fault)
+    with pytest.raises(raised):
+        await c.cluster.create(job, MANIFEST)
 
 
 @pytest.mark.parametrize(
@@ -153,338 +138,279 @@ def test_what_a_creation_that_fails_is_called(fault: Fault, raised: type[Excepti
     [("failed calling webhook", True), ("etcdserver: no leader", False)],
     ids=["webhook", "its own"],
 )
-def test_a_500_is_the_same_for_all_that_is_changed(said: str, *, is_refused: bool) -> None:
+@in_case()
+async def test_a_500_is_the_same_for_all_that_is_changed(c: Case, said: str, *, is_refused: bool) -> None:
     """A webhook may be away for long, and then holds up nothing else; a fault of the server's own is over soon."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None
-            job, uid = await c.job(), c.uid("job-0-0")
-            for change in (
-                c.cluster.label_pod(job, "job-0-0", uid, Role.SPARE),
-                c.cluster.delete_pod(job, "job-0-0", uid, None),
-                c.cluster.record(job, Event(False, "Resumed", "an event")),
-            ):
-                with contextlib.nullcontext() if is_refused else pytest.raises(Unavailable):
-                    await change
-            for write in (c.cluster.create(job, owned_by(job)), c.cluster.write_status(job, {"phase": "Pending"})):
-                with pytest.raises(Refused if is_refused else Unavailable, match=rf"^(500: |.*: 500: ){said}$"):
-                    await write
-
-    run(main())
+    await c.reconcile()
+    c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None
+    job, uid = await c.job(), c.uid("job-0-0")
+    for change in (
+        c.cluster.label_pod(job, "job-0-0", uid, Role.SPARE),
+        c.cluster.delete_pod(job, "job-0-0", uid, None),
+        c.cluster.record(job, Event(False, "Resumed", "an event")),
+    ):
+        with contextlib.nullcontext() if is_refused else pytest.raises(Unavailable):
+            await change
+    for write in (c.cluster.create(job, owned_by(job)), c.cluster.write_status(job, {"phase": "Pending"})):
+        with pytest.raises(Refused if is_refused else Unavailable, match=rf"^(500: |.*: 500: ){said}$"):
+            await write
 
 
-def test_an_event_that_is_refused_is_logged_only() -> None:
-    async def main() -> None:
-        async with case() as c:
-            job = await c.job()
-            await c.cluster.record(job, Event(True, "Reason", "words " * 1000))
-            assert len(c.server.events[0]["note"].encode()) <= 1000
-            c.fault_once("POST", "/events", Fault(403, reason="Forbidden"))
-            await c.cluster.record(job, Event(False, "Reason", "more"))
-            assert len(c.server.events) == 1
-
-    run(main())
+@in_case()
+async def test_an_event_that_is_refused_is_logged_only(c: Case) -> None:
+    job = await c.job()
+    await c.cluster.record(job, Event(True, "Reason", "words " * 1000))
+    assert len(c.server.events[0]["note"].encode()) <= 1000
+    c.fault_once("POST", "/events", Fault(403, reason="Forbidden"))
+    await c.cluster.record(job, Event(False, "Reason", "more"))
+    assert len(c.server.events) == 1
 
 
-def test_throttling_is_waited_for_as_long_as_the_server_says() -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.fault_once("PUT", "/ddpjobs/job", Fault(429, {"Retry-After": "7"}))
-            assert await c.reconcile() == 7
-            c.fault_once("GET", "/ddpjobs/job", Fault(503, {"Retry-After": "3600"}))
-            assert await c.reconcile() == 60, "not for as long as the page of a proxy says"
-            c.fault_once("GET", "/ddpjobs/job", Fault(503))
-            assert await c.reconcile() == 2, "what became of the status is read first"
-
-    run(main())
+@in_case()
+async def test_throttling_is_waited_for_as_long_as_the_server_says(c: Case) -> None:
+    c.fault_once("PUT", "/ddpjobs/job", Fault(429, {"Retry-After": "7"}))
+    assert await c.reconcile() == 7
+    c.fault_once("GET", "/ddpjobs/job", Fault(503, {"Retry-After": "3600"}))
+    assert await c.reconcile() == 60, "not for as long as the page of a proxy says"
+    c.fault_once("GET", "/ddpjobs/job", Fault(503))
+    assert await c.reconcile() == 2, "what became of the status is read first"
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_quota_of_secrets_that_is_used_up_keeps_no_pod_from_a_job_that_has_its_token(*, restarted: bool) -> None:
+@in_case()
+async def test_a_used_up_quota_of_secrets_keeps_no_pod_from_a_job_with_its_token(c: Case, *, restarted: bool) -> None:
     """It is judged before the name: a Secret that exists is refused like one that does not."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            use_up_the_quota_of_secrets(c)
-            c.server.store.remove("Pod", c.server.store.get("Pod", "job-0-0"))
-            await seen()
-            if restarted:
-                c.cluster._tokens.clear()
-            await c.reconcile()
-            await c.reconcile()
-            assert "job-0-1" in c.pods()
-
-    run(main())
+    await c.reconcile()
+    use_up_the_quota_of_secrets(c)
+    c.server.store.remove("Pod", c.server.store.get("Pod", "job-0-0"))
+    await seen()
+    if restarted:
+        c.cluster._tokens.clear()
+    await c.reconcile()
+    await c.reconcile()
+    assert "job-0-1" in c.pods()
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_whose_token_was_deleted(*, restarted: bool) -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            use_up_the_quota_of_secrets(c)
-            await delete_token(c)
-            if restarted:
-                c.cluster._tokens.clear()
-            for _ in range(3):
-                await c.reconcile()
-                await seen()
-            scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
-            assert scheduled is not None and "exceeded quota" in scheduled.message
-
-    run(main())
+@in_case()
+async def test_a_used_up_quota_of_secrets_is_shown_when_a_token_was_deleted(c: Case, *, restarted: bool) -> None:
+    await c.reconcile()
+    use_up_the_quota_of_secrets(c)
+    await delete_token(c)
+    if restarted:
+        c.cluster._tokens.clear()
+    for _ in range(3):
+        await c.reconcile()
+        await seen()
+    scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
+    assert scheduled is not None and "exceeded quota" in scheduled.message
 
 
-def test_a_quota_of_secrets_that_is_used_up_is_shown_to_a_job_without_a_token() -> None:
-    async def main() -> None:
-        async with case() as c:
-            use_up_the_quota_of_secrets(c)
-            await c.reconcile()
-            await seen()
-            assert c.pods() == []
-            scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
-            assert scheduled is not None and "exceeded quota" in scheduled.message
-
-    run(main())
+@in_case()
+async def test_a_used_up_quota_of_secrets_is_shown_to_a_job_without_a_token(c: Case) -> None:
+    use_up_the_quota_of_secrets(c)
+    await c.reconcile()
+    await seen()
+    assert c.pods() == []
+    scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
+    assert scheduled is not None and "exceeded quota" in scheduled.message
 
 
 @refused_by(Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence"))
-def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less(policy: Fault) -> None:
+@in_case()
+async def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less(c: Case, policy: Fault) -> None:
     """By an admission policy, or by a webhook that is away. The job's other changes are made all the same."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            await c.reconcile()
-            c.server.faults = lambda m, path: policy if m == "DELETE" and "/pods/" in path else None
-            c.server.requests.clear()
-            await c.change(runPolicy={"suspend": True})
-            for _ in range(300):
-                await c.reconcile()
-                await asyncio.sleep(1)
-            suspended = (await c.job()).status.condition(ConditionType.SUSPENDED)
-            assert suspended is not None
-            assert suspended.message == (
-                f"3 pods still there: the API server refuses the deletion of pod job-0-0: {policy.message}; retried "
-                "within a minute"
-            )
-            assert sum(method == "DELETE" for method, _, _ in c.server.requests) <= 3 * 9
-            await c.change(runPolicy={"suspend": False})
-            scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
-            assert scheduled is not None and scheduled.reason == "DeletionRefused"
-            c.server.faults = lambda m, path: None
-            for _ in range(70):
-                await c.reconcile()
-                await asyncio.sleep(1)
-            assert (await c.cluster.observe(KEY)).world.deletion_refused == ""  # type: ignore[union-attr]
-
-    run(main())
+    await c.reconcile()
+    await c.reconcile()
+    c.server.faults = lambda m, path: policy if m == "DELETE" and "/pods/" in path else None
+    c.server.requests.clear()
+    await c.change(runPolicy={"suspend": True})
+    for _ in range(300):
+        await c.reconcile()
+        await asyncio.sleep(1)
+    suspended = (await c.job()).status.condition(ConditionType.SUSPENDED)
+    assert suspended is not None
+    assert suspended.message == (
+        f"3 pods still there: the API server refuses the deletion of pod job-0-0: {policy.message}; retried "
+        "within a minute"
+    )
+    assert sum(method == "DELETE" for method, _, _ in c.server.requests) <= 3 * 9
+    await c.change(runPolicy={"suspend": False})
+    scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
+    assert scheduled is not None and scheduled.reason == "DeletionRefused"
+    c.server.faults = lambda m, path: None
+    for _ in range(70):
+        await c.reconcile()
+        await asyncio.sleep(1)
+    assert (await c.cluster.observe(KEY)).world.deletion_refused == ""  # type: ignore[union-attr]
 
 
-def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_event_says_so() -> None:
+@in_case()
+async def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_event_says_so(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request: jobs are evidence")
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            await seen()
-            await c.change(runPolicy={"ttlSecondsAfterFinished": 0})
-            c.server.faults = lambda m, path: policy if m == "DELETE" and "/ddpjobs/" in path else None
-            c.finish("job")
-            c.server.requests.clear()
-            for _ in range(300):
-                await seen()
-                await c.reconcile()
-                await asyncio.sleep(1)
-            assert "job-coordinator-0" not in c.pods()
-            assert sum(method == "DELETE" and "/ddpjobs/" in path for method, path, _ in c.server.requests) <= 9
-            [refused] = [e["note"] for e in c.server.events if e["reason"] == "DeletionRefused"]
-            assert refused == (
-                "the API server refuses the deletion of DDPJob job: policy 'nodel' denied request: jobs are evidence "
-                "(retried within a minute)"
-            )
-            assert "ReconcileFailed" not in {e["reason"] for e in c.server.events}
-            c.server.faults = lambda m, path: None
-            await asyncio.sleep(60)
-            await c.reconcile()
-            assert c.server.store.find("DDPJob", "job") is None
-
-    run(main())
+    await c.reconcile()
+    await seen()
+    await c.change(runPolicy={"ttlSecondsAfterFinished": 0})
+    c.server.faults = lambda m, path: policy if m == "DELETE" and "/ddpjobs/" in path else None
+    c.finish("job")
+    c.server.requests.clear()
+    for _ in range(300):
+        await seen()
+        await c.reconcile()
+        await asyncio.sleep(1)
+    assert "job-coordinator-0" not in c.pods()
+    assert sum(method == "DELETE" and "/ddpjobs/" in path for method, path, _ in c.server.requests) <= 9
+    [refused] = [e["note"] for e in c.server.events if e["reason"] == "DeletionRefused"]
+    assert refused == (
+        "the API server refuses the deletion of DDPJob job: policy 'nodel' denied request: jobs are evidence "
+        "(retried within a minute)"
+    )
+    assert "ReconcileFailed" not in {e["reason"] for e in c.server.events}
+    c.server.faults = lambda m, path: None
+    await asyncio.sleep(60)
+    await c.reconcile()
+    assert c.server.store.find("DDPJob", "job") is None
 
 
 @refused_by(Fault(403, reason="Forbidden", message="policy 'nodel' denied request: pods are evidence"))
-def test_an_ended_job_whose_pod_may_not_be_deleted_is_looked_at_no_more_than_one_that_is_refused_pods(
+@in_case()
+async def test_an_ended_job_whose_pod_may_not_be_deleted_is_tried_seldom(
+    c: Case,
     policy: Fault,
 ) -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            await seen()
-            c.server.faults = lambda m, path: policy if m == "DELETE" and "/pods/" in path else None
-            c.finish("job")
-            await seen()
-            await c.reconcile()
-            assert await c.reconcile() == BLOCKED_POLL
-            c.server.faults = lambda m, path: None
-            await asyncio.sleep(60)
-            await c.reconcile()
-            assert "job-coordinator-0" not in c.pods()
-            await seen()
-            assert await c.reconcile() is None
-
-    run(main())
+    await c.reconcile()
+    await seen()
+    c.server.faults = lambda m, path: policy if m == "DELETE" and "/pods/" in path else None
+    c.finish("job")
+    await seen()
+    await c.reconcile()
+    assert await c.reconcile() == BLOCKED_POLL
+    c.server.faults = lambda m, path: None
+    await asyncio.sleep(60)
+    await c.reconcile()
+    assert "job-coordinator-0" not in c.pods()
+    await seen()
+    assert await c.reconcile() is None
 
 
-def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so() -> None:
+@in_case(serves_queues=True)
+async def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request")
-
-    async def main() -> None:
-        async with case(serves_queues=True) as c:
-            put_into_queue(c)
-            await seen()
-            await c.reconcile()
-            c.server.faults = lambda m, path: policy if m == "DELETE" and "/workloads/" in path else None
-            await c.change(runPolicy={"suspend": True})
-            assert await c.reconcile() == BLOCKED_POLL
-            reasons = [e["reason"] for e in c.server.events]
-            assert reasons.count("DeletionRefused") == 1 and "ReconcileFailed" not in reasons
-            c.server.faults = lambda m, path: None
-            await asyncio.sleep(60)
-            await c.reconcile()
-            assert not list(c.server.store.all("Workload"))
-
-    run(main())
+    put_into_queue(c)
+    await seen()
+    await c.reconcile()
+    c.server.faults = lambda m, path: policy if m == "DELETE" and "/workloads/" in path else None
+    await c.change(runPolicy={"suspend": True})
+    assert await c.reconcile() == BLOCKED_POLL
+    reasons = [e["reason"] for e in c.server.events]
+    assert reasons.count("DeletionRefused") == 1 and "ReconcileFailed" not in reasons
+    c.server.faults = lambda m, path: None
+    await asyncio.sleep(60)
+    await c.reconcile()
+    assert not list(c.server.store.all("Workload"))
 
 
 @refused_by(Fault(403, reason="Forbidden", message="policy 'frozen' denied request"))
-def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(policy: Fault) -> None:
-    async def main() -> None:
-        async with case() as c:
-            c.server.faults = lambda m, path: policy if m == "PUT" and path.endswith("/status") else None
-            for _ in range(2):
-                with pytest.raises(Refused):
-                    await c.reconcile()
-            [event] = c.server.events
-            assert event["note"].startswith(
-                f"the API server refuses the job's status: {policy.how}: {policy.message} (an admission policy, or"
-            )
-
-    run(main())
+@in_case()
+async def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(c: Case, policy: Fault) -> None:
+    c.server.faults = lambda m, path: policy if m == "PUT" and path.endswith("/status") else None
+    for _ in range(2):
+        with pytest.raises(Refused):
+            await c.reconcile()
+    [event] = c.server.events
+    assert event["note"].startswith(
+        f"the API server refuses the job's status: {policy.how}: {policy.message} (an admission policy or"
+    )
 
 
 @refused_by(Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here"))
-def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less(policy: Fault) -> None:
+@in_case()
+async def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less(c: Case, policy: Fault) -> None:
     """A policy that lets nobody change a pod; which of them trains is known without the label."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            c.server.faults = lambda m, path: policy if m == "PATCH" and "/pods/" in path else None
-            job, uid = await c.job(), c.uid("job-0-0")
-            for _ in range(120):
-                await c.cluster.label_pod(job, "job-0-0", uid, Role.SPARE)
-                await asyncio.sleep(1)
-            assert sum(method == "PATCH" and "/pods/" in path for method, path, _ in c.server.requests) == 4
-            await c.cluster.delete_pod(job, "job-0-0", uid, None)
-            assert "job-0-0" not in c.pods(), "what is refused is the label alone"
-
-    run(main())
+    await c.reconcile()
+    c.server.faults = lambda m, path: policy if m == "PATCH" and "/pods/" in path else None
+    job, uid = await c.job(), c.uid("job-0-0")
+    for _ in range(120):
+        await c.cluster.label_pod(job, "job-0-0", uid, Role.SPARE)
+        await asyncio.sleep(1)
+    assert sum(method == "PATCH" and "/pods/" in path for method, path, _ in c.server.requests) == 4
+    await c.cluster.delete_pod(job, "job-0-0", uid, None)
+    assert "job-0-0" not in c.pods(), "what is refused is the label alone"
 
 
-def test_a_namespace_that_forbids_root_gets_its_pods_at_once() -> None:
+@in_case()
+async def test_a_namespace_that_forbids_root_gets_its_pods_at_once(c: Case) -> None:
     """The pause after the refusal of a pod is not for the one with runAsNonRoot that follows."""
+    act = c.server._act
 
-    async def main() -> None:
-        async with case() as c:
-            act = c.server._act
+    def restricted(method: str, kind: str, namespace: str, name: str | None, part: str | None, body: Json) -> Json:
+        if method == "POST" and kind == "Pod" and not body["spec"]["securityContext"].get("runAsNonRoot"):
+            raise Refusal(403, "Forbidden", 'violates PodSecurity "restricted:latest": runAsNonRoot != true')
+        return act(method, kind, namespace, name, part, body)
 
-            def restricted(
-                method: str, kind: str, namespace: str, name: str | None, part: str | None, body: Json
-            ) -> Json:
-                if method == "POST" and kind == "Pod" and not body["spec"]["securityContext"].get("runAsNonRoot"):
-                    raise Refusal(403, "Forbidden", 'violates PodSecurity "restricted:latest": runAsNonRoot != true')
-                return act(method, kind, namespace, name, part, body)
-
-            c.server._act = restricted  # type: ignore[method-assign]
-            await c.reconcile()
-            assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
-
-    run(main())
+    c.server._act = restricted  # type: ignore[method-assign]
+    await c.reconcile()
+    assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
 
 
-def test_without_the_right_to_read_policies_everything_else_is_read() -> None:
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            server.faults = lambda method, path: Fault(403, reason="Forbidden") if "networkpol" in path else None
-            caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
-            async with asyncio.timeout(30), followed(server, caches):
-                pass
-
-    run(main())
+@virtual
+async def test_without_the_right_to_read_policies_everything_else_is_read() -> None:
+    async with api_server() as server, connected(server) as rest:
+        server.faults = lambda method, path: Fault(403, reason="Forbidden") if "networkpol" in path else None
+        caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
+        async with asyncio.timeout(30), followed(server, caches):
+            pass
 
 
-def test_groups_that_are_served_no_more_are_a_refusal_and_no_loop() -> None:
-    async def main() -> None:
-        async with case(serves_gangs=True) as c:
-            c.server.faults = lambda method, path: (
-                Fault(404, reason="NotFound", message="404 page not found")
-                if method == "POST" and "podgroups" in path
-                else None
-            )
-            assert await c.reconcile() == BLOCKED_POLL
-            conditions = {one.type: one for one in (await c.job()).status.conditions}
-            assert "does not serve it any more" in conditions["Scheduled"].message and not c.pods()
-
-    run(main())
+@in_case(serves_gangs=True)
+async def test_groups_that_are_served_no_more_are_a_refusal_and_no_loop(c: Case) -> None:
+    c.server.faults = lambda method, path: (
+        Fault(404, reason="NotFound", message="404 page not found")
+        if method == "POST" and "podgroups" in path
+        else None
+    )
+    assert await c.reconcile() == BLOCKED_POLL
+    conditions = {one.type: one for one in (await c.job()).status.conditions}
+    assert "no longer serves it" in conditions["Scheduled"].message and not c.pods()
 
 
-def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again() -> None:
+@in_case(serves_gangs=True, serves_queues=True)
+async def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again(c: Case) -> None:
     """Not only at the next event, which may be hours away."""
-
-    async def main() -> None:
-        async with case(serves_gangs=True, serves_queues=True) as c:
-            c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
-            put_into_queue(c)
-            await seen()
-            await c.reconcile()
-            judged(c, admitted=True, QuotaReserved="True", Admitted="True")
-            for _ in range(3):
-                await seen()
-                await c.reconcile()
-            assert c.pods() and list(c.server.store.all("PodGroup"))
-            c.server.faults = lambda method, path: (
-                Fault(403, reason="Forbidden", message="no") if method == "DELETE" and "podgroups" in path else None
-            )
-            judged(c, Evicted="True", PodsReady="True")
-            for _ in range(9):
-                await seen()
-                wake = await c.reconcile()
-            assert not c.pods() and (await c.job()).status.phase == "Queued"
-            assert len(list(c.server.store.all("PodGroup"))) == 1 and wake == BLOCKED_POLL
-            c.server.faults = lambda method, path: None
-            await asyncio.sleep(BLOCKED_POLL)
-            await c.reconcile()
-            assert not list(c.server.store.all("PodGroup"))
-
-    run(main())
+    c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
+    put_into_queue(c)
+    await seen()
+    await c.reconcile()
+    judged(c, admitted=True, QuotaReserved="True", Admitted="True")
+    for _ in range(3):
+        await seen()
+        await c.reconcile()
+    assert c.pods() and list(c.server.store.all("PodGroup"))
+    c.server.faults = lambda method, path: (
+        Fault(403, reason="Forbidden", message="no") if method == "DELETE" and "podgroups" in path else None
+    )
+    judged(c, Evicted="True", PodsReady="True")
+    for _ in range(9):
+        await seen()
+        wake = await c.reconcile()
+    assert not c.pods() and (await c.job()).status.phase == "Queued"
+    assert len(list(c.server.store.all("PodGroup"))) == 1 and wake == BLOCKED_POLL
+    c.server.faults = lambda method, path: None
+    await asyncio.sleep(BLOCKED_POLL)
+    await c.reconcile()
+    assert not list(c.server.store.all("PodGroup"))
 
 
-def test_quota_is_not_given_back_where_kueue_has_judged_again() -> None:
+@in_case(serves_queues=True)
+async def test_quota_is_not_given_back_where_kueue_has_judged_again(c: Case) -> None:
     """It was evicted when the decision was made, and is admitted when it is carried out."""
-
-    async def main() -> None:
-        async with case(serves_queues=True) as c:
-            put_into_queue(c)
-            await seen()
-            await c.reconcile()
-            workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True", Evicted="False")
-            await c.cluster.release_workload(await c.job(), workload["metadata"]["name"], workload["metadata"]["uid"])
-            assert "admission" in workload["status"]
-            judged(c, Evicted="True")
-            await c.cluster.release_workload(await c.job(), workload["metadata"]["name"], "another")
-            assert "admission" in workload["status"], "a Workload of the same name is another one"
-
-    run(main())
+    put_into_queue(c)
+    await seen()
+    await c.reconcile()
+    workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True", Evicted="False")
+    name = workload["metadata"]["name"]
+    await c.cluster.change_workload(await c.job(), name, workload["metadata"]["uid"], released)
+    assert "admission" in workload["status"]
+    judged(c, Evicted="True")
+    await c.cluster.change_workload(await c.job(), name, "another", released)
+    assert "admission" in workload["status"], "a Workload of the same name is another one"

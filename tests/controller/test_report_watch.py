@@ -11,10 +11,10 @@ from datetime import timedelta
 from itertools import count, pairwise
 from unittest import mock
 
+from ddpjob.api.job_status import utc_now
 from ddpjob.controller.report_watch import STALE_SECONDS, ReportWatch
 from ddpjob.engine.coordinator_client import CoordinatorClient, Target
 from ddpjob.engine.ports import JobKey
-from ddpjob.engine.reconcile import utc_now
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator.server import Server
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings

@@ -23,7 +23,7 @@ from ddpjob.engine.ports import Unavailable
 from kubernetes.aio import client
 
 from .api_server import ApiServer, Fault
-from .virtual_loop import run
+from .virtual_loop import run, virtual
 from .world import api_server, connected
 
 NODES = "/api/v1/nodes"
@@ -100,14 +100,12 @@ def test_a_watch_gives_what_has_happened_since_and_ends_when_the_server_ends_it(
     assert run(main()) == ["ADDED", "ADDED", "BOOKMARK", "BOOKMARK", "BOOKMARK", "BOOKMARK"]
 
 
-def test_a_watch_that_is_silent_for_too_long_is_given_up() -> None:
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            with pytest.raises(Unavailable):
-                await events(rest, server.store.version, silence=50.0)
-            assert asyncio.get_running_loop().time() < 60
-
-    run(main())
+@virtual
+async def test_a_watch_that_is_silent_for_too_long_is_given_up() -> None:
+    async with api_server() as server, connected(server) as rest:
+        with pytest.raises(Unavailable):
+            await events(rest, server.store.version, silence=50.0)
+        assert asyncio.get_running_loop().time() < 60
 
 
 @pytest.mark.parametrize("as_event", [False, True])
@@ -128,14 +126,12 @@ def test_an_expired_version_is_reported_by_status_or_by_event(as_event: bool) ->
         assert caught.value.status == 410
 
 
-def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
-    async def main() -> None:
-        async with api_server() as server, connected(server) as rest:
-            asyncio.get_running_loop().call_later(5, server.break_watches)
-            with pytest.raises(Unavailable):
-                await events(rest, server.store.version)
-
-    run(main())
+@virtual
+async def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
+    async with api_server() as server, connected(server) as rest:
+        asyncio.get_running_loop().call_later(5, server.break_watches)
+        with pytest.raises(Unavailable):
+            await events(rest, server.store.version)
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -173,28 +169,26 @@ def test_whatever_is_answered_is_an_object(text: bytes, read: dict[str, Any]) ->
     assert rest_module._parse(text) == read
 
 
-def test_no_error_ends_an_informer() -> None:
-    async def main() -> None:
-        errors: list[Exception] = [RecursionError(), AttributeError(), RuntimeError(), KeyError()]
+@virtual
+async def test_no_error_ends_an_informer() -> None:
+    errors: list[Exception] = [RecursionError(), AttributeError(), RuntimeError(), KeyError()]
 
-        class Broken:
-            async def request(self, *_: Any, **__: Any) -> dict[str, Any]:
-                if errors:
-                    raise errors.pop()
-                return {"metadata": {"resourceVersion": "1"}, "items": []}
+    class Broken:
+        async def request(self, *_: Any, **__: Any) -> dict[str, Any]:
+            if errors:
+                raise errors.pop()
+            return {"metadata": {"resourceVersion": "1"}, "items": []}
 
-            async def watch(self, *_: Any, **__: Any) -> AsyncIterator[dict[str, Any]]:
-                await asyncio.sleep(1e9)
-                yield {}
+        async def watch(self, *_: Any, **__: Any) -> AsyncIterator[dict[str, Any]]:
+            await asyncio.sleep(1e9)
+            yield {}
 
-        informer = Informer[Any](Broken(), NODES, lambda body: body, lambda before, after: None)  # type: ignore[arg-type]
-        following = asyncio.create_task(informer.run())
-        async with asyncio.timeout(60):
-            await informer.listed.wait()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-
-    run(main())
+    informer = Informer[Any](Broken(), NODES, lambda body: body, lambda before, after: None)  # type: ignore[arg-type]
+    following = asyncio.create_task(informer.run())
+    async with asyncio.timeout(60):
+        await informer.listed.wait()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
 
 
 def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:

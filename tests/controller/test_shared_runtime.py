@@ -16,185 +16,158 @@ from ddpjob.objects.service import (
     runtime_owner,
 )
 
-from .cluster_case import JOBS, KEY, case, digest, seen
-from .virtual_loop import run
+from .cluster_case import JOBS, KEY, Case, digest, in_case, seen
 from .world import loop_moment
 
 
-def test_jobs_of_a_namespace_share_one_runtime_that_ends_with_the_last() -> None:
-    async def main() -> None:
-        async with case() as c:
-            for name in ("b", "c", "d"):
-                c.add(name)
-            await seen()
-            keys = [JobKey("space", name) for name in ("job", "b", "c", "d")]
-            await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
-            await seen()
-            await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
-            runtime, jobs = (c.server.store.get("ConfigMap", name) for name in (runtime_name(), JOBS))
-            assert runtime["immutable"] and len(runtime["binaryData"]) == 3 and "binaryData" not in jobs
-            assert [o["uid"] for o in runtime["metadata"]["ownerReferences"]] == [jobs["metadata"]["uid"]]
-            assert {o["name"] for o in jobs["metadata"]["ownerReferences"]} == {"job", "b", "c", "d"}
-            assert not any(o.get("controller") for o in jobs["metadata"]["ownerReferences"])
-            for name in ("job", "b", "c"):
-                c.server.store.delete("DDPJob", name)
-            assert c.server.store.find("ConfigMap", runtime_name()) is not None
-            c.server.store.delete("DDPJob", "d")
-            assert not list(c.server.store.all("ConfigMap"))
-
-    run(main())
+@in_case()
+async def test_jobs_of_a_namespace_share_one_runtime_that_ends_with_the_last(c: Case) -> None:
+    for name in ("b", "c", "d"):
+        c.add(name)
+    await seen()
+    keys = [JobKey("space", name) for name in ("job", "b", "c", "d")]
+    await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
+    await seen()
+    await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
+    runtime, jobs = (c.server.store.get("ConfigMap", name) for name in (runtime_name(), JOBS))
+    assert runtime["immutable"] and len(runtime["binaryData"]) == 3 and "binaryData" not in jobs
+    assert [o["uid"] for o in runtime["metadata"]["ownerReferences"]] == [jobs["metadata"]["uid"]]
+    assert {o["name"] for o in jobs["metadata"]["ownerReferences"]} == {"job", "b", "c", "d"}
+    assert not any(o.get("controller") for o in jobs["metadata"]["ownerReferences"])
+    for name in ("job", "b", "c"):
+        c.server.store.delete("DDPJob", name)
+    assert c.server.store.find("ConfigMap", runtime_name()) is not None
+    c.server.store.delete("DDPJob", "d")
+    assert not list(c.server.store.all("ConfigMap"))
 
 
-def test_many_jobs_share_their_runtime_by_two_requests() -> None:
-    async def main() -> None:
-        async with case() as c:
-            keys = [KEY, *(JobKey("space", f"job{number}") for number in range(30))]
-            for key in keys[1:]:
-                c.add(key.name)
-            await seen()
-            await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
-            asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
-            assert asked == ["POST", "POST"], "what belongs to the jobs, and the runtime that it keeps"
-            assert c.keepers() == {key.name for key in keys}
-            assert len(c.pods()) == 3 * len(keys)
-
-    run(main())
+@in_case()
+async def test_many_jobs_share_their_runtime_by_two_requests(c: Case) -> None:
+    keys = [KEY, *(JobKey("space", f"job{number}") for number in range(30))]
+    for key in keys[1:]:
+        c.add(key.name)
+    await seen()
+    await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
+    asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
+    assert asked == ["POST", "POST"], "what belongs to the jobs, and the runtime that it keeps"
+    assert c.keepers() == {key.name for key in keys}
+    assert len(c.pods()) == 3 * len(keys)
 
 
-def test_a_job_that_comes_to_share_the_runtime_takes_those_along_that_are_about_to() -> None:
+@in_case()
+async def test_a_job_that_comes_to_share_the_runtime_takes_those_along_that_are_about_to(c: Case) -> None:
     """But none that has ended, is suspended, or runs with the runtime of another version."""
-
-    async def main() -> None:
-        async with case() as c:
-            await reconcile(c.cluster, KEY, loop_moment)
-            for name in ("b", "c", "d"):
-                c.add(name)
-            complete = {"type": "Complete", "status": "True", "reason": "Finished", "message": ""}
-            complete["lastTransitionTime"] = "2026-01-01T00:00:00Z"
-            c.add("ended", status={"phase": "Complete", "conditions": [complete]})
-            c.add("older", status={"runtime": "ddpjob-runtime-00000000"})
-            c.add("suspended", runPolicy={"suspend": True})
-            await seen()
-            for name in ("b", "c", "d"):
-                await reconcile(c.cluster, JobKey("space", name), loop_moment)
-            asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
-            assert asked == ["POST", "POST", "PATCH"]
-            assert c.keepers() == {"job", "b", "c", "d"}
-
-    run(main())
+    await reconcile(c.cluster, KEY, loop_moment)
+    for name in ("b", "c", "d"):
+        c.add(name)
+    complete = {"type": "Complete", "status": "True", "reason": "Finished", "message": ""}
+    complete["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+    c.add("ended", status={"phase": "Complete", "conditions": [complete]})
+    c.add("older", status={"runtime": "ddpjob-runtime-00000000"})
+    c.add("suspended", runPolicy={"suspend": True})
+    await seen()
+    for name in ("b", "c", "d"):
+        await reconcile(c.cluster, JobKey("space", name), loop_moment)
+    asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
+    assert asked == ["POST", "POST", "PATCH"]
+    assert c.keepers() == {"job", "b", "c", "d"}
 
 
-def test_what_an_operator_has_left_half_shared_is_finished_by_the_next() -> None:
+@in_case()
+async def test_what_an_operator_has_left_half_shared_is_finished_by_the_next(c: Case) -> None:
     """It died when the job had become an owner, and the runtime did not belong to the jobs yet."""
-
-    async def main() -> None:
-        async with case() as c:
-            job = await c.job()
-            runtime = build_runtime(job)
-            runtime["metadata"]["ownerReferences"][0] |= {"name": "other", "uid": "other-uid"}
-            c.server.store.create("ConfigMap", runtime)
-            c.server.store.create("ConfigMap", build_runtime_jobs(job, [runtime_owner(job)]))
-            await seen()
-            await c.reconcile()
-            jobs = c.server.store.get("ConfigMap", JOBS)["metadata"]["uid"]
-            owners = c.server.store.get("ConfigMap", runtime_name())["metadata"]["ownerReferences"]
-            assert {o["uid"] for o in owners} == {"other-uid", jobs} and len(c.pods()) == 3
-
-    run(main())
+    job = await c.job()
+    runtime = build_runtime(job)
+    runtime["metadata"]["ownerReferences"][0] |= {"name": "other", "uid": "other-uid"}
+    c.server.store.create("ConfigMap", runtime)
+    c.server.store.create("ConfigMap", build_runtime_jobs(job, [runtime_owner(job)]))
+    await seen()
+    await c.reconcile()
+    jobs = c.server.store.get("ConfigMap", JOBS)["metadata"]["uid"]
+    owners = c.server.store.get("ConfigMap", runtime_name())["metadata"]["ownerReferences"]
+    assert {o["uid"] for o in owners} == {"other-uid", jobs} and len(c.pods()) == 3
 
 
 @pytest.mark.parametrize("gone", ["runtime", "jobs"])
-def test_a_runtime_that_is_collected_while_a_job_comes_is_made_again(gone: str) -> None:
+@in_case()
+async def test_a_runtime_that_is_collected_while_a_job_comes_is_made_again(c: Case, gone: str) -> None:
     """The last of its jobs has ended, and no watch has said so yet."""
-
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            c.add("b")
-            await seen()
-            c.server.drop_events = lambda kind, body: kind == "ConfigMap"
-            body = c.server.store.get("ConfigMap", runtime_name() if gone == "runtime" else JOBS)
-            c.server.store.remove("ConfigMap", body)
-            await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
-            if gone == "runtime":  # No request needs it: only a watch can tell.
-                c.server.drop_events = lambda kind, body: False
-                c.server.store.changed("ConfigMap", body, "DELETED")
-                await seen()
-                await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
-            assert len([name for name in c.pods() if name.startswith("b-")]) == 3
-            runtime = c.server.store.get("ConfigMap", runtime_name())
-            jobs = c.server.store.get("ConfigMap", JOBS)["metadata"]
-            assert jobs["uid"] in {o["uid"] for o in runtime["metadata"]["ownerReferences"]} and "b" in c.keepers()
-
-    run(main())
+    await c.reconcile()
+    c.add("b")
+    await seen()
+    c.server.drop_events = lambda kind, body: kind == "ConfigMap"
+    body = c.server.store.get("ConfigMap", runtime_name() if gone == "runtime" else JOBS)
+    c.server.store.remove("ConfigMap", body)
+    await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
+    if gone == "runtime":  # No request needs it: only a watch can tell.
+        c.server.drop_events = lambda kind, body: False
+        c.server.store.changed("ConfigMap", body, "DELETED")
+        await seen()
+        await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
+    assert len([name for name in c.pods() if name.startswith("b-")]) == 3
+    runtime = c.server.store.get("ConfigMap", runtime_name())
+    jobs = c.server.store.get("ConfigMap", JOBS)["metadata"]
+    assert jobs["uid"] in {o["uid"] for o in runtime["metadata"]["ownerReferences"]} and "b" in c.keepers()
 
 
 @pytest.mark.parametrize("wrong", ["content", "mutable", "label"])
-def test_a_runtime_that_is_not_the_operator_s_is_not_mounted(wrong: str) -> None:
-    async def main() -> None:
-        async with case() as c:
-            manifest = build_runtime(await c.job())
-            if wrong == "content":
-                manifest["binaryData"] = {**manifest["binaryData"], "ddpjob_worker.py": b64encode(b"evil").decode()}
-            if wrong == "mutable":
-                manifest["immutable"] = False
-            if wrong == "label":
-                manifest["metadata"]["labels"] = {}
-            c.server.store.create("ConfigMap", manifest)
-            await seen()
-            await c.reconcile()
-            assert c.pods() == []
-            conditions = c.server.store.get("DDPJob", "job")["status"]["conditions"]
-            assert [x["message"] for x in conditions if x["reason"] == "NameTaken"]
-            c.server.requests.clear()
-            for _ in range(10):
-                await asyncio.sleep(1)
-                await c.reconcile()
-            assert len([r for r in c.server.requests if "configmaps" in r[1] and "watch" not in r[2]]) <= 8
-            c.server.store.delete("ConfigMap", runtime_name())
-            await asyncio.sleep(11)
-            await c.reconcile()
-            assert len(c.pods()) == 3
-
-    run(main())
+@in_case()
+async def test_a_runtime_that_is_not_the_operator_s_is_not_mounted(c: Case, wrong: str) -> None:
+    manifest = build_runtime(await c.job())
+    if wrong == "content":
+        manifest["binaryData"] = {**manifest["binaryData"], "ddpjob_worker.py": b64encode(b"evil").decode()}
+    if wrong == "mutable":
+        manifest["immutable"] = False
+    if wrong == "label":
+        manifest["metadata"]["labels"] = {}
+    c.server.store.create("ConfigMap", manifest)
+    await seen()
+    await c.reconcile()
+    assert c.pods() == []
+    conditions = c.server.store.get("DDPJob", "job")["status"]["conditions"]
+    assert [x["message"] for x in conditions if x["reason"] == "NameTaken"]
+    c.server.requests.clear()
+    for _ in range(10):
+        await asyncio.sleep(1)
+        await c.reconcile()
+    assert len([r for r in c.server.requests if "configmaps" in r[1] and "watch" not in r[2]]) <= 8
+    c.server.store.delete("ConfigMap", runtime_name())
+    await asyncio.sleep(11)
+    await c.reconcile()
+    assert len(c.pods()) == 3
 
 
 @pytest.mark.parametrize("files", ["the same", "one more", "one less"])
-def test_an_older_runtime_is_kept_while_its_files_are_those_that_pods_mount(files: str) -> None:
-    async def main() -> None:
-        async with case() as c:
-            await c.reconcile()
-            store = c.server.store
-            made = store.get("ConfigMap", runtime_name())
-            data = {**made["binaryData"], "ddpjob_worker.py": b64encode(b"the older one").decode()}
-            if files == "one more":
-                data["ddpjob_runtime.more.py"] = ""
-            old = {**made["metadata"], "name": f"job-runtime-{digest(data)}", "uid": "old"}
-            jobs = store.get("ConfigMap", JOBS)
-            jobs = {**jobs, "metadata": {**jobs["metadata"], "name": runtime_jobs_name(old["name"]), "uid": "keeper"}}
-            jobs = store.create("ConfigMap", jobs)["metadata"]
-            old["ownerReferences"] = [
-                {"apiVersion": "v1", "kind": "ConfigMap", "name": jobs["name"], "uid": jobs["uid"]}
-            ]
-            if files == "one less":
-                data.popitem()
-            store.remove("ConfigMap", made)
-            store.create("ConfigMap", {**made, "metadata": old, "binaryData": data})
-            job = next(store.all("DDPJob"))
-            job["status"] = {**job["status"], "runtime": old["name"]}
-            store.changed("DDPJob", job)
-            for pod in list(store.all("Pod")):
-                store.remove("Pod", pod)
-            await seen()
-            await c.reconcile()
-            pinned = (await c.job()).status.runtime
-            [mounted] = {
-                volume["configMap"]["name"]
-                for pod in store.all("Pod")
-                for volume in pod["spec"]["volumes"]
-                if "configMap" in volume
-            }
-            assert mounted == pinned == (old if files == "the same" else made["metadata"])["name"]
-            assert store.find("ConfigMap", pinned) is not None
-
-    run(main())
+@in_case()
+async def test_an_older_runtime_is_kept_while_its_files_are_those_that_pods_mount(c: Case, files: str) -> None:
+    await c.reconcile()
+    store = c.server.store
+    made = store.get("ConfigMap", runtime_name())
+    data = {**made["binaryData"], "ddpjob_worker.py": b64encode(b"the older one").decode()}
+    if files == "one more":
+        data["ddpjob_runtime.more.py"] = ""
+    old = {**made["metadata"], "name": f"job-runtime-{digest(data)}", "uid": "old"}
+    jobs = store.get("ConfigMap", JOBS)
+    jobs = {**jobs, "metadata": {**jobs["metadata"], "name": runtime_jobs_name(old["name"]), "uid": "keeper"}}
+    jobs = store.create("ConfigMap", jobs)["metadata"]
+    old["ownerReferences"] = [{"apiVersion": "v1", "kind": "ConfigMap", "name": jobs["name"], "uid": jobs["uid"]}]
+    if files == "one less":
+        data.popitem()
+    store.remove("ConfigMap", made)
+    store.create("ConfigMap", {**made, "metadata": old, "binaryData": data})
+    job = next(store.all("DDPJob"))
+    job["status"] = {**job["status"], "runtime": old["name"]}
+    store.changed("DDPJob", job)
+    for pod in list(store.all("Pod")):
+        store.remove("Pod", pod)
+    await seen()
+    await c.reconcile()
+    pinned = (await c.job()).status.runtime
+    [mounted] = {
+        volume["configMap"]["name"]
+        for pod in store.all("Pod")
+        for volume in pod["spec"]["volumes"]
+        if "configMap" in volume
+    }
+    assert mounted == pinned == (old if files == "the same" else made["metadata"])["name"]
+    assert store.find("ConfigMap", pinned) is not None

@@ -94,7 +94,7 @@ async def test_a_key_added_for_several_times_runs_once_for_the_first_of_them() -
 
 
 @virtual
-async def test_what_is_not_urgent_waits_a_second_after_the_last_start_and_what_is_urgent_does_not() -> None:
+async def test_only_what_is_not_urgent_waits_a_second_after_the_last_start() -> None:
     queue: DelayQueue[str] = DelayQueue()
     starts: list[float] = []
     loop = asyncio.get_running_loop()

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import io
 import selectors
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
@@ -202,3 +204,25 @@ def virtual(test: Callable[Given, Coroutine[Any, Any, None]]) -> Callable[Given,
         run(test(*args, **kwargs))
 
     return wrapped
+
+
+Test = Callable[..., Any]
+
+
+def virtual_in(world: Callable[[], AbstractAsyncContextManager[Any]]) -> Callable[[Test], Test]:
+    """Like `virtual`, for a test whose first parameter is what the world gives; the others are fixtures."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def wrapped(**fixtures: Any) -> None:
+            async def main() -> None:
+                async with world() as given:
+                    await test(given, **fixtures)
+
+            run(main())
+
+        signature = inspect.signature(test)
+        wrapped.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate

@@ -23,6 +23,7 @@ from simulation.clock import EPOCH, Clock
 from simulation.store import Store
 
 from .api_server import ApiServer
+from .virtual_loop import virtual_in
 
 
 class ReplicaTasks:
@@ -71,6 +72,9 @@ async def api_server() -> AsyncIterator[ApiServer]:
     async with ApiServer(Store(LoopClock())).serve() as server:
         yield server
 
+
+on_server = virtual_in(api_server)
+"""A test in virtual time, whose first parameter is such a server."""
 
 Follow = Callable[[Settings, Seen], Coroutine[Any, Any, None]]
 

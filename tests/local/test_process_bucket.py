@@ -61,9 +61,7 @@ def value(steps: int, ranks: int = 2) -> int:
     return found
 
 
-def test_a_script_continues_from_the_bucket_when_its_pod_and_disk_are_lost_and_the_server_was_away(
-    server: Server, machine: Machine
-) -> None:
+def test_a_script_continues_from_the_bucket_after_its_pod_and_disk_are_lost(server: Server, machine: Machine) -> None:
     line = SlowLine(server.port)
     job = manifest(
         script=str(SCRIPTS / "report_bucket.py"), args=[f"--steps={STEPS}"], recovery=FAST,

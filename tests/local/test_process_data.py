@@ -82,9 +82,7 @@ def files(run: Run) -> Path:
 SIZES = {"train/a b+c.bin": 3_000_000, "train/ü%.bin": 2_000_000, "empty": 0, "deep/er/x.bin": 1_000}
 
 
-def test_two_nodes_of_one_machine_fetch_once_and_a_second_start_only_what_has_changed(
-    server: Server, machine: Machine
-) -> None:
+def test_two_nodes_of_one_machine_fetch_once_and_later_only_changes(server: Server, machine: Machine) -> None:
     line, expected = Line(server.port), fill(server, SIZES)
     run = machine.run(job(line.port))
     assert run.process.returncode == 0, run.everything()
@@ -138,7 +136,7 @@ def test_a_bucket_that_is_away_is_waited_for_and_costs_no_restart(server: Server
     line = SlowLine(server.port)
     line.cut = True
     run = machine.start(job(line.port))
-    run.until(lambda r: "waits for the bucket with the data" in r.condition("Running").get("message", ""))
+    run.until(lambda r: "waiting for the bucket with the data" in r.condition("Running").get("message", ""))
     line.cut = False
     assert run.wait(seconds=120) == 0, run.everything()
     assert logs(run).count(expected) == 2

@@ -1,4 +1,7 @@
-"""`command`: other launchers than the job's own, and what the status says of their failures."""
+"""`command`: other launchers than the job's own, and what the status says of their failures.
+
+Accelerate's starts ranks on real pods: tests/cluster/test_launchers.py.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,10 @@ def test_standalone_hosts_a_store_of_its_own(machine: Machine) -> None:
     assert said(run) == ["rank 0 of 2: 2", "rank 1 of 2: 2"]
 
 
-ACCELERATE = [
-    *("accelerate", "launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2"),
-    *("--machine_rank", "$(DDPJOB_INDEX)", "--main_process_ip", "$(MASTER_ADDR)"),
-    *("--main_process_port", "$(MASTER_PORT)", LAUNCHED, "--accelerate"),
-]
-
-
 @pytest.mark.parametrize(
     "command",
-    [ACCELERATE, [sys.executable, LAUNCHED, "--spawn"], [sys.executable, LAUNCHED, "--rpc"]],
-    ids=["accelerate launch", "mp.spawn with tcp", "torch.distributed.rpc"],
+    [[sys.executable, LAUNCHED, "--spawn"], [sys.executable, LAUNCHED, "--rpc"]],
+    ids=["mp.spawn with tcp", "torch.distributed.rpc"],
 )
 def test_launchers_that_need_an_address_find_index_0(machine: Machine, command: list[str]) -> None:
     run = machine.run(job(*command), seconds=120)

@@ -1,11 +1,8 @@
-"""`ddpjob run` with recovery: mode Fast, spares, elastic sizes, rules, the coordinator's loss; real processes."""
+"""`ddpjob run` with elastic sizes, by real processes; spares and mode Fast: tests/runtime and tests/cluster."""
 
 from __future__ import annotations
 
-import re
-
-import pytest
-from process_harness import ENDLESS, FAST, Machine, Run, manifest
+from process_harness import ENDLESS, Machine, Run, manifest
 
 
 def display(run: Run) -> str:
@@ -22,39 +19,9 @@ def further(run: Run, steps: int) -> None:
     run.until(lambda r: r.steps() >= begin + steps)
 
 
-def test_a_spare_takes_over_in_mode_fast(machine: Machine) -> None:
-    run = machine.start(manifest(args=ENDLESS, recovery=FAST, spares=1))
-    run.until(lambda r: display(r) == "2/2 +1" and r.steps() >= 3)
-    run.until(lambda r: r.condition("FastRecovery").get("status") == "True")
-    for index in range(2):
-        pods = [p for p in run.pods() if "coordinator" not in p]
-        assert machine.command("kill", next(p for p in pods if p.startswith(f"job-{index}-"))).returncode == 0
-        further(run, 5)
-        run.until(lambda r, kills=index + 1: reasons(r) == ["Deleted"] * kills and display(r) == "2/2 +1")
-    assert run.status["rendezvous"]["generation"] == 0
-    run.finish()
-    run.assert_nothing_left()
-
-
-def test_a_lost_coordinator_costs_no_step_in_mode_fast(machine: Machine) -> None:
-    run = machine.start(manifest(args=ENDLESS, recovery=FAST))
-    run.until(lambda r: r.steps() >= 3)
-    for number in range(2):
-        name = "job-coordinator-0" + (f"-{number}" if number else "")
-        run.until(lambda r, name=name: name in r.pods())
-        assert machine.command("kill", name).returncode == 0
-        further(run, 10)
-    run.finish()
-    assert (run.status["rendezvous"]["generation"], run.status["rendezvous"]["attempt"]) == (0, 2)
-    assert reasons(run) == ["CoordinatorLost", "CoordinatorLost"]
-    assert run.status["round"] == 0
-    begins = re.findall(r"rank 0 of 2 begins at step (\d+)", "".join(run.log(f"job-{i}-0") for i in range(2)))
-    assert begins == ["0"], "the workers were never started again"
-
-
-@pytest.mark.parametrize("mode", ["Fast", "Standard"])
-def test_scaling_up_and_down_keeps_the_pods(machine: Machine, mode: str) -> None:
-    job = manifest(args=ENDLESS, recovery={"mode": mode}, elastic={"minNodes": 1, "maxNodes": 3})
+def test_scaling_up_and_down_keeps_the_pods(machine: Machine) -> None:
+    """In mode Fast, which differs in how a round forms: tests/runtime/test_runtime_fast.py."""
+    job = manifest(args=ENDLESS, elastic={"minNodes": 1, "maxNodes": 3})
     run = machine.start(job)
     run.until(lambda r: r.steps() >= 3)
     assert machine.command("scale", "job", "3").returncode == 0
@@ -74,26 +41,4 @@ def test_scaling_up_and_down_keeps_the_pods(machine: Machine, mode: str) -> None
     assert "nodes is more than elastic.maxNodes" in refused.stderr
     assert machine.command("stop", "job").returncode == 0
     run.wait()
-    run.assert_nothing_left()
-
-
-def test_a_rule_fails_the_job(machine: Machine) -> None:
-    rules = [{"cause": "ExitCode", "exitCodes": [1], "action": "Fail"}]
-    run = machine.run(manifest(args=["--raise-at=2"], recovery={"mode": "Fast", "rules": rules}))
-    assert run.process.returncode == 1, run.everything()
-    failed = run.condition("Failed")
-    assert failed["reason"] == "RuleFailed"
-    assert failed["message"].startswith("WorkerFailed: ValueError: made to fail at step 2 (rank 1 in pod")
-    assert "; recovery.rules[0] (cause ExitCode) fails the job)\n" in failed["message"]
-
-
-def test_a_failing_worker_counts_once_in_mode_fast(machine: Machine) -> None:
-    run = machine.run(
-        manifest(args=["--raise-at=2"], recovery={"mode": "Fast", "maxRestarts": 1, "backoff": {"initialSeconds": 2}})
-    )
-    assert run.process.returncode == 1, run.everything()
-    assert run.condition("Failed")["reason"] == "RestartBudgetSpent"
-    assert run.status["restarts"]["counted"] == 2
-    assert reasons(run) == ["WorkerFailed", "WorkerFailed", "PodUnhealthy", "WorkerFailed"], "a new pod is tried once"
-    assert "; waits 2 s" in run.status["restarts"]["recent"][1]["message"]
     run.assert_nothing_left()

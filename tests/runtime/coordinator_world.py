@@ -127,3 +127,19 @@ class World:
     def report(self) -> dict[str, Any]:
         """What the operator reads."""
         return self.coordinator.report().write()
+
+
+def formed(nodes: int = 2, *settings: Any, **more: Any) -> tuple[Any, ...]:
+    """The world of a running round, and its members."""
+    world = World(nodes, *settings, **more)
+    return (world, *world.form(nodes))
+
+
+def formed_by(fewer: int, *settings: Any, **more: Any) -> tuple[Any, ...]:
+    """The world of a running round that has waited in vain for more members, and those that it has."""
+    world = World(*settings, **more)
+    members = [world.hello(i) for i in range(fewer)]
+    world.ready(*members)
+    world.pass_time(31)
+    world.join(*members)
+    return (world, *members)

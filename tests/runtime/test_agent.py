@@ -55,9 +55,15 @@ def closed(*workers: SlowlyDying) -> Any:
     return close_with(SimpleNamespace(close=close, subprocess_handlers=handlers, pids=lambda: pids))
 
 
+def bare_agent(client: Any, shutdown: Any) -> Any:
+    """An agent that torchrun has not set up."""
+    agent = object.__new__(agent_module.CoordinatedAgent)
+    agent._client, agent._node_shutdown, agent._mode = client, shutdown, Mode.FAST
+    return agent
+
+
 def close_with(context: Any) -> Any:
-    kind = agent_module.agent_class(SimpleNamespace(), Exits(), Mode.FAST, lambda: None)  # type: ignore[arg-type]
-    agent = object.__new__(kind)
+    agent = bare_agent(SimpleNamespace(), Exits())
     agent._grace, agent._ended = 0.0, {}
     agent._wrap_close(context)
     context.close(None)
@@ -183,8 +189,7 @@ def test_a_shell_that_handles_sigterm_gets_it_with_its_children(tmp_path: Path) 
 def test_a_shutdown_is_not_kept_waiting_by_a_round_that_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both wanted the lock; the agent kept it while it waited for the end of the process, which never came."""
     shutdown, reached = Shutdown(1.0), threading.Event()
-    kind = agent_module.agent_class(SimpleNamespace(), shutdown, Mode.FAST, lambda: None)  # type: ignore[arg-type]
-    agent = object.__new__(kind)
+    agent = bare_agent(SimpleNamespace(), shutdown)
     agent._round = 1
 
     def asked_to_end() -> int:
@@ -253,8 +258,7 @@ def test_who_has_ended_and_who_is_about_to_is_reported_and_nobody_else(tmp_path:
     raised.write_text('{"message": {"message": "ValueError: bug", "extraInfo": {"ddpjob_exit": 3}}}')
     caught.write_text('{"message": {"message": "KeyError: caught", "extraInfo": {}}}')
     client: Any = SimpleNamespace(send=lambda _, **fields: sent.append(fields))
-    kind = agent_module.agent_class(client, Exits(), Mode.FAST, lambda: None)  # type: ignore[arg-type]
-    agent = object.__new__(kind)
+    agent = bare_agent(client, Exits())
     agent._oom_kills = 1 << 60
     codes = dict(enumerate((1, None, 0, None, None)))
     context = SimpleNamespace(

@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from coordinator_world import FAST, RESET, STANDARD, World
+from coordinator_world import FAST, RESET, STANDARD, World, formed, formed_by
 from ddpjob_runtime.coordinator import progress
 from ddpjob_runtime.coordinator.drain import DRAIN_SECONDS
 from ddpjob_runtime.coordinator.loop import within
@@ -75,8 +75,7 @@ def test_who_has_been_ready_for_longest_fills_the_gap_and_ranks_follow_the_indic
 
 @pytest.mark.parametrize(("mode", "wait"), [(FAST, 0.0), (STANDARD, 10.0)])
 def test_a_group_continues_with_fewer_after_the_shrink_grace(mode: str, wait: float) -> None:
-    world = World(3, 2, mode)
-    members = world.form(3)
+    world, *members = formed(3, 2, mode)
     world.lose(members[0])
     world.ready(members[1], members[2])
     if wait:
@@ -87,8 +86,7 @@ def test_a_group_continues_with_fewer_after_the_shrink_grace(mode: str, wait: fl
 
 
 def test_node_0_is_rank_0_whenever_it_trains() -> None:
-    world = World(3, 2, FAST)
-    members = world.form(3)
+    world, *members = formed(3, 2, FAST)
     world.lose(members[0])
     world.ready(members[1], members[2])
     assert world.ranks() == [1, 2]
@@ -100,19 +98,14 @@ def test_node_0_is_rank_0_whenever_it_trains() -> None:
 
 
 def test_a_group_of_fewer_that_breaks_waits_for_nobody_who_was_not_there() -> None:
-    world = World(3, 2, STANDARD)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
+    world, *members = formed_by(2, 3, 2, STANDARD)
     world.fail(members[0])
     world.ready(*members)
     assert world.round.number == 2
 
 
 def test_below_the_minimum_the_group_waits() -> None:
-    world = World(3, 2)
-    members = world.form(3)
+    world, *members = formed(3, 2)
     world.lose(members[0])
     world.lose(members[1])
     world.ready(members[2])
@@ -139,8 +132,7 @@ def test_a_round_whose_workers_do_not_start_is_given_up() -> None:
 
 
 def test_who_does_not_drain_is_fenced_before_the_next_round() -> None:
-    world = World(3, 2)
-    members = world.form(3)
+    world, *members = formed(3, 2)
     world.lose(members[0])
     world.ready(members[1])
     world.pass_time(DRAIN_SECONDS - 0.1)
@@ -156,8 +148,7 @@ def test_who_does_not_drain_is_fenced_before_the_next_round() -> None:
 
 
 def test_two_that_do_not_drain_are_both_notified_before_a_round_forms() -> None:
-    world = World(3, 1)
-    members = world.form(3)
+    world, *members = formed(3, 1)
     world.lose(members[0])
     world.ready(world.hello(0, attempt=1))
     order: list[str] = []
@@ -219,19 +210,18 @@ def test_a_connection_that_is_renewed_does_not_hurry_a_planned_restart() -> None
 
 
 @pytest.mark.parametrize("later", [0, 5])
-def test_a_member_that_has_saved_and_connects_again_leaves_the_others_their_time_to_save(later: float) -> None:
+def test_a_member_that_has_saved_and_reconnects_leaves_others_time_to_save(later: float) -> None:
     """Its `ready` was lost with the connection. For a loss the others would be killed while they save."""
     world, members = growing(grace=30.0)
     world.pass_time(later)
-    position = {"round": 1, "rank": 1, "world": 2, "state": "Ready"}
-    assert world.hello(1, resume=position) is members[1]
+    assert world.resume(1, 1, 1, 2, "Ready") is members[1]
     world.ready(members[1])
     assert [fields["planned"] for verb, fields in world.heard[members[0].pod] if verb == "restart"] == [True]
     world.ready(members[0])
     assert world.round.world == 3 and world.incidents() == [("Joined", "job-2-0", 0)]
 
 
-def test_a_rank_that_has_saved_before_its_launcher_was_asked_leaves_the_others_their_time_to_save() -> None:
+def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_save() -> None:
     """Ranks agree by themselves: one that has nothing to write leaves while its launcher still sleeps."""
     world, members = growing(grace=100.0)
     world.fail(members[1], "ended with exit code 75", code=75)
@@ -244,9 +234,7 @@ def test_a_rank_that_has_saved_before_its_launcher_was_asked_leaves_the_others_t
 
 @pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
 @pytest.mark.parametrize("later", [0.2, 5.0])
-def test_a_script_that_ends_with_an_error_when_asked_to_leaves_the_others_their_time_to_save(
-    error: str, later: float
-) -> None:
+def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error: str, later: float) -> None:
     """A handler of SIGTERM that raises, and the peers' errors after it, are how such a script ends."""
     world, members = growing(grace=100.0)
     world.pass_time(later)
@@ -262,8 +250,7 @@ def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
     """Also from a member that cannot end its workers: the others waited for its grace."""
     world, members = growing(grace=600.0)
     world.lose(members[1])
-    position = {"round": 1, "rank": 0, "world": 2, "state": "Running"}
-    assert world.hello(0, resume=position) is members[0] and world.last(members[0])[1]["planned"] is False
+    assert world.resume(0, 1, 0, 2, "Running") is members[0] and world.last(members[0])[1]["planned"] is False
     world.pass_time(DRAIN_SECONDS + 1)
     assert world.last(members[0])[0] == "stop" and world.round.number == 2
 
@@ -281,15 +268,13 @@ def test_a_loss_during_a_planned_restart_is_reported_at_once(later: float) -> No
 
 
 def test_a_ready_that_has_crossed_go_changes_nothing() -> None:
-    world = World(2)
-    first, _ = world.form()
+    world, first, _ = formed(2)
     world.coordinator.ready(first, 0, "h", 1)
     assert world.report()["state"] == "Running" and first.state == "Running"
 
 
 def test_a_member_that_says_ready_while_its_round_runs_breaks_it() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.ready(first, 1, "h", 1)
     assert world.verbs(second)[-1] == "restart" and world.report()["state"] == "Restarting"
     world.ready(second)
@@ -298,8 +283,7 @@ def test_a_member_that_says_ready_while_its_round_runs_breaks_it() -> None:
 
 
 def test_a_round_that_comes_apart_again_and_again_waits() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     for _ in range(3):
         number = world.round.number
         world.coordinator.ready(members[0], number, "h", 1)
@@ -313,8 +297,7 @@ def test_a_round_that_comes_apart_again_and_again_waits() -> None:
 
 
 def test_leaving_is_no_failure_and_nobody_is_killed_while_it_saves() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.fail(first, "SystemExit: 75", code=75)
     world.pass_time(0.6)
@@ -338,8 +321,7 @@ def test_nobody_waits_for_one_that_leaves_once_its_peers_are_broken() -> None:
 
 
 def test_a_left_member_frees_peers_that_hang() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.pass_time(3)
     world.lose(second)
@@ -348,9 +330,8 @@ def test_a_left_member_frees_peers_that_hang() -> None:
     assert world.incidents() == [("Left", "job-1-0", 0)]
 
 
-def test_peers_that_have_agreed_to_save_may_finish_that_when_the_leaving_node_is_gone() -> None:
-    world = World(3)
-    first, second, third = world.form(3)
+def test_peers_that_have_agreed_to_save_finish_after_the_leaving_node() -> None:
+    world, first, second, third = formed(3)
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.fail(first, "SystemExit: 75", code=75)
     world.lose(second)
@@ -359,11 +340,9 @@ def test_peers_that_have_agreed_to_save_may_finish_that_when_the_leaving_node_is
 
 def test_one_that_leaves_still_leaves_over_a_new_connection() -> None:
     """It was taken for gone: its peers' workers were killed in the step that they would have saved after."""
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
-    position = {"round": 1, "rank": 1, "world": 2, "state": "Running"}
-    assert world.hello(1, resume=position) is second and second.state == "Leaving"
+    assert world.resume(1, 1, 1, 2, "Running") is second and second.state == "Leaving"
     assert "restart" not in world.verbs(first) and world.report()["state"] == "Running"
     world.fail(second, "SystemExit: 75", code=75)
     world.lose(second)
@@ -387,8 +366,7 @@ def test_a_ready_member_that_leaves_is_not_chosen() -> None:
 
 
 def test_the_same_process_over_a_new_connection_continues() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     again = world.resume(0, 1, 0, 2)
     assert again is members[0] and world.report()["state"] == "Running"
     assert world.verbs(members[0])[-1] == "welcome"
@@ -416,8 +394,7 @@ def test_words_that_were_lost_with_the_old_connection_are_made_good() -> None:
 
 
 def test_who_comes_back_while_its_round_drains_is_a_survivor() -> None:
-    world = World(3)
-    first, second, third = world.form(3)
+    world, first, second, third = formed(3)
     world.lose(second)
     assert [entry["pod"] for entry in world.report()["lost"]] == ["job-1-0"]
     world.ready(first)
@@ -443,8 +420,7 @@ def test_who_comes_back_when_the_group_went_on_ends_its_workers_and_waits() -> N
 
 
 def test_a_place_belongs_to_its_highest_attempt() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     new = world.hello(1, attempt=1)
     assert world.last(members[1])[0] == "stop" and world.last(members[1])[1]["fenced"] is True
     assert world.try_hello(1) is None and world.last(members[1])[1]["fenced"] is True
@@ -454,8 +430,7 @@ def test_a_place_belongs_to_its_highest_attempt() -> None:
 
 
 def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     world.coordinator.note(members[1], "ColdWorkers", "torch is too old")
     assert world.report()["notes"] == [{"pod": "job-1-0", "kind": "ColdWorkers", "why": "torch is too old"}]
     world.coordinator.gone("job-1-0", "node n2 is lost")
@@ -466,8 +441,7 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
 
 def test_an_empty_note_takes_the_one_before_back() -> None:
     """A hundred notes are reported at most: those of pods that have fetched their data hid others."""
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.note(first, "Data", "1 of 2 files")
     world.coordinator.note(second, "ColdWorkers", "torch is too old")
     world.coordinator.note(first, "Data", "")
@@ -475,8 +449,7 @@ def test_an_empty_note_takes_the_one_before_back() -> None:
 
 
 def test_a_lost_member_is_reported_with_when_it_was_last_heard() -> None:
-    world = World(2)
-    _, second = world.form()
+    world, _, second = formed(2)
     world.silent.add(second.pod)
     world.pass_time(6)
     world.lose(second, "silent for 6 s")
@@ -500,8 +473,7 @@ def test_all_finished_is_success_for_spares_too() -> None:
 
 
 def test_a_finished_node_may_go_before_its_peers() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.finished(second, 1)
     world.lose(second)
     assert world.report()["state"] == "Running"
@@ -512,8 +484,7 @@ def test_a_finished_node_may_go_before_its_peers() -> None:
 
 
 def test_a_finished_node_that_comes_back_is_still_finished() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.finished(second, 1)
     world.lose(second)
     world.resume(1, 1, 1, 2, "Finished")
@@ -522,8 +493,7 @@ def test_a_finished_node_that_comes_back_is_still_finished() -> None:
 
 
 def test_finished_in_a_broken_round_is_run_again() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.lose(second)
     world.coordinator.finished(first, 1)
     assert world.report()["state"] == "Restarting" and world.verbs(first)[-1] == "restart"
@@ -543,8 +513,7 @@ def test_after_stop_nothing_forms() -> None:
 
 
 def test_recovery_is_measured_to_the_next_step() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1, "automatic": True})
     world.lose(second)
     world.pass_time(3)
@@ -559,8 +528,7 @@ def test_recovery_is_measured_to_the_next_step() -> None:
 
 def test_who_lagged_in_a_round_is_forgotten_with_it() -> None:
     """The ranks of the next round are others: a rank's name must not pass to another pod."""
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.coordinator.report_progress({"stragglers": [{"rank": 1, "slowdown": 2.0}]})
     assert world.report()["progress"]["stragglers"] == [{"rank": 1, "slowdown": 2.0}]
@@ -574,8 +542,7 @@ def test_who_lagged_in_a_round_is_forgotten_with_it() -> None:
 
 
 def test_a_fenced_rank_0_names_nobody_in_the_next_round_and_shows_no_life() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.lose(second)
     second = world.hello(1, attempt=1)
@@ -618,8 +585,7 @@ def test_the_stacks_of_a_round_do_not_reach_the_next_one() -> None:
 
 
 def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first)
     world.pass_time(DRAIN_SECONDS - 1)
     assert world.resume(1, 1, second.rank or 0, 2) is second
@@ -631,8 +597,7 @@ def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
 @pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "nobody has reported"])
 def test_a_failure_whose_report_was_lost_with_a_link_is_still_the_cause(peer_first: bool) -> None:
     """The peer whose connection to it was reset was blamed, or nothing but a loss was known."""
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.silent.add(second.pod)
     world.pass_time(1)
     if peer_first:

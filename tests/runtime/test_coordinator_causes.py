@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_world import RESET, World
+from coordinator_world import RESET, World, formed
 
 
 def test_the_first_exception_is_the_cause_even_when_its_consequence_is_heard_first() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first, RESET)
     assert "restart" not in world.verbs(second)  # it may be writing its own traceback: not disturbed yet
     world.pass_time(0.2)
@@ -27,8 +26,7 @@ def test_the_first_exception_is_the_cause_even_when_its_consequence_is_heard_fir
     ],
 )
 def test_what_other_libraries_say_of_a_lost_peer_is_a_consequence(message: str) -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first, message)
     world.pass_time(0.3)
     assert world.incidents() == []
@@ -51,8 +49,7 @@ def test_what_other_libraries_say_of_a_lost_peer_is_a_consequence(message: str) 
 )
 def test_an_error_of_a_device_is_the_cause_of_what_peers_say_before(message: str) -> None:
     """It takes longer to write its traceback than the connections take to close that end with it."""
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first, RESET, ago=0.1)
     world.fail(second, message)
     world.ready(first, second)
@@ -61,8 +58,7 @@ def test_an_error_of_a_device_is_the_cause_of_what_peers_say_before(message: str
 
 
 def test_an_error_of_a_device_that_a_lost_peer_brought_is_its_consequence() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first, "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5")
     world.pass_time(0.3)
     assert world.incidents() == []
@@ -72,8 +68,7 @@ def test_an_error_of_a_device_that_a_lost_peer_brought_is_its_consequence() -> N
 
 
 def test_a_worker_that_hangs_is_reported_although_only_connection_errors_are_known() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first, RESET)
     world.ready(first)
     world.pass_time(0.51)
@@ -82,9 +77,8 @@ def test_a_worker_that_hangs_is_reported_although_only_connection_errors_are_kno
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]  # nothing better is known
 
 
-def test_a_connection_error_long_before_the_silent_peer_is_given_up_is_its_consequence() -> None:
-    world = World()
-    first, second = world.form()
+def test_an_early_connection_error_is_the_consequence_of_the_silent_peer() -> None:
+    world, first, second = formed()
     world.silent.add(second.pod)
     world.pass_time(1)
     world.fail(first, RESET)
@@ -96,8 +90,7 @@ def test_a_connection_error_long_before_the_silent_peer_is_given_up_is_its_conse
 
 
 def test_an_error_of_its_own_that_a_silent_peer_brought_is_its_consequence() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.silent.add(second.pod)
     world.pass_time(3)
     world.fail(first, "RuntimeError: training step failed")  # the script wrapped the connection error
@@ -110,8 +103,7 @@ def test_an_error_of_its_own_that_a_silent_peer_brought_is_its_consequence() -> 
 
 
 def test_a_failing_worker_restarts_the_others_at_once() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first)
     assert world.last(second) == (
         "restart",
@@ -123,8 +115,7 @@ def test_a_failing_worker_restarts_the_others_at_once() -> None:
 
 
 def test_what_fails_after_it_was_asked_to_end_is_no_cause() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first, RESET)
     world.pass_time(0.51)
     world.pass_time(0.3)
@@ -134,8 +125,7 @@ def test_what_fails_after_it_was_asked_to_end_is_no_cause() -> None:
 
 
 def test_a_lost_peers_consequences_are_not_causes() -> None:
-    world = World(3)
-    _, second, third = world.form(3)
+    world, _, second, third = formed(3)
     world.lose(second)
     world.fail(third, "RuntimeError: training step failed", ago=-0.02)  # the script wrapped the connection error
     world.pass_time(1.01)
@@ -143,8 +133,7 @@ def test_a_lost_peers_consequences_are_not_causes() -> None:
 
 
 def test_a_worker_killed_together_with_its_pod_is_the_pods_loss() -> None:
-    world = World()
-    first, _ = world.form()
+    world, first, _ = formed()
     world.fail(first, "killed by signal SIGKILL", code=-9)
     world.lose(first)
     world.pass_time(1.01)
@@ -152,8 +141,7 @@ def test_a_worker_killed_together_with_its_pod_is_the_pods_loss() -> None:
 
 
 def test_a_worker_killed_alone_is_a_failure() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first, "killed by signal SIGKILL", code=-9)
     world.fail(second, RESET)
     world.pass_time(1.01)
@@ -161,9 +149,8 @@ def test_a_worker_killed_alone_is_a_failure() -> None:
     assert world.report()["incidents"][0]["signal"] == "SIGKILL"
 
 
-def test_a_worker_that_the_memory_limit_killed_is_the_cause_even_when_its_pod_goes_with_it() -> None:
-    world = World()
-    first, second = world.form()
+def test_a_worker_that_the_memory_limit_killed_is_the_cause_of_its_pods_end() -> None:
+    world, first, second = formed()
     world.fail(second, RESET)
     world.fail(first, "killed by the kernel", code=-9, oom=True, ago=0.1)
     world.lose(first)
@@ -172,8 +159,7 @@ def test_a_worker_that_the_memory_limit_killed_is_the_cause_even_when_its_pod_go
 
 
 def test_an_import_error_is_an_init_failure_with_its_traceback() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(second, "ModuleNotFoundError: No module named 'nccl'", init=True)
     world.fail(first, RESET, ago=0.1)
     world.pass_time(1.01)
@@ -181,9 +167,8 @@ def test_an_import_error_is_an_init_failure_with_its_traceback() -> None:
     assert world.report()["incidents"][0]["traceback"] == "Traceback ..."
 
 
-def test_a_member_that_finished_before_the_others_is_the_cause_of_their_connection_errors() -> None:
-    world = World()
-    first, second = world.form()
+def test_a_member_that_finished_first_is_the_cause_of_connection_errors() -> None:
+    world, first, second = formed()
     world.coordinator.finished(second, 1)
     world.pass_time(1)
     world.fail(first, RESET)
@@ -196,10 +181,9 @@ def test_a_member_that_finished_before_the_others_is_the_cause_of_their_connecti
     assert incident["message"] == "the workers of pod job-1-0 (group rank 1) ended with exit code 0 before the others"
 
 
-def test_a_rank_that_ended_with_0_is_the_cause_of_connection_errors_on_its_own_node_as_well() -> None:
+def test_a_rank_that_ended_with_0_is_the_cause_on_its_own_node_as_well() -> None:
     """One of eight calls sys.exit() where a loss is not finite."""
-    world = World(1)
-    [only] = world.form(1)
+    world, only = formed(1)
     world.fail(only, RESET)
     world.fail(only, "ended with exit code 0", code=0)
     world.pass_time(5)
@@ -212,8 +196,7 @@ def test_a_rank_that_ended_with_0_is_the_cause_of_connection_errors_on_its_own_n
 
 
 def test_a_rank_that_ended_with_0_breaks_nothing_and_hides_no_error() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     world.fail(first, "ended with exit code 0", code=0)
     world.pass_time(5)
     assert world.report()["state"] == "Running" and "restart" not in world.verbs(second)
@@ -223,8 +206,7 @@ def test_a_rank_that_ended_with_0_breaks_nothing_and_hides_no_error() -> None:
 
 
 def test_an_own_error_counts_although_another_member_has_finished() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.coordinator.finished(second, 1)
     world.fail(first, "ValueError: bug")
     world.pass_time(1)
@@ -232,8 +214,7 @@ def test_an_own_error_counts_although_another_member_has_finished() -> None:
 
 
 def test_an_exception_before_the_pods_loss_is_the_cause() -> None:
-    world = World()
-    first, _ = world.form()
+    world, first, _ = formed()
     world.fail(first, "ValueError: bug")
     world.pass_time(0.3)
     world.lose(first)
@@ -242,8 +223,7 @@ def test_an_exception_before_the_pods_loss_is_the_cause() -> None:
 
 
 def test_a_round_breaks_once_however_much_follows() -> None:
-    world = World(3)
-    first, second, third = world.form(3)
+    world, first, second, third = formed(3)
     world.pass_time(59)
     world.fail(first)
     world.pass_time(0.3)
@@ -255,8 +235,7 @@ def test_a_round_breaks_once_however_much_follows() -> None:
 
 
 def test_each_round_has_its_own_incident_and_old_ones_are_dropped() -> None:
-    world = World()
-    members = world.form()
+    world, *members = formed()
     for number in range(60):
         world.coordinator.report_progress({"step": number})
         world.fail(members[0], f"ValueError: {number}")
@@ -268,8 +247,7 @@ def test_each_round_has_its_own_incident_and_old_ones_are_dropped() -> None:
 
 
 def test_a_late_report_of_an_old_round_changes_nothing() -> None:
-    world = World()
-    first, second = world.form()
+    world, first, second = formed()
     world.fail(first)
     world.ready(first, second)
     world.join(first, second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_world import World
+from coordinator_world import World, formed
 from ddpjob_runtime.protocol import RANK_ENDED, RANK_FAILED, iso, time_of
 
 DUMP = """Thread 0x00007f4a12345640 (most recent call first):
@@ -18,8 +18,7 @@ Current thread 0x00007f4a99999740 (most recent call first):
 
 
 def test_patience_changes_while_the_group_runs() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.pass_time(100)
     world.coordinator.set_patience(120, 3, 9)
@@ -31,8 +30,7 @@ def test_patience_changes_while_the_group_runs() -> None:
 
 
 def test_a_hang_is_dumped_reported_and_restarted() -> None:
-    world = World(2, hang_after=60.0)
-    members = world.form()
+    world, *members = formed(2, hang_after=60.0)
     for step in range(3):
         world.pass_time(50)
         world.coordinator.report_progress({"step": step})
@@ -59,8 +57,7 @@ def test_a_hang_is_dumped_reported_and_restarted() -> None:
 
 def test_ranks_that_have_ended_or_failed_are_named_first_in_a_hang() -> None:
     """The others wait for them, and only eight are named."""
-    world = World(1, hang_after=60.0)
-    [only] = world.form(1)
+    world, only = formed(1, hang_after=60.0)
     world.pass_time(60.1)
     texts = {10: f"{RANK_FAILED}ValueError: bug\n{DUMP}", 11: RANK_ENDED}
     for rank in range(12):
@@ -100,8 +97,7 @@ def test_a_hang_names_the_one_pod_that_the_others_wait_for(stacks: list[str], na
 
 def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:
     """All processes of a machine stop together: a paused container or virtual machine."""
-    world = World(2, hang_after=60.0)
-    members = world.form()
+    world, *members = formed(2, hang_after=60.0)
     world.pass_time(50)
     world.coordinator.stood_still(45.0)
     world.pass_time(54)
@@ -123,8 +119,7 @@ def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
 
 @pytest.mark.parametrize("counted", [False, True], ids=["none was ever counted", "the optimizer was compiled"])
 def test_steps_that_cannot_be_counted_are_no_hang_while_any_rank_works(counted: bool) -> None:
-    world = World(2, hang_after=60.0)
-    members = world.form()
+    world, *members = formed(2, hang_after=60.0)
     if counted:
         world.coordinator.report_progress({"step": 9, "automatic": True})
         world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
@@ -139,8 +134,7 @@ def test_steps_that_cannot_be_counted_are_no_hang_while_any_rank_works(counted: 
 
 
 def test_a_script_that_reports_its_steps_is_countable_whatever_it_compiles() -> None:
-    world = World(2, hang_after=60.0)
-    members = world.form()
+    world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
     world.coordinator.report_progress({"step": 1})
     world.coordinator.report_progress({"step": 10, "automatic": True, "uncountable": True})
@@ -150,8 +144,7 @@ def test_a_script_that_reports_its_steps_is_countable_whatever_it_compiles() -> 
 
 
 def test_a_hang_whose_ranks_give_no_stack_is_reported_all_the_same() -> None:
-    world = World(2, hang_after=60.0)
-    members = world.form()
+    world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 1})
     world.pass_time(60.1)
     world.pass_time(3.1)
@@ -161,8 +154,7 @@ def test_a_hang_whose_ranks_give_no_stack_is_reported_all_the_same() -> None:
 
 def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
     """A group without a limit whose next step is far beyond its pace of one in `seconds`; its ranks gave stacks."""
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     for step in range(20):
         assert "dump" not in world.verbs(members[0])
         world.pass_time(seconds)
@@ -178,7 +170,7 @@ def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
 
 
 @pytest.mark.parametrize("seconds", [0.5, 30])
-def test_without_a_limit_a_step_far_beyond_the_jobs_own_pace_is_reported_and_nothing_ends(seconds: float) -> None:
+def test_without_a_limit_a_step_far_beyond_the_pace_is_only_reported(seconds: float) -> None:
     world, members = overdue(seconds)
     said = world.report()["overdue"]
     assert said["where"].startswith("rank 0 in all_reduce (") and "rank 1 in all_reduce (" in said["where"]
@@ -229,9 +221,8 @@ def test_what_the_script_says_that_it_does_is_reported_with_the_overdue_step() -
     assert "activity" not in world.report()["progress"]
 
 
-def test_an_activity_is_no_step_that_ends_a_downtime_and_no_report_that_replaces_the_step_counters() -> None:
-    world = World(2)
-    members = world.form()
+def test_an_activity_ends_no_downtime_and_replaces_no_step_counter() -> None:
+    world, *members = formed(2)
     world.coordinator.report_progress({"automatic": True, "step": 1})
     world.fail(members[0])
     world.ready(*members)
@@ -244,8 +235,7 @@ def test_an_activity_is_no_step_that_ends_a_downtime_and_no_report_that_replaces
 
 
 def test_a_copy_that_has_come_into_the_bucket_is_shown_and_is_no_sign_of_life() -> None:
-    world = World(2, hang_after=60.0)
-    members = world.form()
+    world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 1})
     world.fail(members[0])
     world.ready(*members)
@@ -262,7 +252,7 @@ def test_a_copy_that_has_come_into_the_bucket_is_shown_and_is_no_sign_of_life() 
     assert world.last(members[0])[0] == "dump", "no step for 60 s"
 
 
-def test_a_limit_that_the_user_has_set_holds_during_an_activity_which_the_incident_names() -> None:
+def test_a_users_limit_holds_during_an_activity_which_the_incident_names() -> None:
     world = World(2, hang_after=60.0)
     world.form()
     world.coordinator.report_progress({"activity": "saving a checkpoint"})
@@ -271,8 +261,7 @@ def test_a_limit_that_the_user_has_set_holds_during_an_activity_which_the_incide
 
 
 def test_without_a_limit_and_with_few_reports_nothing_hangs() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     for step in range(19):
         world.coordinator.report_progress({"step": step})
     world.pass_time(100_000)
@@ -280,8 +269,7 @@ def test_without_a_limit_and_with_few_reports_nothing_hangs() -> None:
 
 
 def test_a_group_that_finishes_does_not_hang() -> None:
-    world = World(2, hang_after=60.0)
-    members = world.form()
+    world, *members = formed(2, hang_after=60.0)
     world.coordinator.finished(members[0], 1)
     world.pass_time(1000)
     assert "dump" not in world.verbs(members[1])

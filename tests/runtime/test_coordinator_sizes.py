@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_world import STANDARD, World
+from coordinator_world import STANDARD, World, formed, formed_by
 
 
 @pytest.mark.parametrize(("joiners", "wait"), [(2, 10.0), (1, 60.0)])
 def test_joiners_are_paced(joiners: int, wait: float) -> None:
-    world = World(4, 2)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
+    world, *members = formed_by(2, 4, 2)
     new = [world.hello(2 + i) for i in range(joiners)]
     world.ready(*new)
     world.pass_time(wait - 0.5)
@@ -28,11 +24,7 @@ def test_joiners_are_paced(joiners: int, wait: float) -> None:
 
 
 def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
-    world = World(3, 2)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
+    world, *members = formed_by(2, 3, 2)
     world.coordinator.finished(members[0], 1)
     world.ready(world.hello(2))
     world.pass_time(300)
@@ -41,11 +33,7 @@ def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
 
 
 def test_a_joiner_that_dies_before_the_others_have_drained_costs_no_wait() -> None:
-    world = World(3, 2, STANDARD)
-    members = [world.hello(i) for i in range(2)]
-    world.ready(*members)
-    world.pass_time(31)
-    world.join(*members)
+    world, *members = formed_by(2, 3, 2, STANDARD)
     joiner = world.hello(2)
     world.ready(joiner)
     world.pass_time(10.1)
@@ -62,8 +50,7 @@ def test_more_than_wanted_are_spares() -> None:
 
 
 def test_a_smaller_size_applies_at_once_and_the_highest_places_step_back() -> None:
-    world = World(4)
-    members = world.form(4)
+    world, *members = formed(4)
     world.coordinator.resize(2, 2)
     assert all(
         world.last(m)[1] == {"round": 1, "why": "the group continues with 2 instead of 4 nodes", "planned": True}
@@ -79,8 +66,7 @@ def test_a_smaller_size_applies_at_once_and_the_highest_places_step_back() -> No
 
 
 def test_a_larger_size_waits_for_its_nodes() -> None:
-    world = World(2)
-    members = world.form(2)
+    world, *members = formed(2)
     world.coordinator.resize(3, 3)
     world.pass_time(100)
     assert world.report()["state"] == "Running" and world.report()["world"] == 2  # better than none
@@ -110,16 +96,14 @@ def crash(world: World, members: list[Any]) -> float:
 
 
 def test_a_crash_loop_waits_longer_each_time_up_to_the_limit() -> None:
-    world = World(2, backoff_initial=2.0, backoff_maximum=10.0)
-    members = world.form()
+    world, *members = formed(2, backoff_initial=2.0, backoff_maximum=10.0)
     waits = [crash(world, members) for _ in range(5)]
     assert waits == pytest.approx([0, 2, 4, 8, 10], abs=0.2)
     assert [i["backoffSeconds"] for i in world.report()["incidents"]] == [0, 2, 4, 8, 10]
 
 
 def test_the_wait_is_reported() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     crash(world, members)
     world.fail(members[0])
     world.ready(*members)
@@ -129,8 +113,7 @@ def test_the_wait_is_reported() -> None:
 
 
 def test_a_new_furthest_step_ends_a_crash_loop_but_the_same_steps_again_do_not() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     world.coordinator.report_progress({"step": 10})
     assert crash(world, members) == 0
     world.coordinator.report_progress({"step": 10})
@@ -143,8 +126,7 @@ def test_a_new_furthest_step_ends_a_crash_loop_but_the_same_steps_again_do_not()
 
 
 def test_a_minute_of_running_ends_a_crash_loop() -> None:
-    world = World(2)
-    members = world.form()
+    world, *members = formed(2)
     crash(world, members)
     crash(world, members)
     world.pass_time(61)
@@ -152,8 +134,7 @@ def test_a_minute_of_running_ends_a_crash_loop() -> None:
 
 
 def test_lost_nodes_do_not_wait() -> None:
-    world = World(2)
-    first, second = world.form()
+    world, first, second = formed(2)
     for attempt in range(1, 8):
         world.lose(second)
         second = world.hello(1, attempt=attempt)

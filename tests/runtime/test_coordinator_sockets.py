@@ -403,8 +403,7 @@ def test_a_failure_is_reported_with_all_that_is_known_of_it(job: Job) -> None:
 
 
 def test_a_hang_is_seen_and_its_stacks_are_kept(tmp_path: Path) -> None:
-    job = started_job(tmp_path, 2, "--hang-after", "1")
-    try:
+    with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "1")) as job:
         first, second = running(job)
         assert first.hear() == {"t": "dump", "round": 1} and second.hear()["t"] == "dump"
         stack = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 3 in all_reduce\n'
@@ -414,8 +413,6 @@ def test_a_hang_is_seen_and_its_stacks_are_kept(tmp_path: Path) -> None:
         incident = job.wait_until(lambda r: r["incidents"])["incidents"][0]
         assert incident["kind"] == "Hang" and "rank 1 in all_reduce (train.py:3)" in incident["message"]
         assert incident["traceback"].count("most recent call first") == 2
-    finally:
-        job.close()
 
 
 def test_another_coordinator_adopts_the_round_of_one_that_was_killed(job: Job) -> None:
@@ -506,7 +503,7 @@ def test_strangers_keep_nobody_out(job: Job) -> None:
     assert wire.hear()["t"] == "hb"
 
 
-def test_pods_of_the_largest_job_that_connect_at_once_do_not_close_each_others_connections() -> None:
+def test_pods_of_the_largest_job_connect_at_once_without_closing_others() -> None:
     strangers, closed = Strangers(), []
 
     def connect(address: str) -> None:
@@ -603,8 +600,7 @@ def test_sigterm_ends_it_at_once_and_a_dead_store_takes_it_along(tmp_path: Path)
     assert job.wait_exit("coordinator", 2 * slowness()) == 143
 
     pytest.importorskip("torch", reason="the store needs torch")
-    job = Job(tmp_path)
-    try:
+    with contextlib.closing(Job(tmp_path)) as job:
         process = job.start_coordinator()
         job.wait_until(lambda r: True)
         assert b"503" in raw_http(job, b"GET /healthz HTTP/1.1\r\n\r\n").splitlines()[0]
@@ -615,8 +611,6 @@ def test_sigterm_ends_it_at_once_and_a_dead_store_takes_it_along(tmp_path: Path)
         store = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
         os.kill(store, signal.SIGKILL)
         assert job.wait_exit("coordinator", 5) == 1
-    finally:
-        job.close()
 
 
 @pytest.mark.parametrize(
@@ -664,15 +658,12 @@ def test_what_an_image_prints_does_not_hide_that_the_store_is_ready(
     pytest.importorskip("torch", reason="the store needs torch")
     (tmp_path / "sitecustomize.py").write_text(f"{prints}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = Job(tmp_path, nodes=1, mode="Standard")
-    try:
+    with contextlib.closing(Job(tmp_path, nodes=1, mode="Standard")) as job:
         job.start_coordinator()
         deadline = time.monotonic() + 60
         while "store: ready" not in (text := job.log("coordinator").read_text()):
             assert time.monotonic() < deadline, text[-2000:]
             time.sleep(0.05)
-    finally:
-        job.close()
 
 
 def test_an_image_without_a_usable_torch_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -720,8 +711,7 @@ def test_it_ends_although_connections_stay(tmp_path: Path, monkeypatch: pytest.M
         "asyncio.base_events.Server.wait_closed = wait_closed\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = Job(tmp_path, nodes=1, mode="Standard", store=how == "store")
-    try:
+    with contextlib.closing(Job(tmp_path, nodes=1, mode="Standard", store=how == "store")) as job:
         job.start_coordinator()
         job.wait_until(lambda report: report["state"] == "Forming", 60)
         wire = member(job, 0)
@@ -734,8 +724,6 @@ def test_it_ends_although_connections_stay(tmp_path: Path, monkeypatch: pytest.M
         assert job.wait_exit("coordinator", 20) == (1 if how == "store" else 0)
         assert "Traceback" not in job.log("coordinator").read_text()
         wire.close()
-    finally:
-        job.close()
 
 
 # ---- slow is not dead
@@ -771,8 +759,7 @@ def stand_still(job: Job, seconds: float) -> None:
 
 
 def test_a_coordinator_that_stood_still_restarts_nobody(tmp_path: Path) -> None:
-    job = started_job(tmp_path, 4)
-    try:
+    with contextlib.closing(started_job(tmp_path, 4)) as job:
         members = clients(job, 4)
         stand_still(job, 8)
         time.sleep(RETURN_SECONDS + 2)
@@ -780,21 +767,16 @@ def test_a_coordinator_that_stood_still_restarts_nobody(tmp_path: Path) -> None:
         assert (report["state"], report["round"], report["incidents"]) == ("Running", 1, [])
         assert not any(client.must_restart(1) for client in members)
         assert "stood still for" in job.log("coordinator").read_text()
-    finally:
-        job.close()
 
 
 def test_a_coordinator_that_stood_still_calls_nothing_a_hang(tmp_path: Path) -> None:
     """Its alarm for the next step rings as soon as it continues."""
-    job = started_job(tmp_path, 2, "--hang-after", "6")
-    try:
+    with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "6")) as job:
         members = clients(job, 2)
         stand_still(job, 7)
         time.sleep(DUMP_SECONDS + 1)
         assert job.status()["incidents"] == []
         assert not any(client.must_restart(1) for client in members)
-    finally:
-        job.close()
 
 
 LAUNCHER = """
@@ -837,8 +819,7 @@ def drop_all_packets(receiver: socket.socket) -> None:
 
 
 def test_a_member_whose_host_is_gone_is_lost_within_seconds(tmp_path: Path) -> None:
-    job = started_job(tmp_path, 3)
-    try:
+    with contextlib.closing(started_job(tmp_path, 3)) as job:
         wires = running(job, 3)
 
         def beat() -> None:
@@ -856,16 +837,13 @@ def test_a_member_whose_host_is_gone_is_lost_within_seconds(tmp_path: Path) -> N
         assert "job-0-0 is silent" not in job.log("coordinator").read_text(), "its heartbeats are heard"
         limit = protocol.SILENCE_SECONDS + PROBE_SECONDS + RETURN_SECONDS - 1
         assert protocol.SILENCE_SECONDS - 1 < time.monotonic() - began < limit * slowness(), "nobody waits for a return"
-    finally:
-        job.close()
 
 
 def test_members_that_are_silent_all_at_once_are_waited_for(tmp_path: Path) -> None:
     """Nobody hears this coordinator, so it judges nobody: its own host may be what is cut off. At last it loses all of
     them at one moment: the operator replaces whom it hears of, and must not take the first one for the only one.
     """
-    job = started_job(tmp_path, 3)
-    try:
+    with contextlib.closing(started_job(tmp_path, 3)) as job:
         wires = running(job, 3)
         for number, wire in enumerate(wires):
             time.sleep(2.0 * min(number, 1))
@@ -877,8 +855,6 @@ def test_members_that_are_silent_all_at_once_are_waited_for(tmp_path: Path) -> N
         assert (report["state"], len(report["lost"])) == ("Restarting", 3)
         reasons = [*(lost["why"] for lost in report["lost"]), *(i["message"] for i in report["incidents"])]
         assert [why for why in reasons if "as most members are" not in why] == [], "no member alone is to blame"
-    finally:
-        job.close()
 
 
 def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnected(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -103,13 +104,10 @@ def test_plain_is_what_torchrun_starts_and_both_modes_are_like_it(tmp_path: Path
     pytest.importorskip("torch")
     found = {}
     for mode in ("Standard", "Fast"):
-        job = Job(tmp_path, nodes=1, mode=mode)
-        try:
+        with contextlib.closing(Job(tmp_path, nodes=1, mode=mode)) as job:
             job.start_coordinator()
             job.start_node(0, PROBE, str(tmp_path / mode), "a", "--b")
             assert job.wait_exit("job-0-0") == 0, job.all_logs()
-        finally:
-            job.close()
         found[mode] = seen(tmp_path / mode)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "torchrun.log").open("wb") as log:

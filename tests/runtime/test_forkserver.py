@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +27,7 @@ from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.protocol import Mode
 from machine import slowness
 from runtime_harness import RUNTIME, SCRIPTS
+from torch_names import replaced_names
 
 torch: Any = pytest.importorskip("torch")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -217,7 +221,10 @@ def test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that(tmp
         "import os; os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
-    why = "threads are started (poller) when torch._dynamo is imported in this image, and no fork survives that"
+    why = (
+        "threads are started (poller) when torch._dynamo is imported in this image, and forked "
+        "processes do not survive that"
+    )
     assert done.stdout == f"{why}\ncold\n", done.stderr
 
 
@@ -229,7 +236,7 @@ from ddpjob_runtime.launcher import forkserver
 fork, flag = os.fork, {flag!r}
 def refuse():
     asks = sys._getframe(1).f_code.co_name
-    if asks == "_fork" and os.path.exists(flag) or asks == "_unfit" and not late_dynamo.is_put_off():
+    if asks == "_fork" and os.path.exists(flag) or asks == "_find_obstacle" and not late_dynamo.is_put_off():
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return fork()
 os.fork, forkserver.IDLE_SECONDS = refuse, {idle}
@@ -244,9 +251,7 @@ open(flag, "w").close()
 
 
 @pytest.mark.parametrize("idle", [0.1, 600.0])
-def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why_there_are_no_more(
-    tmp_path: Path, idle: float
-) -> None:
+def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why(tmp_path: Path, idle: float) -> None:
     """The look whether torch's compiler can be forked was the end of the fork server, and so of all workers."""
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
     code = NO_MORE_FORKS.format(
@@ -258,7 +263,7 @@ def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why_there_are_
         code += "try: server.spawn([], {}, None, None)\nexcept OSError as error: print(error)\n"
     code += "print(worker.poll(), flush=True)\nos._exit(0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
-    what = "it is not known whether a fork survives torch._dynamo" if idle < 1 else "no worker can be forked"
+    what = "it is unknown whether a forked process survives torch._dynamo" if idle < 1 else "no worker can be forked"
     assert done.stdout == f"{what}: [Errno 11] Resource temporarily unavailable\nNone\n", done.stderr
 
 
@@ -308,15 +313,15 @@ def why_not(folder: Path, preloaded: str, **modules: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (STARTS_THREAD, "threads are started (poller) when own_b is imported, and no fork survives that; remove it "
-         "from DDPJOB_PRELOAD"),
-        (INITIALIZES_CUDA, "CUDA is initialized when own_b is imported, and no fork survives that; remove it from "
-         "DDPJOB_PRELOAD"),
-        (OPENS_A_DEVICE, "CUDA is initialized when own_b is imported, and no fork survives that; remove it from "
-         "DDPJOB_PRELOAD"),
+        (STARTS_THREAD, "threads are started (poller) when own_b is imported, and forked processes do not survive "
+         "that; remove it from DDPJOB_PRELOAD"),
+        (INITIALIZES_CUDA, "CUDA is initialized when own_b is imported, and forked processes do not survive that; "
+         "remove it from DDPJOB_PRELOAD"),
+        (OPENS_A_DEVICE, "CUDA is initialized when own_b is imported, and forked processes do not survive that; "
+         "remove it from DDPJOB_PRELOAD"),
         ("1 / 0", "importing own_b (DDPJOB_PRELOAD) fails: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "importing own_b (DDPJOB_PRELOAD) fails: SystemExit: 3"),
-        ("import os; os.abort()", "importing own_b (DDPJOB_PRELOAD) has ended the process"),
+        ("import os; os.abort()", "importing own_b (DDPJOB_PRELOAD) ended the process"),
     ],
 )  # fmt: skip
 def test_a_preloaded_module_that_a_fork_does_not_survive_is_named(tmp_path: Path, text: str, why: str) -> None:
@@ -333,7 +338,7 @@ def test_harmless_modules_are_preloaded_and_missing_ones_logged(tmp_path: Path) 
 
 def test_an_image_whose_python_starts_threads_runs_workers_cold(tmp_path: Path) -> None:
     why, _ = why_not(tmp_path, "", sitecustomize=STARTS_THREAD)
-    assert why == "Python runs threads when it starts in this image (poller), and no fork survives that"
+    assert why == "Python starts threads at its start in this image (poller), and forked processes do not survive that"
 
 
 def test_a_module_that_does_not_come_to_an_end_is_not_waited_for(tmp_path: Path) -> None:
@@ -406,6 +411,36 @@ def test_a_torch_without_a_part_that_a_launcher_needs_is_refused(
     with pytest.raises(InitFailure, match="this torch is not supported: ") as refused:
         launcher.require_torchrun()
     assert f"{torch.__version__} has no torch.distributed.elastic.{module}.{lacks};" in str(refused.value)
+
+
+REPLACED: list[tuple[str, Callable[[], object]]] = [
+    ("torch.distributed.launcher.api.LocalElasticAgent", lambda: torch_parts.use_agent(print)),
+    ("torch.distributed.run.config_from_args", lambda: torch_parts.wrap_configuration(lambda own: own)),
+    (
+        "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
+        lambda: torch_parts.use_signal_handler(print),
+    ),
+    (
+        "torch.distributed.elastic.multiprocessing.errors.ProcessFailure.__post_init__",
+        torch_parts.tolerate_error_files,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "replace"), REPLACED)
+def test_a_name_that_this_torch_lacks_is_not_replaced(
+    name: str, replace: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("torch.distributed.run")
+    monkeypatch.delattr(name)
+    with pytest.raises(RuntimeError, match=f"this torch has no {re.escape(name)}; use an earlier version"):
+        replace()
+
+
+def test_only_one_module_of_the_launcher_replaces_names_of_torch(tmp_path: Path) -> None:
+    assert replaced_names(RUNTIME) == [], "replace it in torch_parts.py, which checks that the name exists"
+    (tmp_path / "patch.py").write_text("import torch.distributed as dist\ndist.Work.wait = None\n")
+    assert replaced_names(tmp_path) == ["patch.py:2"]
 
 
 @pytest.mark.parametrize(("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container's memory")])

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ddpjob_runtime
@@ -24,6 +25,8 @@ from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import import_torchrun, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
 from ddpjob_runtime.launcher.client import MemberClient
+from ddpjob_runtime.launcher.fetch_data import Unfit
+from ddpjob_runtime.launcher.s3_reader import BucketRefusal
 from ddpjob_runtime.log_lines import Log
 from ddpjob_runtime.protocol import Mode
 from ddpjob_runtime.termination_log import write_termination_log
@@ -141,7 +144,7 @@ def test_folders_of_stacks_are_removed_at_the_end_and_after_a_kill(
     (left / "0.txt").touch()
     used = tmp_path / "tmp" / (stacks.PREFIX + "of-one-that-runs")
     used.mkdir()
-    descriptor = stacks._locked(used)
+    descriptor = stacks._lock(used)
     stacks.prepare()
     own = Path(os.environ[stacks.ENVIRONMENT])
     assert sorted((tmp_path / "tmp").iterdir()) == sorted([used, own])
@@ -527,9 +530,9 @@ def test_a_stack_shows_the_frames_of_the_script_alone() -> None:
     ours = [f'  File "{RUNTIME / name}", line 7 in run\n' for name in ("worker.py", "launcher/forkserver.py")]
     runpy = '  File "<frozen runpy>", line 88 in _run_code\n'
     script = 'Stack (most recent call first):\n  File "/job/train.py", line 3 in step\n'
-    assert stacks.of_the_script(script + "".join(ours) + runpy) == script
+    assert stacks.strip_runtime_frames(script + "".join(ours) + runpy) == script
     alone = "Stack (most recent call first):\n" + "".join(ours)
-    assert stacks.of_the_script(alone) == alone, "it has not come to the script"
+    assert stacks.strip_runtime_frames(alone) == alone, "it has not come to the script"
 
 
 def test_texts_are_shortened_by_whole_lines() -> None:
@@ -580,7 +583,7 @@ def test_a_look_at_a_worker_reads_the_frames_of_its_main_thread_alone(
         text = stacks.collect({0: worker.pid})[0]
         assert worker.poll() is None
     assert text.startswith("Stack (most recent call first):\n") and "threading.py" not in text
-    assert hang.innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
+    assert hang.find_innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
 
 
 def test_a_look_leaves_a_worker_alone_that_has_become_another_program(
@@ -594,3 +597,29 @@ def test_a_look_leaves_a_worker_alone_that_has_become_another_program(
         assert (tmp_path / "0.txt").exists()
         assert stacks.collect({0: worker.pid}) == {0: "(this rank has written no stack)"}
         assert worker.poll() is None
+
+
+def test_a_bucket_that_cannot_be_read_is_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_DATA_URL", "ftp://bucket/folder")
+    with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*write s3://BUCKET/FOLDER"):
+        launcher.data_to_fetch()
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [(BucketRefusal("no"), "InitFailure: storage.data: no"), (Unfit("full"), f"SystemExit: {protocol.EXIT_UNFIT}")],
+)
+def test_a_failed_fetch_ends_the_launcher_with_the_code_for_its_reason(
+    error: Exception, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        raise error
+
+    def leave(code: int, kind: str, message: str) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("ddpjob_runtime.launcher.fetch_data.Fetch", lambda *_: SimpleNamespace(run=run))
+    client, shutdown = SimpleNamespace(done=False, note=print), SimpleNamespace(begun=False, exit=leave)
+    with pytest.raises((InitFailure, SystemExit)) as raised:
+        launcher.fetch_data(None, client, shutdown)  # type: ignore[arg-type]
+    assert f"{raised.type.__name__}: {raised.value}" == ends

@@ -99,9 +99,7 @@ def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Town]:
 
 
 @pytest.mark.parametrize("names", [["127.0.0.2"], ["127.0.0.1", "127.0.0.2"]], ids=["the next one", "both"])
-def test_members_leave_a_coordinator_that_was_replaced_and_runs_on_without_losing_their_round(
-    town: Town, names: list[str]
-) -> None:
+def test_members_leave_a_replaced_coordinator_without_losing_their_round(town: Town, names: list[str]) -> None:
     old = town.start("127.0.0.1")
     town.join()
     town.start("127.0.0.2", attempt=1)
@@ -128,7 +126,7 @@ def test_members_that_are_cut_off_from_their_coordinator_follow_the_next_one(tow
     assert not any(member.must_restart(1) for member in town.members) and town.ends == []
 
 
-def test_a_coordinator_that_was_replaced_exits_at_the_operators_request_and_the_next_one_does_not(town: Town) -> None:
+def test_a_replaced_coordinator_exits_at_the_operators_request_and_no_other(town: Town) -> None:
     """The next one may have its address by now."""
     second = town.start("127.0.0.1", attempt=1)
     assert town.job.post("/v1/exit", {"why": "replaced", "before": 1}) == (200, {})
@@ -224,7 +222,7 @@ def test_two_addresses_of_one_coordinator_are_no_second_time(town: Town, monkeyp
     assert [kind for _, kind, _ in town.ends] == ["Stopped"]
 
 
-def test_without_a_coordinator_members_train_on_and_give_up_only_when_they_need_a_round(town: Town) -> None:
+def test_without_a_coordinator_members_train_until_they_need_a_round(town: Town) -> None:
     old = town.start("127.0.0.1")
     town.join(seconds=2)
     old.kill()

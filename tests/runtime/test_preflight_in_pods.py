@@ -87,7 +87,7 @@ def test_a_link_names_both_of_its_nodes_and_neither_is_the_culprit() -> None:
     verdict = check(2, {1})
     assert not verdict.culprits
     assert verdict.ends == 1
-    assert "nothing shows which of the two it is" in verdict.failed
+    assert "it is unknown which of the two is at fault" in verdict.failed
 
 
 def test_where_nothing_works_nobody_is_the_culprit() -> None:
@@ -105,7 +105,7 @@ def test_a_node_that_fails_alone_explains_its_links() -> None:
     verdict = judge(4, 2, results, least=0)
     assert verdict is not None
     assert verdict.culprits == {
-        1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail among themselves: no NVLink"
+        1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail among each other: no NVLink"
     }
 
 
@@ -187,7 +187,7 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     gone = tmp_path / "gone"
     said = hardware_check.folder_problem(gone, "job-0-0")
-    assert said == f"the checkpoint folder {gone} takes no file of 1 MiB: No such file or directory"
+    assert said == f"the checkpoint folder {gone} cannot store a file of 1 MiB: No such file or directory"
 
 
 # --- with real launchers

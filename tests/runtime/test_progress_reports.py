@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ddpjob_pod import outbox
 from ddpjob_runtime import protocol, worker
 from ddpjob_runtime.coordinator import server as coordinator_server
 from machine import slowness
@@ -174,7 +175,7 @@ def test_a_post_that_fails_keeps_its_speed(monkeypatch: pytest.MonkeyPatch) -> N
         posted.append(json.loads(body))
         return 200, "number", ""
 
-    monkeypatch.setattr(link.Link, "_ask", ask)
+    monkeypatch.setattr(link.Poster, "_ask", ask)
     client = link.Link("127.0.0.1:1", TOKEN)
     monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     sent = []
@@ -226,7 +227,7 @@ def test_a_script_s_figures_arrive_with_the_speed_and_the_time_left(
     monkeypatch.setenv("DDPJOB_COORDINATOR", f"127.0.0.1:{job.port}")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     monkeypatch.setattr(link, "_link", None)
-    monkeypatch.setattr(link, "TIMEOUT_SECONDS", link.TIMEOUT_SECONDS * slowness())
+    monkeypatch.setattr(outbox, "TIMEOUT_SECONDS", outbox.TIMEOUT_SECONDS * slowness())
     monkeypatch.setenv("RANK", "1")
     ddpjob_report.report(step=90)
     assert link._link is None, "rank 0 alone reports"
@@ -310,10 +311,10 @@ def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytes
     assert looks() and not looks(), "once"
     counter.counts["optimizer"] = 1
     hooks[0]("optimizer", (), {})
-    assert not counter.uncountable(), "a step was counted again"
+    assert not counter.is_uncountable(), "a step was counted again"
     torch.cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: True)
     hooks[0]("optimizer", (), {})
-    assert counter.uncountable()
+    assert counter.is_uncountable()
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytes
         ({}, "loaded", ["unknown", "yes"]),
     ],
 )
-def test_an_optimizer_with_a_state_before_its_first_step_shows_that_the_script_resumed(
+def test_an_optimizer_with_an_early_state_shows_that_the_script_resumed(
     monkeypatch: pytest.MonkeyPatch, before: Any, after: Any, known: list[str]
 ) -> None:
     """DCP makes an empty step before it loads. An optimizer that keeps no state tells nothing."""
@@ -404,7 +405,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
     monkeypatch.setattr(worker, "group_exists", lambda: False)
     assert counted("2", 9, 1, 5) == [False, True, True], "a few steps may come before the group"
-    assert capsys.readouterr().err.count("each of the 2 ranks trains a model of its own") == 1
+    assert capsys.readouterr().err.count("each of the 2 ranks trains a separate model") == 1
     assert counted("1", 9, 1, 5) == [False, False, False]
     assert counted("2", 3, last=True) == [False, True], "a program that ends will form no group"
     assert counted("2", 12, last=True) == [True, True]
@@ -432,20 +433,19 @@ def test_what_a_script_reports_last_is_kept_though_what_came_before_is_on_its_wa
         slowly(figures["step"])
         return True
 
-    def lines_of(step: int, figures: dict[str, Any]) -> list[bytes]:
+    def write_step(log: object, step: int, figures: dict[str, Any]) -> None:
         slowly(step)
-        return []
 
     monkeypatch.setattr(link.Link, "_send", send)
-    monkeypatch.setattr(curve_file, "_lines_of", lines_of)
-    monkeypatch.setattr(link, "TIMEOUT_SECONDS", 60.0)
-    outbox = link.Link("127.0.0.1:1", TOKEN) if kind == "link" else curve_file.CurveFile(tmp_path)
-    outbox.add({"step": 1})
+    monkeypatch.setattr(curve_file, "_write_step", write_step)
+    monkeypatch.setattr(outbox, "TIMEOUT_SECONDS", 60.0)
+    box = link.Link("127.0.0.1:1", TOKEN) if kind == "link" else curve_file.CurveFile(tmp_path)
+    box.add({"step": 1})
     assert on_its_way.wait(20)
-    outbox.add({"step": 2})
-    closing = threading.Thread(target=outbox.close)
+    box.add({"step": 2})
+    closing = threading.Thread(target=box.close)
     closing.start()
-    while not outbox._closing:
+    while not box._closing:
         time.sleep(0.001)
     may_go.set()
     closing.join()

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import pytest
-from coordinator_world import World
+from coordinator_world import World, formed
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import http_api
 from ddpjob_runtime.coordinator.member_lines import HANDLERS
@@ -16,8 +16,7 @@ from ddpjob_runtime.protocol import Command, CoordinatorState, IncidentKind, Mod
 
 
 def a_report() -> Report:
-    world = World(3, 2, mode=Mode.STANDARD)
-    members = world.form(3)
+    world, *members = formed(3, 2, mode=Mode.STANDARD)
     world.coordinator.note(members[1], protocol.COLD_WORKERS, "torch is too old")
     world.coordinator.report_progress({"step": 3, "loss": 0.5})
     world.fail(members[0], "ValueError: \udcff")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_world import FAST, STANDARD, Settings, World
+from coordinator_world import FAST, STANDARD, World, formed
 from ddpjob_runtime.coordinator.formation import ORDER_SECONDS
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.protocol import MAX_PODS, order_mark
 
 
@@ -60,8 +61,7 @@ def test_nobody_waits_for_an_order_that_is_not_announced() -> None:
 
 
 def test_a_later_order_changes_no_running_round_and_the_next_one_follows_it() -> None:
-    world = World(4)
-    members = world.form(4)
+    world, *members = formed(4)
     world.coordinator.set_order(pods(0, 3, 1, 2))
     world.pass_time(100)
     assert world.report()["state"] == "Running" and world.ranks() == [0, 1, 2, 3] and world.round.number == 1
@@ -118,11 +118,11 @@ def test_an_order_that_ends_puts_the_indices_in_its_place_and_nobody_waits_any_m
     assert world.ranks() == [0, 1, 2]
 
 
-def test_a_round_that_was_taken_over_keeps_its_ranks_and_the_next_one_waits_for_the_order_again() -> None:
+def test_a_round_taken_over_keeps_its_ranks_and_the_next_waits_for_the_order() -> None:
     world = World(3, mode=FAST, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1))
     world.form(3)
-    world.restart_coordinator(Settings(3, 3, mode=FAST, attempt=1, ordered=True))
+    world.restart_coordinator(CoordinatorSettings(3, 3, mode=FAST, attempt=1, ordered=True))
     assert world.report()["order"] == "", "the operator sees that it has to send it again"
     members = [world.resume(index, 1, rank, 3) for rank, index in enumerate([0, 2, 1])]
     assert world.report()["state"] == "Running" and world.ranks() == [0, 2, 1]

@@ -175,7 +175,7 @@ def test_a_store_that_listens_is_waited_for_while_a_name_server_is_slow(
             raise dist.DistNetworkError("timed out")
         return store
 
-    monkeypatch.setattr(dist, "TCPStore", connect)
+    monkeypatch.setattr("ddpjob_runtime.launcher.rendezvous.TCPStore", connect)
     client: Any = Client(1, 2)
     shutdown: Any = Shutdown()
     handler = FastRendezvous(client, shutdown, "127.0.0.1", "job")

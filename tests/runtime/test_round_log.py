@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_world import World
+from coordinator_world import World, formed
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher import round_log
 from ddpjob_runtime.launcher.round_log import RoundLog
@@ -19,8 +19,7 @@ def records(world: World, pod: str) -> list[dict[str, Any]]:
 
 
 def test_rank_0_writes_down_rounds_breaks_and_the_end() -> None:
-    world = World(2)
-    members = world.form(2)
+    world, *members = formed(2)
     world.coordinator.report_progress({"step": 3, "loss": 0.5})
     world.fail(members[1], "ValueError: bug")
     world.pass_time(2)
@@ -40,8 +39,7 @@ def test_rank_0_writes_down_rounds_breaks_and_the_end() -> None:
 
 
 def test_another_member_writes_when_rank_0_is_lost() -> None:
-    world = World(2)
-    members = world.form(2)
+    world, *members = formed(2)
     world.lose(members[0])
     world.pass_time(2)
     world.coordinator.stop(False, "RestartBudgetSpent")
@@ -52,8 +50,7 @@ def test_another_member_writes_when_rank_0_is_lost() -> None:
 
 
 def test_no_line_is_longer_than_a_connection_bears() -> None:
-    world = World(2)
-    members = world.form(2)
+    world, *members = formed(2)
     wide = "\N{GRINNING FACE}" * 100
     world.coordinator.report_progress({"metrics": {f"{number:03}{wide[3:]}": 1.0 for number in range(100)}})
     world.fail(members[1], "\N{GRINNING FACE}" * 4000)
@@ -108,4 +105,4 @@ def test_a_volume_that_is_not_there_is_not_made_and_one_that_hangs_costs_lines_a
     for _ in range(200):
         hanging.write({"event": "round"})
     hanging.close()
-    assert time.monotonic() - began < 10 and "one is lost" in capsys.readouterr().err
+    assert time.monotonic() - began < 10 and "a line is lost" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -94,8 +95,7 @@ def test_a_spare_takes_over_at_once(job: Job) -> None:
 
 
 def test_several_workers_on_a_node_and_a_replaced_node(tmp_path: Path) -> None:
-    job = Job(tmp_path, procs=2, mode="Fast")
-    try:
+    with contextlib.closing(Job(tmp_path, procs=2, mode="Fast")) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
         job.start_coordinator()
         job.start_node(0, *script)
@@ -108,8 +108,6 @@ def test_several_workers_on_a_node_and_a_replaced_node(tmp_path: Path) -> None:
         report = finish(job, "job-0-0", "job-1-1")
         assert kinds(report) == [("PeerLost", "job-1-0")]
         assert job.workers() == []
-    finally:
-        job.close()
 
 
 def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
@@ -137,8 +135,7 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
 
 
 def test_it_shrinks_at_once_and_grows_again(tmp_path: Path) -> None:
-    job = Job(tmp_path, mode="Fast", min_nodes=1)
-    try:
+    with contextlib.closing(Job(tmp_path, mode="Fast", min_nodes=1)) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02", "--trap")
         job.start_coordinator()
         job.start_node(0, *script)
@@ -154,8 +151,6 @@ def test_it_shrinks_at_once_and_grows_again(tmp_path: Path) -> None:
         assert (job.folder / "saved-0").exists(), (
             "the node that trained alone could save before it was stopped for the joiner"
         )
-    finally:
-        job.close()
 
 
 def test_a_hang_is_seen_and_shown(job: Job) -> None:
@@ -235,28 +230,22 @@ def test_a_script_finds_modules_as_if_python_had_started_it(tmp_path: Path, mode
     plain = subprocess.run(
         [sys.executable, "look.py"], capture_output=True, text=True, cwd=tmp_path, check=True, timeout=60
     )
-    job = Job(tmp_path, nodes=1, mode=mode)
-    try:
+    with contextlib.closing(Job(tmp_path, nodes=1, mode=mode)) as job:
         job.start_coordinator()
         job.start_node(0, "look.py")
         finish(job, "job-0-0")
         assert plain.stdout in job.log("job-0-0").read_text()
-    finally:
-        job.close()
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 def test_steps_of_a_script_that_reports_none_are_counted(tmp_path: Path, mode: str) -> None:
-    job = Job(tmp_path, nodes=1, mode=mode)
-    try:
+    with contextlib.closing(Job(tmp_path, nodes=1, mode=mode)) as job:
         job.start_coordinator()
         job.start_node(0, STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
         report = job.wait_until(lambda r: (r["progress"].get("step") or 0) >= 3)
         assert report["progress"]["metrics"]["stepsPerSecond"] > 0
         report = finish(job, "job-0-0")
         assert report["progress"]["step"] == len(made(job, 0)), "the last count is posted at the end"
-    finally:
-        job.close()
 
 
 def test_programs_that_cannot_be_forked_run_cold_and_say_so_to_each_coordinator(job: Job) -> None:
@@ -336,16 +325,13 @@ os._exit(3)
 def test_an_error_file_that_cannot_be_read_does_not_end_the_node(tmp_path: Path) -> None:
     """A full disk leaves an empty one, a worker that is killed a half."""
     (tmp_path / "unreadable.py").write_text(UNREADABLE)
-    job = Job(tmp_path, nodes=1, mode="Fast")
-    try:
+    with contextlib.closing(Job(tmp_path, nodes=1, mode="Fast")) as job:
         job.start_coordinator("--backoff", "0.1:0.1")
         job.start_node(0, "unreadable.py")
         assert job.wait_exit("job-0-0") == 0, job.all_logs()
         found = [(i["kind"], i["exitCode"], i["message"]) for i in job.status()["incidents"]]
         assert [(kind, code) for kind, code, _ in found] == [("WorkerFailed", 3)] * 4
         assert all("is not readable" in message for *_, message in found[:3]) and found[3][2] == "own"
-    finally:
-        job.close()
 
 
 COUNTED = """

@@ -152,8 +152,7 @@ def test_clocks_a_minute_apart_and_a_late_node_0_change_nothing(folder: Path) ->
     (folder / "skewed").mkdir()
     (folder / "skewed" / "sitecustomize.py").write_text(SKEWED)
     (folder / "names_its_rank.py").write_text(NAMES_ITS_RANK + Path(STEPS).read_text())
-    job = Job(folder, nodes=3)
-    try:
+    with contextlib.closing(Job(folder, nodes=3)) as job:
         job.start_coordinator()
         for index, skew in ((2, "-60"), (1, "60")):
             node = (index, "names_its_rank.py", "--steps", "20", "--sleep", "0.25")
@@ -164,8 +163,6 @@ def test_clocks_a_minute_apart_and_a_late_node_0_change_nothing(folder: Path) ->
         assert report["incidents"] == []
         for index in range(3):
             assert f"index {index} has rank {index}" in job.log(f"job-{index}-0").read_text()
-    finally:
-        job.close()
 
 
 UNINTERRUPTIBLE = """
@@ -185,14 +182,11 @@ def test_torchrun_that_gives_up_is_no_success(folder: Path) -> None:
     if not hasattr(LocalElasticAgent, "_check_uninterruptible_state_timeout"):
         pytest.skip("this torch does not look for workers in uninterruptible sleep")
     (folder / "stuck.py").write_text(UNINTERRUPTIBLE)
-    job = Job(folder, nodes=1)
-    try:
+    with contextlib.closing(Job(folder, nodes=1)) as job:
         job.start_coordinator()
         job.start_node(0, "stuck.py", TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1")
         report = finish(job, "job-0-0")
         assert report["round"] == 2, "its workers were started again"
-    finally:
-        job.close()
 
 
 def test_a_node_lost_after_its_peer_has_finished_is_no_success(job: Job) -> None:
@@ -242,8 +236,7 @@ def test_a_coordinator_that_stands_still_costs_no_pod(job: Job) -> None:
 
 
 def test_a_cut_connection_costs_a_restart_and_nothing_more(folder: Path) -> None:
-    job = Job(folder, nodes=1)
-    try:
+    with contextlib.closing(Job(folder, nodes=1)) as job:
         job.start_coordinator()
         job.wait_until(lambda r: True)
         proxy = Proxy(job.port)
@@ -254,13 +247,10 @@ def test_a_cut_connection_costs_a_restart_and_nothing_more(folder: Path) -> None
         proxy.cut()
         report = finish(job, "job-0-0")
         assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("PeerLost", "job-0-0")]
-    finally:
-        job.close()
 
 
 def test_commands_without_python_and_several_processes_per_node(folder: Path) -> None:
-    job = Job(folder, procs=2)
-    try:
+    with contextlib.closing(Job(folder, procs=2)) as job:
         command = (sys.executable, STEPS, "--steps", "6", "--exit-at", "3", "--rank", "3")
         job.start_coordinator()
         job.start_node(0, *command, torchrun=("--no-python",))
@@ -275,8 +265,6 @@ def test_commands_without_python_and_several_processes_per_node(folder: Path) ->
             7,
         )
         assert incident["message"] == "ended with exit code 7" and incident["traceback"] == ""
-    finally:
-        job.close()
 
 
 def test_what_cannot_start_says_why(folder: Path) -> None:
@@ -287,8 +275,7 @@ def test_what_cannot_start_says_why(folder: Path) -> None:
     (folder / "broken" / "torch").mkdir(parents=True)
     (folder / "broken" / "torch" / "__init__.py").write_text("raise OSError('libtorch.so is missing')")
     read_only = ("sh", "-c", 'ulimit -f 0; exec "$@"', "sh")  # No file can be written, as with a read-only root.
-    job = Job(folder, nodes=5, store=False)
-    try:
+    with contextlib.closing(Job(folder, nodes=5, store=False)) as job:
         job.start_coordinator()
         job.start_node(0, "no/such/script.py")
         job.start_node(1, "no_such_package.train", torchrun=("-m",))
@@ -305,13 +292,10 @@ def test_what_cannot_start_says_why(folder: Path) -> None:
         assert "libtorch.so is missing" in text[3] and sys.executable in text[3]
         assert "torchrun cannot start: " in text[4] and text[4].endswith("; give the container a writable /tmp")
         assert job.end("job-0-0") == {"kind": "InitFailure", "message": text[0], "traceback": ""}
-    finally:
-        job.close()
 
 
 def test_tokens_attempts_and_stop(folder: Path) -> None:
-    job = Job(folder, store=False)
-    try:
+    with contextlib.closing(Job(folder, store=False)) as job:
         job.start_coordinator()
         job.start_node(1, STEPS, DDPJOB_TOKEN="another job's")
         job.start_node(0, STEPS)
@@ -324,15 +308,12 @@ def test_tokens_attempts_and_stop(folder: Path) -> None:
         assert job.wait_exit("job-0-1") == 77
         assert job.end("job-0-1")["message"] == "the budget is spent"
         assert job.processes["job-1-0"].poll() is None, "it retries: the coordinator of its job may get this address"
-    finally:
-        job.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")
 def test_as_first_process_of_a_container(folder: Path) -> None:
     """PID 1 passes SIGTERM on, ends with the launcher's code, and the namespace takes everything with it."""
-    job = Job(folder, nodes=1)
-    try:
+    with contextlib.closing(Job(folder, nodes=1)) as job:
         job.start_coordinator()
         launcher = job.start_node(0, STEPS, "--steps", "1000", prefix=("unshare", "--pid", "--fork", "--mount-proc"))
         job.wait_until(lambda r: stepping(job))
@@ -341,5 +322,3 @@ def test_as_first_process_of_a_container(folder: Path) -> None:
         assert job.wait_exit("job-0-0") == 143
         assert job.end("job-0-0")["kind"] == "Signal"
         assert job.workers() == []
-    finally:
-        job.close()

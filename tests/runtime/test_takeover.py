@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_world import FAST, Settings, World
+from coordinator_world import FAST, World
+from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.coordinator.takeover import ADOPT_SECONDS, BROKEN_SECONDS
 
 
@@ -48,7 +49,7 @@ def test_spares_that_are_back_first_do_not_make_a_second_group() -> None:
     assert all(world.verbs(m) == ["welcome"] for m in members + spares)
 
 
-def test_members_that_come_back_late_are_waited_for_while_nothing_says_that_the_round_is_over() -> None:
+def test_late_members_are_waited_for_until_the_round_is_known_to_be_over() -> None:
     world = second(3)
     first = world.resume(0, 7, 0, 3)
     world.resume(1, 7, 1, 3)
@@ -147,7 +148,7 @@ def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> 
     assert world.report()["round"] > 7 and world.ranks() == [0, 1]
 
 
-def test_a_member_that_comes_back_late_leaves_those_that_save_for_a_planned_restart_their_time() -> None:
+def test_a_late_member_leaves_others_time_to_save_for_a_planned_restart() -> None:
     """Its name server may return the address of the earlier coordinator for half a minute."""
     world = second(3)
     members = []
@@ -215,7 +216,7 @@ def test_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
     assert world.report()["members"] == []
 
 
-def test_a_member_that_comes_back_to_a_superseded_coordinator_is_told_why_and_not_stopped() -> None:
+def test_a_member_of_a_superseded_coordinator_is_told_why_and_not_stopped() -> None:
     """Its launcher looks for the later coordinator, with its workers. Nothing that it says is an illegal transition."""
     world = World(2)
     world.form(2)
@@ -229,7 +230,7 @@ def test_a_member_that_comes_back_to_a_superseded_coordinator_is_told_why_and_no
 
 def test_a_first_coordinator_waits_for_nobody_to_come_back() -> None:
     world = World(2, mode=FAST)
-    world.restart_coordinator(Settings(2, 2, mode=FAST))
+    world.restart_coordinator(CoordinatorSettings(2, 2, mode=FAST))
     world.ready(world.hello(0), world.hello(1))
     assert world.round.number == 1
 

@@ -12,8 +12,10 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ddpjob_runtime import worker
 from machine import slowness
 from runtime_harness import RUNTIME
 
@@ -485,3 +487,8 @@ def test_the_first_rank_of_a_round_that_fails_is_the_reason_of_the_containers_en
 def test_a_rank_that_cannot_begin_says_so(tmp_path: Path) -> None:
     of_torchrun(tmp_path, write(tmp_path, "fails.py", "import no_such_module\n"), RANK="0")
     assert json.loads((tmp_path / "end").read_text())["init"] is True
+
+
+def test_a_torch_without_the_lock_of_builders_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    worker.mend_baton(SimpleNamespace())
+    assert "this torch has no FileBaton.try_acquire" in capsys.readouterr().err

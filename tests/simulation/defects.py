@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from ddpjob.core import decide, follow
+from ddpjob.core import gates, suspend
 from ddpjob.core.failures import merge_causes, node_health
 from ddpjob.core.failures.classify import Cause, End
+from ddpjob.core.follow import attribution
 from ddpjob.core.plan import slots
 from ddpjob.core.view import View
 from ddpjob_runtime.coordinator.coordinator import Coordinator
@@ -51,10 +52,12 @@ def _no_new_generation(view: View) -> Any:
     return _right_suspend(_Blind(view.job, view.status, view.world, view.now))
 
 
-_right_suspend = decide._suspend
+_right_suspend = suspend.suspend
 
 DEFECTS: dict[str, Defect] = {
-    "an incident is counted at each reconcile": Defect("core", (), follow, "with_seen", lambda status, *_: status, 9),
+    "an incident is counted at each reconcile": Defect(
+        "core", (), attribution, "with_seen", lambda status, *_: status, 9
+    ),
     "every end of a pod is a cause": Defect(
         "core", ("exit-pair", "watch-gap", "kill-operator"), merge_causes, "_belongs", lambda *_: False, 34
     ),
@@ -68,7 +71,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "the names of dropped slots are used again": Defect("core", ("scale",), slots, "_unused", lambda status: 0, 3),
     "a suspended job forgets the pods that no status shows": Defect(
-        "core", ("suspend", "kill-operator", "template"), decide, "_suspend", _no_new_generation, 9
+        "core", ("suspend", "kill-operator", "template"), gates, "suspend", _no_new_generation, 9
     ),
     "a move to another node counts as a failure": Defect(
         "core", ("agent",), node_health, "End", lambda _, message: End(Cause.WORKER_FAILED, message), 1

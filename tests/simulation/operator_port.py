@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from ddpjob.api.job import DDPJob, queue_labels, taken_class
@@ -19,7 +18,7 @@ from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_status import JobStatus
 from ddpjob.controller.pod_views import read_claim, read_pod, read_workload
 from ddpjob.core.decision import Event
-from ddpjob.core.volumes import claims_to_read
+from ddpjob.core.volumes import list_claims_to_read
 from ddpjob.core.world import (
     LABEL_ROLE,
     LABEL_UID,
@@ -39,7 +38,6 @@ from ddpjob.objects.isolation import policy_name
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pod_template import problems
 from ddpjob.objects.service import runtime_name
-from ddpjob.objects.workload import marked, released
 from ddpjob_runtime.protocol import Report
 
 from .clock import Clock
@@ -69,7 +67,9 @@ class MemoryCluster:
         self.platform = Platform(operator_key=b"key")
         self.points = 0
         """Before and after every write there is one."""
-        self.die_at: set[int] = set()
+        self.is_repeated = False
+        """Whether nothing has changed since the point before: it is the one before a write that follows another one."""
+        self.die_at: Container[int] = ()
         self.dead = False
         self.conflicts = 0
         """So many of the next writes of the status meet another writer."""
@@ -153,7 +153,7 @@ class MemoryCluster:
             receivers=frozenset({"team"}),
             offer=self.classes.offer(job),
             outcomes=dict(self.outcomes),
-            claims=tuple(self._claim(name) for name in claims_to_read(job, pods)),
+            claims=tuple(self._claim(name) for name in list_claims_to_read(job, pods)),
             claim_template=template_mark(job),
             report=self._report(endpoint) if endpoint else None,
             problems=problems(job.spec.pod_template)
@@ -213,7 +213,9 @@ class MemoryCluster:
     def _call(self, what: str, act: Callable[[], Any]) -> Any:
         if self.dead:
             raise Killed
+        self.is_repeated = bool(self.actions)
         self._point(f"before {what}")
+        self.is_repeated = False
         self.network.say(f"operator: {what}")
         self.actions.append(what)
         result = act()
@@ -255,7 +257,7 @@ class MemoryCluster:
                 owners = [o["uid"] for o in found["metadata"].get("ownerReferences", ())]
                 owners += [found["metadata"].get("labels", {}).get(LABEL_UID)] if "Claim" in kind else []
                 if job.uid not in owners or "deletionTimestamp" in found["metadata"]:
-                    raise NameTaken("an object of this name is still being removed") from None
+                    raise NameTaken("an object with this name is still being removed") from None
             if kind == "Secret":
                 self._token = name
             self.changed()
@@ -270,35 +272,23 @@ class MemoryCluster:
 
         self._call(f"deletes {name} (grace {grace})", act)
 
-    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
+    async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
         def act() -> None:
             with contextlib.suppress(Refusal):
-                self.store.delete("PodGroup", name, uid)
+                self.store.delete(kind, name, uid)
 
-        self._call(f"deletes PodGroup {name}", act)
+        self._call(f"deletes {kind} {name}", act)
 
-    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        def act() -> None:
-            with contextlib.suppress(Refusal):
-                self.store.delete("Workload", name, uid)
-
-        self._call(f"deletes Workload {name}", act)
-
-    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
-        change = partial(marked, condition=condition, reason=reason, message=message)
-        self._change_workload(f"marks Workload {name} {condition}", name, uid, change)
-
-    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        self._change_workload(f"releases Workload {name}", name, uid, released)
-
-    def _change_workload(self, what: str, name: str, uid: str, change: Callable[[Json, datetime], Json | None]) -> None:
+    async def change_workload(
+        self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
+    ) -> None:
         def act() -> None:
             found = self.store.find("Workload", name)
             changed = change(found, self.clock.moment()) if found and found["metadata"]["uid"] == uid else None
             if changed is not None:
                 self.store.replace_status("Workload", name, changed)
 
-        self._call(what, act)
+        self._call(f"changes Workload {name}", act)
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         def act() -> None:
@@ -307,13 +297,6 @@ class MemoryCluster:
             self.changed()
 
         self._call(f"labels {name} {role}", act)
-
-    async def delete_job(self, job: DDPJob) -> None:
-        def act() -> None:
-            with contextlib.suppress(Refusal):
-                self.store.delete("DDPJob", job.name, job.uid)
-
-        self._call("deletes the job", act)
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         token, content = self.platform.token(job), json.dumps(body).encode()

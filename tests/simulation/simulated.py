@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from ddpjob.engine.reconcile import reconcile
 
@@ -93,6 +93,27 @@ class Simulation:
     async def until_phase(self, phase: str, limit: int = 400) -> None:
         """Until the status shows the phase."""
         await self.until(lambda: self.phase == phase, limit)
+
+    async def begun(self) -> Self:
+        """This world, once the job runs."""
+        await self.until_phase("Running")
+        return self
+
+    async def passes(self, seconds: int) -> None:
+        """One reconcile each second, whatever it does."""
+        for _ in range(seconds):
+            await self.one_pass()
+            self.advance(1)
+
+    async def suspended(self) -> None:
+        """Its user suspends the job, and all pods end."""
+        self.change_spec({"runPolicy": {"suspend": True}})
+        await self.until(lambda: self.phase == "Suspended" and not self.pods)
+
+    async def resumed(self, phase: str = "Running") -> None:
+        """Its user resumes the job."""
+        self.change_spec({"runPolicy": {"suspend": False}})
+        await self.until_phase(phase)
 
     def inventory(self) -> str:
         """The pods and the coordinators, for a failing test."""

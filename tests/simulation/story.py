@@ -163,7 +163,7 @@ class Story:
         s = self.s
         if s.cluster.lose_reports:
             return  # each reconcile sees another world
-        s.cluster.die_at.clear()
+        s.cluster.die_at = ()
         for _ in range(4):
             if not await s.one_pass():
                 return
@@ -236,7 +236,7 @@ class Story:
         if self._candidate is not None and s.now - self._candidate >= APART:
             self.certain += 1
         s.network.say("calm: nothing more happens, and everything is repaired")
-        s.cluster.die_at.clear()
+        s.cluster.die_at = ()
         s.cluster.conflicts = 0
         s.cluster.lose_messages = s.cluster.repeat_messages = s.cluster.delay_messages = s.cluster.lose_reports = 0.0
         s.network.operator_cut = False

@@ -29,12 +29,6 @@ def platform_team_sets(s: Simulation, **classes: Json) -> None:
     s.cluster.classes = JobClasses.read(classes)
 
 
-async def passes(s: Simulation, seconds: int) -> None:
-    for _ in range(seconds):
-        await s.one_pass()
-        s.advance(1)
-
-
 def images(s: Simulation) -> set[str]:
     return {c["image"] for body in s.store.all("Pod") for c in body["spec"]["containers"]}
 
@@ -52,8 +46,7 @@ def events(s: Simulation) -> list[str]:
 
 
 async def test_a_job_has_what_its_class_gives() -> None:
-    s = classed({"env": [{"name": "MINE", "value": "1"}]}, h100=H100)
-    await s.until_phase("Running")
+    s = await classed({"env": [{"name": "MINE", "value": "1"}]}, h100=H100).begun()
     assert images(s) == {"team/train:1"}, "the coordinator's too"
     assert all((v["NCCL_IB_HCA"], v["MINE"]) == ("mlx5", "1") for v in variables(s)) and len(variables(s)) == 2
     taken = s.status["jobClass"]
@@ -71,14 +64,16 @@ async def test_a_job_writes_the_class_before_it_creates_anything() -> None:
 
 async def test_a_missing_class_is_waited_for() -> None:
     s = classed(other={"namespaces": ["elsewhere"]}, a100=H100)
-    await passes(s, 30)
+    await s.passes(30)
     assert s.phase == "Pending" and not s.pods and "startTime" not in s.status
     condition = conditions(s)["ClassApplied"]
     assert (condition["status"], condition["reason"]) == ("False", "ClassMissing")
-    assert 'spec.className: "h100" is none of the classes' in condition["message"] and "(a100)" in condition["message"]
+    assert (
+        'spec.className: "h100" is not one of the classes' in condition["message"] and "(a100)" in condition["message"]
+    )
     assert events(s) == ["ClassMissing"], "once"
     writes = s.cluster.writes
-    await passes(s, 5)
+    await s.passes(5)
     assert s.cluster.writes == writes
     platform_team_sets(s, h100=H100)
     await s.until_phase("Complete")
@@ -87,18 +82,17 @@ async def test_a_missing_class_is_waited_for() -> None:
 
 async def test_a_class_of_other_namespaces_is_missing() -> None:
     s = classed(h100={**H100, "namespaces": ["elsewhere"]})
-    await passes(s, 3)
+    await s.passes(3)
     assert conditions(s)["ClassApplied"]["reason"] == "ClassMissing" and not s.pods
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])
 async def test_a_running_job_keeps_the_class_that_it_has_taken(gone: bool) -> None:
-    s = classed(h100=H100, steps=200)
-    await s.until_phase("Running")
+    s = await classed(h100=H100, steps=200).begun()
     before = s.status["jobClass"]
     other = {**H100, "spec": {"image": "team/train:2"}, "limits": {"maxNodes": 1}}
     platform_team_sets(s, **({} if gone else {"h100": other}))
-    await passes(s, 5)
+    await s.passes(5)
     assert s.phase == "Running" and s.status["restarts"]["total"] == 0
     s.delete(s.nodes()[0].name)
     await s.until(lambda: s.status["restarts"]["total"] == 1)
@@ -108,16 +102,14 @@ async def test_a_running_job_keeps_the_class_that_it_has_taken(gone: bool) -> No
 
 
 async def test_a_resumed_job_takes_the_class_as_it_is_then() -> None:
-    s = classed(h100=H100, steps=200)
-    await s.until_phase("Running")
+    s = await classed(h100=H100, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}})
-    await passes(s, 60)
+    await s.passes(60)
     assert not [p for p in s.pods.values() if not p.ended]
     platform_team_sets(s, h100={**H100, "spec": {"image": "team/train:2"}})
-    await passes(s, 5)
+    await s.passes(5)
     assert s.status["jobClass"]["spec"]["image"] == "team/train:1", "it is looked at when the job resumes"
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     now = str(s.status["rendezvous"]["generation"])
     pods = [body for body in s.store.all("Pod") if body["metadata"]["labels"]["ddpjob.io/generation"] == now]
     assert {c["image"] for body in pods for c in body["spec"]["containers"]} == {"team/train:2"}
@@ -126,28 +118,27 @@ async def test_a_resumed_job_takes_the_class_as_it_is_then() -> None:
 
 
 async def test_a_resumed_job_whose_class_is_gone_or_refuses_it_waits_and_keeps_what_it_has() -> None:
-    s = classed(h100=H100, steps=200)
-    await s.until_phase("Running")
+    s = await classed(h100=H100, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}})
-    await passes(s, 60)
+    await s.passes(60)
     platform_team_sets(s)
     s.change_spec({"runPolicy": {"suspend": False}})
-    await passes(s, 30)
+    await s.passes(30)
     assert s.phase == "Suspended" and conditions(s)["Suspended"]["reason"] == "ClassMissing"
     platform_team_sets(s, h100={**H100, "limits": {"maxNodes": 1}})
-    await passes(s, 30)
+    await s.passes(30)
     assert s.phase == "Suspended" and conditions(s)["ClassApplied"]["reason"] == "ClassRefused"
     assert not [p for p in s.pods.values() if not p.ended]
     platform_team_sets(s, h100=H100)
     await s.until_phase("Complete")
 
 
-async def test_a_job_that_was_created_suspended_and_is_resumed_without_its_class_names_the_class() -> None:
+async def test_a_job_created_suspended_and_resumed_without_its_class_names_it() -> None:
     s = classed({"runPolicy": {"suspend": True}})
-    await passes(s, 3)
+    await s.passes(3)
     assert s.phase == "Suspended" and conditions(s)["Suspended"]["reason"] == "Suspended"
     s.change_spec({"runPolicy": {"suspend": False}})
-    await passes(s, 30)
+    await s.passes(30)
     suspended = conditions(s)["Suspended"]
     assert suspended["reason"] == "ClassMissing" and "the job waits until the platform team" in suspended["message"]
     assert not s.pods and events(s) == ["Suspended", "ClassMissing"]
@@ -161,10 +152,9 @@ async def test_a_job_that_was_created_suspended_and_is_resumed_without_its_class
 async def test_a_job_is_of_the_class_that_it_names_although_nobody_saw_its_suspension(gone: bool) -> None:
     """It was suspended, changed and resumed while no operator looked."""
     other = {"a100": {**H100, "spec": {"image": "team/other:1"}}}
-    s = classed(h100=H100, steps=200, **({} if gone else other))
-    await s.until_phase("Running")
+    s = await classed(h100=H100, steps=200, **({} if gone else other)).begun()
     s.change_spec({"className": "a100"})
-    await passes(s, 60)
+    await s.passes(60)
     if gone:
         assert s.phase == "Suspended" and conditions(s)["Suspended"]["reason"] == "ClassMissing"
         assert not [p for p in s.pods.values() if not p.ended]
@@ -184,14 +174,14 @@ async def test_a_pod_template_is_judged_with_what_the_class_gives(suspended: boo
     given = {**H100, "spec": {**H100["spec"], "podTemplate": theirs}}
     own = {"spec": {"initContainers": [{"name": "fetch", "env": [{"name": "FROM", "value": "b"}]}]}}
     s = classed({"podTemplate": own, "runPolicy": {"suspend": suspended}}, h100=given)
-    await passes(s, 3)
+    await s.passes(3)
     assert s.phase == ("Suspended" if suspended else "Starting")
     s.change_spec({"runPolicy": {"suspend": False}})
-    await passes(s, 3)
+    await s.passes(3)
     made = [c for body in s.store.all("Pod") for c in body["spec"].get("initContainers", ())]
     assert len(made) == 2 and {c["image"] for c in made} == {"team/fetch:1"} and made[0]["env"][0]["name"] == "FROM"
     faulty = classed({"podTemplate": {"spec": {"hostname": "mine"}}}, h100=given)
-    await passes(faulty, 3)
+    await faulty.passes(3)
     assert conditions(faulty)["Failed"]["reason"] == "InvalidPodTemplate"
 
 
@@ -202,7 +192,7 @@ async def test_a_pod_template_is_judged_with_what_the_class_gives(suspended: boo
     ("spec", "given", "says"),
     [
         ({"nodes": 3, "spares": 1}, H100, "spec.nodes: 4 with the spares, and class h100 allows at most 3"),
-        ({"image": "other/train:1"}, H100, "spec.image: other/train:1 is none of the images"),
+        ({"image": "other/train:1"}, H100, "spec.image: other/train:1 is not one of the images"),
         ({"image": "team/other:1"}, {**H100, "fixed": ["image"]}, "spec.image: is set by class h100"),
         ({}, {}, "spec.image: required, but neither the job nor class h100 names one"),
     ],
@@ -211,7 +201,7 @@ async def test_a_job_that_breaks_a_rule_of_its_class_fails_with_nothing_created(
     spec: Json, given: Json, says: str
 ) -> None:
     s = classed(spec, h100=given)
-    await passes(s, 3)
+    await s.passes(3)
     failed = conditions(s)["Failed"]
     assert s.phase == "Failed" and failed["reason"] == "ClassRefused" and failed["message"].startswith(says)
     assert not s.pods and not list(s.store.all("Service")) and "ClassRefused" in events(s)
@@ -224,10 +214,9 @@ async def test_a_job_may_override_what_is_not_fixed() -> None:
 
 
 async def test_a_running_job_that_is_scaled_beyond_its_class_grows_as_far_as_it_allows() -> None:
-    s = classed(h100=H100, steps=400)
-    await s.until_phase("Running")
+    s = await classed(h100=H100, steps=400).begun()
     s.change_spec({"nodes": 8})
-    await passes(s, 30)
+    await s.passes(30)
     assert s.phase == "Running" and len(s.status["slots"]) == 3 and s.status["restarts"]["counted"] == 0
     condition = conditions(s)["ClassApplied"]
     assert condition["reason"] == "ClassExceeded"
@@ -242,18 +231,16 @@ async def test_a_running_job_that_is_scaled_beyond_its_class_grows_as_far_as_it_
 async def test_what_class_and_job_set_by_halves_is_held_to_the_definitions_rules() -> None:
     s = classed({"script": None, "command": ["train"]}, h100={"spec": {"image": "team/train:1", "preflight": {}}})
     del s.spec["script"]
-    await passes(s, 2)
+    await s.passes(2)
     assert "preflight cannot be used with command" in conditions(s)["Failed"]["message"]
 
 
 async def test_a_job_that_names_no_class_any_more_runs_without() -> None:
-    s = classed({"image": "team/mine:1"}, h100=H100, steps=200)
-    await s.until_phase("Running")
+    s = await classed({"image": "team/mine:1"}, h100=H100, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}})
-    await passes(s, 60)
+    await s.passes(60)
     del s.spec["className"]
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     assert "jobClass" not in s.status and "ClassApplied" not in conditions(s)
 
 

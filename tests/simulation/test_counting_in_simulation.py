@@ -13,8 +13,7 @@ from .test_recovery_in_simulation import FAST, passes, reasons, running
 
 
 async def test_two_pods_out_of_memory_count_once() -> None:
-    s = Simulation({"nodes": 2}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.end("job-0-0", 137, "OOMKilled")
     await s.one_pass()
     s.advance(1)
@@ -29,8 +28,7 @@ async def test_two_pods_out_of_memory_count_once() -> None:
 
 
 async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback() -> None:
-    s = Simulation({"recovery": {"maxRestarts": 0}}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"recovery": {"maxRestarts": 0}}, steps=1000).begun()
     s.force_delete("job-1-0")
     await s.until(lambda: reasons(s) == [("Deleted", False)])
     await s.until_phase("Running")
@@ -48,11 +46,10 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_without_restarts_the_program_waits_for_the_verdict_and_continues_where_none_comes(
+async def test_without_restarts_the_program_waits_for_the_verdict_for_a_while(
     mode: str,
 ) -> None:
-    s = Simulation({"recovery": {"mode": mode, "maxRestarts": 0}}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"recovery": {"mode": mode, "maxRestarts": 0}}, steps=1000).begun()
     first = s.report()["round"]
     s.worker_fails("job-0-0")
     s.advance(4)
@@ -85,8 +82,9 @@ async def test_the_budget_is_whole_again_after_healthy_training() -> None:
 
 
 async def test_a_rule_fails_the_job_with_the_cause() -> None:
-    s = Simulation({"recovery": {"rules": [{"cause": "ExitCode", "exitCodes": [7], "action": "Fail"}]}}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation(
+        {"recovery": {"rules": [{"cause": "ExitCode", "exitCodes": [7], "action": "Fail"}]}}, steps=1000
+    ).begun()
     s.worker_fails("job-0-0", code=3)
     await s.until(lambda: reasons(s) == [("WorkerFailed", True)])
     await s.until_phase("Running")
@@ -102,8 +100,7 @@ async def test_a_rule_fails_the_job_with_the_cause() -> None:
 
 
 async def test_incidents_have_their_causes() -> None:
-    s = Simulation({"recovery": {"maxRestarts": 1000, "hangAfterSeconds": 10}}, steps=10000)
-    await s.until_phase("Running")
+    s = await Simulation({"recovery": {"maxRestarts": 1000, "hangAfterSeconds": 10}}, steps=10000).begun()
     await passes(s, 3)
     s.worker_fails("job-1-0", "killed by the kernel", -9, oom=True)
     await s.until(lambda: reasons(s)[-1:] == [("OOMKilled", True)])
@@ -257,8 +254,7 @@ async def test_a_program_that_fails_in_every_pod_waits_longer_each_time(spec: Js
 
 
 async def test_pods_deleted_by_hand_never_wait() -> None:
-    s = Simulation({**FAST, "nodes": 2}, steps=10000)
-    await s.until_phase("Running")
+    s = await Simulation({**FAST, "nodes": 2}, steps=10000).begun()
     for attempt in range(10):
         began = s.now
         s.force_delete(f"job-1-{attempt}")
@@ -275,23 +271,19 @@ async def test_pods_deleted_by_hand_never_wait() -> None:
 async def test_a_suspension_uses_up_the_names_of_pods_that_no_status_shows() -> None:
     s = Simulation({}, steps=1000)
     await s.one_pass()  # the pods are created, and no reconcile has seen them yet
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.suspended()
+    await s.resumed()
     assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-1"]
 
 
 async def test_a_suspension_in_the_middle_of_a_restart_is_no_part_of_its_duration() -> None:
-    s = Simulation({}, steps=10**6)
-    await s.until_phase("Running")
+    s = await Simulation({}, steps=10**6).begun()
     s.force_delete("job-1-0")
     await s.until_phase("Restarting")
     s.change_spec({"runPolicy": {"suspend": True}})
     await passes(s, 600, 10)
     assert s.phase == "Suspended" and not s.pods
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     s.force_delete("job-0-1")
     await s.until_phase("Restarting")
     await s.until_phase("Running")
@@ -300,8 +292,7 @@ async def test_a_suspension_in_the_middle_of_a_restart_is_no_part_of_its_duratio
 
 
 async def test_a_pod_whose_containers_end_together_counts_once() -> None:
-    s = Simulation({"nodes": 1, "rendezvous": {"placement": "Master"}}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 1, "rendezvous": {"placement": "Master"}}, steps=1000).begun()
     host = s.host_of("job-0-0")
     s.cut(host.name, noticed_after=None)
     s.machines.lose(host)
@@ -315,8 +306,7 @@ async def test_a_pod_whose_containers_end_together_counts_once() -> None:
 
 
 async def test_a_host_that_is_started_again_costs_nothing() -> None:
-    s = Simulation({"nodes": 2, "recovery": {"maxRestarts": 0}}, steps=100)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 2, "recovery": {"maxRestarts": 0}}, steps=100).begun()
     host = s.host_of("job-0-0")
     s.cut(host.name, noticed_after=None)
     s.machines.lose(host)
@@ -331,8 +321,7 @@ async def test_a_host_that_is_started_again_costs_nothing() -> None:
 @pytest.mark.parametrize(("placement", "state"), [("Dedicated", "Planned"), ("Master", "Running")])
 async def test_a_status_that_is_ahead_of_its_pods_gets_others(placement: str, state: str) -> None:
     """Changed by hand: the coordinator that it names is not that of the pods, which the operator then never asks."""
-    s = Simulation({"rendezvous": {"placement": placement}}, steps=100)
-    await s.until_phase("Running")
+    s = await Simulation({"rendezvous": {"placement": placement}}, steps=100).begun()
     s.status["rendezvous"] |= {"generation": 5, "state": state}
     await s.until(lambda: s.status["rendezvous"]["generation"] == 6)
     assert set(reasons(s)) == {("RendezvousLost", False)}
@@ -351,8 +340,7 @@ async def test_a_token_that_is_deleted_before_the_pods_start_is_made_again() -> 
 
 
 async def test_a_coordinator_beside_a_trainer_that_runs_out_of_memory_names_its_own_limit() -> None:
-    s = Simulation({"rendezvous": {"placement": "Master"}}, steps=100)
-    await s.until_phase("Running")
+    s = await Simulation({"rendezvous": {"placement": "Master"}}, steps=100).begun()
     pod = s.pods["job-0-0"]
     assert pod.coordinator is not None
     pod.coordinator.kill()

@@ -5,7 +5,10 @@ The job ends as if it had not, and nothing is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import os
+import pickle
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import replace
 
 import ddpjob.engine.reconcile as reconcile_module
@@ -60,10 +63,8 @@ async def coordinator_deleted(s: Simulation) -> None:
 
 async def suspended_and_resumed(s: Simulation) -> None:
     await s.until_phase("Running")
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Complete")
+    await s.suspended()
+    await s.resumed("Complete")
 
 
 async def scaled(s: Simulation) -> None:
@@ -245,7 +246,53 @@ def outcome(s: Simulation) -> object:
     return s.phase, restarts["counted"], restarts["uncounted"] - echoes, reasons, got
 
 
-async def run(scenario: Scenario, die_at: set[int], placement: str) -> Simulation:
+class Forks:
+    """Every point of a simulation, each for a fork of this process: it alone dies there, and reports its outcome.
+
+    So the story before a point is played once, and not once for each point after it. A repeated point is left out.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.outcomes: dict[int, object] = {}
+        self._answer: int | None = None
+        """In a fork."""
+
+    def __contains__(self, point: int) -> bool:
+        if self._answer is not None or self.simulation.cluster.is_repeated:
+            return False
+        loop = asyncio.get_running_loop()
+        inward, outward = os.pipe()
+        child = os.fork()
+        if child == 0:
+            asyncio._set_running_loop(loop)
+            os.close(inward)
+            self._answer = outward
+            return True
+        os.close(outward)
+        with os.fdopen(inward, "rb") as answers:
+            self.outcomes[point] = pickle.load(answers)
+        os.waitpid(child, 0)
+        return False
+
+    async def play(self, scenario: Scenario) -> object:
+        """Play to the end, and return the outcome. A fork ends here instead."""
+        self.simulation.cluster.die_at = self
+        try:
+            await scenario(self.simulation)
+            end = outcome(self.simulation)
+        except BaseException as error:
+            if self._answer is None:
+                raise
+            end = repr(error)
+        if self._answer is not None:
+            with os.fdopen(self._answer, "wb") as answer:
+                pickle.dump(end, answer)
+            os._exit(0)
+        return end
+
+
+async def run(scenario: Scenario, die_at: Container[int], placement: str) -> Simulation:
     simulation = Simulation({"rendezvous": {"placement": placement}})
     simulation.cluster.die_at = die_at
     await scenario(simulation)
@@ -259,11 +306,11 @@ CASES = [(scenario, "Dedicated") for scenario in SCENARIOS] + [
 
 
 async def die_everywhere(scenario: Scenario, placement: str) -> None:
-    undisturbed = await run(scenario, set(), placement)
-    assert undisturbed.cluster.points >= 10
-    for point in range(1, undisturbed.cluster.points + 1):
-        disturbed = await run(scenario, {point}, placement)
-        assert outcome(disturbed) == outcome(undisturbed), f"died at point {point}"
+    forks = Forks(Simulation({"rendezvous": {"placement": placement}}))
+    undisturbed = await forks.play(scenario)
+    assert len(forks.outcomes) >= 10
+    for point, disturbed in forks.outcomes.items():
+        assert disturbed == undisturbed, f"died at point {point}; to see it, run(scenario, {{{point}}}, placement)"
 
 
 @pytest.mark.parametrize(("scenario", "placement"), CASES, ids=lambda c: c if isinstance(c, str) else c.__name__)
@@ -316,8 +363,7 @@ async def test_the_operator_dies_at_every_second_point(scenario: Scenario) -> No
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_job_whose_finished_pods_are_removed_while_nobody_looks_is_complete(mode: str) -> None:
     """By the garbage collector of ended pods, or a cleaner: the coordinator, which has not ended, knows it."""
-    s = Simulation({"recovery": {"mode": mode}}, steps=20)
-    await s.until_phase("Running")
+    s = await Simulation({"recovery": {"mode": mode}}, steps=20).begun()
     s.advance(120)
     assert all(p.ended for p in s.nodes()), s.inventory()
     for pod in s.nodes():
@@ -329,12 +375,11 @@ async def test_a_job_whose_finished_pods_are_removed_while_nobody_looks_is_compl
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_is_complete_whose_finished_pods_are_removed_with_the_coordinator_between_two_looks(
+async def test_a_job_whose_finished_pods_and_coordinator_are_removed_is_complete(
     mode: str,
 ) -> None:
     """The event of a pod's deletion shows that it has ended with 0."""
-    s = Simulation({"recovery": {"mode": mode}}, steps=20)
-    await s.until_phase("Running")
+    s = await Simulation({"recovery": {"mode": mode}}, steps=20).begun()
     s.advance(120)
     for name in list(s.pods):
         s.force_delete(name)

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ddpjob.core import decide, follow
+from ddpjob.core import decide
 from ddpjob.core.failures import liveness, merge_causes
+from ddpjob.core.follow import recording, replacing
 from ddpjob.core.plan import actions, slots
 from ddpjob.core.status import describe
 
@@ -42,7 +43,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
     ),
     "a lost pod gets its grace": (
         actions,
-        "given_up",
+        "is_given_up",
         lambda *_: False,
         places.test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force,
     ),
@@ -53,26 +54,26 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         places.test_out_of_service_is_believed_at_once,
     ),
     "a lost coordinator takes the group with it": (
-        follow,
-        "next_coordinator",
+        replacing,
+        "plan_next_coordinator",
         lambda status: replace(status, round=status.round + 1, slots=()),
         recovery.test_a_lost_coordinator_costs_no_step_in_mode_fast,
     ),
     "the report is believed although its pods are gone": (
         describe,
-        "training_nodes",
+        "count_training_nodes",
         lambda view: view.world.report.world if view.world.report else None,
         recovery.test_a_report_from_before_a_loss_is_not_believed,
     ),
     "the size is never sent": (
         decide,
-        "notifications",
+        "plan_notifications",
         lambda *_: (),
         recovery.test_the_size_is_sent_until_the_report_shows_it,
     ),
     "nothing waits": (
-        follow,
-        "repeated",
+        replacing,
+        "count_repetition",
         lambda *_: slots.Repeated(),
         counting.test_a_pod_that_fails_at_its_start_again_and_again_waits,
     ),
@@ -89,8 +90,8 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         recovery.test_a_spare_takes_over_and_the_replacement_is_the_new_spare,
     ),
     "bad nodes are not avoided": (
-        follow,
-        "avoided",
+        recording,
+        "find_avoided_nodes",
         lambda *_, **__: (),
         places.test_a_node_that_fails_the_job_again_and_again_is_avoided,
     ),

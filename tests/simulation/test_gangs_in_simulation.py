@@ -44,12 +44,6 @@ def grouped(s: Simulation) -> set[str]:
     return {name for name, p in s.pods.items() if "schedulingGroup" in p.body["spec"]}
 
 
-async def passes(s: Simulation, seconds: int) -> None:
-    for _ in range(seconds):
-        await s.one_pass()
-        s.advance(1)
-
-
 # --- the start
 
 
@@ -57,7 +51,7 @@ async def passes(s: Simulation, seconds: int) -> None:
 async def test_a_gang_holds_nothing_until_there_is_room_for_all_of_it(placement: str) -> None:
     s = WithGangs({"nodes": 4, "rendezvous": {"placement": placement}}, steps=20)
     s.machines.capacity = 3
-    await passes(s, 60)
+    await s.passes(60)
     assert not any(p.node for p in s.pods.values())
     assert groups(s) == {"job-gang-0": 5 if placement == "Dedicated" else 4}
     assert conditions(s)["Scheduled"]["message"].startswith("waits for 4 nodes at once")
@@ -70,7 +64,7 @@ async def test_without_a_gang_the_same_job_holds_what_there_is() -> None:
     """The check above sees the deliberate defect."""
     s = WithGangs({"nodes": 4, "scheduling": {"gang": False}})
     s.machines.capacity = 3
-    await passes(s, 60)
+    await s.passes(60)
     assert len(bound(s)) == 3 and not groups(s)
 
 
@@ -85,7 +79,7 @@ async def test_who_has_a_scheduler_or_a_group_of_its_own_gets_no_gang_unless_it_
     for gang, wanted in ((None, set()), (True, {"job-gang-0"})):
         scheduling = {**spec.get("scheduling", {}), **({} if gang is None else {"gang": gang})}
         s = WithGangs({"nodes": 2, **spec, "scheduling": scheduling})
-        await passes(s, 3)
+        await s.passes(3)
         assert len(s.nodes()) == 2 and set(groups(s)) == wanted
 
 
@@ -96,10 +90,10 @@ async def test_a_job_of_volcanos_gets_a_gang_unless_its_pods_name_one() -> None:
         await s.one_pass()
         await s.one_pass()
         assert len(s.nodes()) == 2 and {g["metadata"]["name"] for g in s.store.all("PodGroup")} == wanted
-        hint = "look at the events of PodGroup job-gang-0 (podgroups.scheduling.volcano.sh)"
+        hint = "read the events of PodGroup job-gang-0 (podgroups.scheduling.volcano.sh)"
         assert (hint in conditions(s)["Scheduled"]["message"]) is bool(wanted), "its scheduler has not said anything"
     s = Simulation({"nodes": 2, "scheduling": {"schedulerName": "volcano", "gang": True}})
-    await passes(s, 3)
+    await s.passes(3)
     assert "no PodGroups of Volcano in this cluster" in conditions(s)["Scheduled"]["message"] and not s.nodes()
 
 
@@ -108,12 +102,12 @@ async def test_two_jobs_that_each_need_everything(gang: bool) -> None:
     """The other job is a rival that takes what is free, as this one does, pod by pod or all at once."""
     s = WithGangs({"nodes": 2, "scheduling": {"gang": gang}}, steps=20)
     s.machines.capacity = 1  # the rival's first pod has the other half
-    await passes(s, 30)
+    await s.passes(30)
     rival_waits_forever = len(bound(s)) == 1
     assert rival_waits_forever is not gang
     if gang:
         s.machines.capacity = 0  # the rival finds its second half, and ends
-        await passes(s, 30)
+        await s.passes(30)
         s.machines.capacity = 2
         await s.until_phase("Complete")
 
@@ -121,7 +115,7 @@ async def test_two_jobs_that_each_need_everything(gang: bool) -> None:
 async def test_spares_and_elastic_nodes_come_after_the_gang() -> None:
     s = WithGangs({"nodes": 3, "spares": 1, "elastic": {"minNodes": 2}, **FAST}, steps=1000)
     s.machines.capacity = 1
-    await passes(s, 30)
+    await s.passes(30)
     assert sorted(p.index for p in s.nodes()) == [0, 1] and not bound(s)
     s.machines.capacity = 3
     await s.until_phase("Running")
@@ -139,9 +133,9 @@ async def test_a_single_node_needs_no_gang() -> None:
 async def test_a_pod_that_is_lost_before_the_gang_is_placed_is_one_of_the_gang_again() -> None:
     s = WithGangs({"nodes": 2}, steps=20)
     s.machines.capacity = 1
-    await passes(s, 10)
+    await s.passes(10)
     s.force_delete("job-1-0")
-    await passes(s, 10)
+    await s.passes(10)
     assert {"job-0-0", "job-1-1"} <= grouped(s) and not bound(s)
     s.machines.capacity = 2
     await s.until_phase("Complete")
@@ -153,9 +147,9 @@ async def test_a_pod_that_is_lost_before_the_gang_is_placed_is_one_of_the_gang_a
 async def test_a_gang_that_waits_follows_a_change_of_its_size(change: Json, size: int | None) -> None:
     s = WithGangs({"nodes": 3}, steps=20)
     s.machines.capacity = 0
-    await passes(s, 10)
+    await s.passes(10)
     s.change_spec(change)
-    await passes(s, 10)
+    await s.passes(10)
     assert groups(s) == ({"job-gang-1": size} if size else {}) and not bound(s)
     s.machines.capacity = 4
     await s.until_phase("Complete")
@@ -167,7 +161,7 @@ async def test_a_gang_that_waits_follows_a_change_of_its_size(change: Json, size
 
 async def test_a_job_that_insists_on_a_gang_waits_for_a_cluster_that_serves_it() -> None:
     s = Simulation({"scheduling": {"gang": True}}, steps=20)
-    await passes(s, 30)
+    await s.passes(30)
     assert not s.pods
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "GangNotServed" and "leave scheduling.gang out" in scheduled["message"]
@@ -176,21 +170,20 @@ async def test_a_job_that_insists_on_a_gang_waits_for_a_cluster_that_serves_it()
 
 
 async def test_what_the_cluster_serves_later_changes_no_running_job() -> None:
-    s = Simulation({}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({}, steps=1000).begun()
     for serves in (True, False):
         s.cluster.serves_gangs = serves
         before = set(s.pods)
-        await passes(s, 20)
+        await s.passes(20)
         assert set(s.pods) == before and s.status["restarts"]["total"] == 0
 
 
 async def test_a_gang_that_waits_goes_without_where_the_cluster_serves_none_any_more() -> None:
     s = WithGangs({}, steps=20)
     s.machines.capacity = 0
-    await passes(s, 10)
+    await s.passes(10)
     s.cluster.serves_gangs = False
-    await passes(s, 10)
+    await s.passes(10)
     assert not grouped(s)
     s.machines.capacity = 2
     await s.until_phase("Complete")
@@ -201,8 +194,7 @@ async def test_a_gang_that_waits_goes_without_where_the_cluster_serves_none_any_
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_pod_that_replaces_one_of_a_placed_gang_is_scheduled_by_itself(mode: str) -> None:
-    s = WithGangs({"nodes": 3, "recovery": {"mode": mode}}, steps=1000)
-    await s.until_phase("Running")
+    s = await WithGangs({"nodes": 3, "recovery": {"mode": mode}}, steps=1000).begun()
     s.force_delete("job-1-0")
     await s.until(lambda: s.phase == "Running" and "job-1-1" in s.pods)
     assert "job-1-1" not in grouped(s) and s.status["rendezvous"]["generation"] == 0
@@ -210,15 +202,14 @@ async def test_a_pod_that_replaces_one_of_a_placed_gang_is_scheduled_by_itself(m
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_what_cannot_train_gives_up_its_nodes_and_waits_as_a_gang(mode: str) -> None:
-    s = WithGangs({"nodes": 3, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=60)
-    await s.until_phase("Running")
+    s = await WithGangs({"nodes": 3, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=60).begun()
     s.machines.capacity = 2
     s.force_delete("job-1-0")
-    await passes(s, 20)
+    await s.passes(20)
     assert len(bound(s)) == 2, "the room may come back soon"
-    await passes(s, 60)
+    await s.passes(60)
     assert not bound(s) and groups(s) == {"job-gang-1": 4}
-    await passes(s, 300)
+    await s.passes(300)
     assert s.status["restarts"]["recent"][-1]["reason"] == "Yielded" and s.status["restarts"]["total"] == 2, "once"
     s.machines.capacity = 3
     await s.until_phase("Complete")
@@ -235,19 +226,20 @@ async def test_yields_are_not_limited_by_what_the_status_remembers() -> None:
         await s.until(lambda: not bound(s))
     assert s.status["restarts"]["uncounted"] == 16 and s.status["restarts"]["counted"] == 0
     said = s.status["restarts"]["recent"][-1]["message"]
-    assert said.startswith("1 pod has held a node for 30 s without training, and there is no room for pod job-")
-    assert said.endswith(": the job gives up what it holds and waits for 2 nodes at once")
+    assert said.startswith(
+        "1 pod has held a Kubernetes node for 30 s without training, and there is no room for pod job-"
+    )
+    assert said.endswith(": the job releases its pods and waits for 2 nodes at once")
     s.machines.capacity = 2
     await s.until_phase("Running")
 
 
 async def test_a_group_that_trains_with_fewer_yields_nothing() -> None:
-    s = WithGangs({"nodes": 3, "elastic": {"minNodes": 2}}, steps=10**6)
-    await s.until_phase("Running")
+    s = await WithGangs({"nodes": 3, "elastic": {"minNodes": 2}}, steps=10**6).begun()
     s.machines.capacity = 2
     s.force_delete("job-2-0")
     await s.until(lambda: s.status["nodes"]["display"] == "2/3" and s.phase == "Running")
-    await passes(s, 200)
+    await s.passes(200)
     assert len(bound(s)) == 2 and s.phase == "Running"
 
 
@@ -283,13 +275,12 @@ async def test_a_preempted_job_gives_up_the_rest_at_once(spec: Json) -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 async def test_a_preempted_job_leaves_its_room_to_the_gang_that_it_was_preempted_for(nodes: int) -> None:
     """The scheduler keeps none for a gang, and tries it again a while later."""
-    s = WithGangs({"nodes": nodes}, steps=10**6)
-    await s.until_phase("Running")
+    s = await WithGangs({"nodes": nodes}, steps=10**6).begun()
     for index in range(nodes):
         preempt(s, f"job-{index}-0")
     await s.until(lambda: not bound(s), limit=10)
     left = s.clock.now
-    assert "its room is for the pods that it was preempted for" in conditions(s)["Scheduled"]["message"]
+    assert "its room is reserved for the pods that preempted it" in conditions(s)["Scheduled"]["message"]
     await s.until(lambda: len(bound(s)) > 0, limit=30)
     assert 8 <= s.clock.now - left <= 12
     await s.until_phase("Running")
@@ -298,8 +289,7 @@ async def test_a_preempted_job_leaves_its_room_to_the_gang_that_it_was_preempted
 
 async def test_where_no_gangs_are_served_a_preempted_pods_successor_is_made_at_once() -> None:
     """The scheduler keeps the room for a pod that preempts."""
-    s = Simulation({"nodes": 1}, steps=10**6)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 1}, steps=10**6).begun()
     preempt(s, "job-0-0")
     await s.until(lambda: [p.name for p in bound(s)] == ["job-0-1"], limit=5)
 
@@ -309,7 +299,7 @@ async def test_a_preempted_spare_is_no_matter() -> None:
     await s.until(lambda: s.status.get("nodes", {}).get("display") == "2/2 +1")
     s.machines.capacity = 2
     preempt(s, next(p.name for p in s.nodes() if p.role is Role.SPARE))
-    await passes(s, 100)
+    await s.passes(100)
     assert s.phase == "Running" and s.status["rendezvous"]["generation"] == 0 and len(bound(s)) == 2
 
 
@@ -323,15 +313,13 @@ async def test_a_spare_without_a_node_replaces_nobody() -> None:
 
 
 async def test_a_resumed_job_waits_as_a_gang() -> None:
-    s = WithGangs({}, steps=60)
-    await s.until_phase("Running")
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
-    await passes(s, 2)
+    s = await WithGangs({}, steps=60).begun()
+    await s.suspended()
+    await s.passes(2)
     assert not groups(s), "a scheduler's queue would show it as one that waits"
     s.machines.capacity = 1
     s.change_spec({"runPolicy": {"suspend": False}})
-    await passes(s, 60)
+    await s.passes(60)
     assert not bound(s) and len(groups(s)) == 1
     s.machines.capacity = 2
     await s.until_phase("Complete")
@@ -351,9 +339,9 @@ async def loses_a_half(s: Simulation) -> None:
 
 async def resized_while_it_waits(s: Simulation) -> None:
     s.machines.capacity = 1
-    await passes(s, 5)
+    await s.passes(5)
     s.change_spec({"nodes": 3})
-    await passes(s, 5)
+    await s.passes(5)
     s.machines.capacity = 3
     await s.until_phase("Complete")
 
@@ -378,20 +366,17 @@ async def test_the_operator_dies_before_and_after_every_call(
 async def test_a_preempted_job_ends_well_whenever_the_operator_dies() -> None:
     """A new process may find the pod gone, without the reason: then the job yields a while later."""
 
-    async def play(die_at: set[int]) -> Simulation:
-        s = WithGangs({}, steps=60)
-        s.cluster.die_at = die_at
+    async def preempted(s: Simulation) -> None:
         await s.until_phase("Running")
         s.machines.capacity = 1
         preempt(s, "job-1-0")
         await s.until(lambda: s.status["rendezvous"]["generation"] == 1 and not bound(s))
         s.machines.capacity = 2
         await s.until_phase("Complete")
-        assert s.status["restarts"]["counted"] == 0
-        return s
 
-    for point in range(1, (await play(set())).cluster.points + 1):
-        await play({point})
+    forks = crashes.Forks(WithGangs({}, steps=60))
+    await forks.play(preempted)
+    assert {end[:2] for end in forks.outcomes.values()} == {("Complete", 0)}
 
 
 class RefusesGroups(MemoryCluster):
@@ -413,9 +398,9 @@ async def test_a_group_of_a_priority_class_that_is_missing_is_not_to_be_done_wit
     s.cluster.serves_gangs = True
     missing = 'podgroups.scheduling.k8s.io "job-gang-0" is forbidden: no PriorityClass with name high was found'
     RefusesGroups.refusal = Refused(403, missing)
-    await passes(s, 10)
+    await s.passes(10)
     message = conditions(s)["Scheduled"]["message"]
-    assert f"{missing}; what is judged is spec.scheduling.priorityClassName;" in message
+    assert f"{missing}; the value comes from spec.scheduling.priorityClassName;" in message
     assert "scheduling.gang" not in message, "the API server refuses its pods as well"
 
 
@@ -427,14 +412,14 @@ async def test_a_refused_group_is_named_with_its_cause_and_the_way_out(status: i
     s = Refusing({}, steps=20)
     s.cluster.serves_gangs = True
     RefusesGroups.refusal = Refused(status, "spec.priorityClassName: no such class")
-    await passes(s, 100)
+    await s.passes(100)
     scheduled = conditions(s)["Scheduled"]
     assert (s.phase, scheduled["reason"]) == ("Pending", "CreationRefused") and not s.nodes()
     for part in ("PodGroup job-gang-0", "spec.priorityClassName: no such class", "set scheduling.gang to false"):
         assert part in scheduled["message"]
     assert sum(e.reason == "CreationRefused" for e in s.cluster.events) == 1
     s.change_spec({"runPolicy": {"suspend": True}})
-    await passes(s, 5)
+    await s.passes(5)
     s.change_spec({"runPolicy": {"suspend": False}, "scheduling": {"gang": False}})
     await s.until_phase("Complete")
 

@@ -49,7 +49,7 @@ async def test_the_coordinator_prefers_machines_of_the_architecture_of_the_job_s
 
 @MODES
 @pytest.mark.parametrize("fault", [("ErrImagePull", NO_PLATFORM), (255, EXEC)], ids=["pull", "exec"])
-async def test_a_coordinator_on_a_machine_of_the_wrong_architecture_goes_elsewhere_and_nothing_counts(
+async def test_a_coordinator_on_the_wrong_architecture_moves_and_nothing_counts(
     mode: str, fault: tuple[str | int, str]
 ) -> None:
     s = mixed(mode)

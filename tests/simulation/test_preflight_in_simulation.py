@@ -81,6 +81,5 @@ async def test_a_preflight_that_nobody_passes_fails_the_job() -> None:
 
 
 async def test_without_the_field_there_is_no_such_condition() -> None:
-    s = Simulation({}, steps=100)
-    await s.until_phase("Running")
+    s = await Simulation({}, steps=100).begun()
     assert "PreflightPassed" not in conditions(s)

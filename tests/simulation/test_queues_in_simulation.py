@@ -17,10 +17,10 @@ def queued(spec: Json | None = None, pods: int = 2, steps: int = 20) -> tuple[Si
     return s, Kueue(s, pods)
 
 
-async def passes(s: Simulation, seconds: int) -> None:
-    for _ in range(seconds):
-        await s.one_pass()
-        s.advance(1)
+async def with_quota(spec: Json | None = None, pods: int = 2, steps: int = 20) -> tuple[Simulation, Kueue]:
+    """A job that runs."""
+    s, kueue = queued(spec, pods, steps)
+    return await s.begun(), kueue
 
 
 def events(s: Simulation) -> list[str]:
@@ -34,7 +34,7 @@ def events(s: Simulation) -> list[str]:
 async def test_a_job_waits_without_pods_until_its_queue_has_room(placement: str) -> None:
     s, kueue = queued({"rendezvous": {"placement": placement}})
     kueue.taken = 1
-    await passes(s, 30)
+    await s.passes(30)
     assert s.phase == "Queued" and not s.pods and "startTime" not in s.status
     suspended = conditions(s)["Suspended"]
     assert suspended["reason"] == "Queued"
@@ -47,25 +47,23 @@ async def test_a_job_waits_without_pods_until_its_queue_has_room(placement: str)
     kueue.taken = 0
     await s.until_phase("Complete")
     assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 0
-    await passes(s, 3)
+    await s.passes(3)
     assert kueue.using() == 0 and kueue.holds(workload, "Finished"), "quota is given back at the end"
     assert events(s)[:2] == ["Queued", "Admitted"]
 
 
 async def test_kueue_hears_that_the_pods_run() -> None:
-    s, kueue = queued(steps=1000)
-    await s.until_phase("Running")
-    await passes(s, 2)
+    s, kueue = await with_quota(steps=1000)
+    await s.passes(2)
     [workload] = kueue.workloads().values()
     assert kueue.holds(workload, "PodsReady")
     writes = s.cluster.writes
-    await passes(s, 5)
+    await s.passes(5)
     assert not any("Workload" in action for action in s.cluster.actions) and s.cluster.writes - writes <= 5
 
 
 async def test_an_evicted_job_saves_gives_its_quota_back_and_continues_later() -> None:
-    s, kueue = queued({"recovery": {"maxRestarts": 0}}, steps=60)
-    await s.until_phase("Running")
+    s, kueue = await with_quota({"recovery": {"maxRestarts": 0}}, steps=60)
     kueue.taken = 1
     kueue.evict()
     held_while_pods_end = []
@@ -96,14 +94,13 @@ async def test_a_job_that_has_finished_unseen_is_complete_and_not_begun_again(ev
         kueue.evict()
     else:
         s.change_spec({"runPolicy": {"suspend": True}})
-    await passes(s, 5)
+    await s.passes(5)
     assert s.phase == "Complete" and "Evicted" not in events(s) and kueue.using() == 0
     assert [p.name for p in s.nodes()] == ["job-0-0", "job-1-0"]
 
 
 async def test_a_job_whose_pods_need_something_else_asks_again_and_is_not_called_evicted() -> None:
-    s, _ = queued(steps=200)
-    await s.until_phase("Running")
+    s, _ = await with_quota(steps=200)
     s.change_spec({"resources": {"requests": {"cpu": "3"}}})
     await s.until_phase("Queued")
     await s.until_phase("Complete")
@@ -116,30 +113,27 @@ async def test_a_job_whose_pods_need_something_else_asks_again_and_is_not_called
 
 
 async def test_a_host_that_is_lost_does_not_keep_the_quota_of_an_evicted_job() -> None:
-    s, kueue = queued(steps=200)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=200)
     s.cut(s.pods["job-1-0"].node)
     kueue.evict()
-    await passes(s, 10)
+    await s.passes(10)
     assert kueue.using() == 2 and conditions(s)["Suspended"]["message"].endswith("still terminating")
     await s.until(lambda: not s.pods, limit=90)
     await s.until_phase("Complete")
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_pods_of_a_suspended_job_on_a_lost_host_are_gone_in_time_and_the_coordinator_after_them() -> None:
-    s = Simulation({}, steps=10**6)
-    await s.until_phase("Running")
+async def test_pods_of_a_suspended_job_on_a_lost_host_go_before_the_coordinator() -> None:
+    s = await Simulation({}, steps=10**6).begun()
     s.cut(s.pods["job-1-0"].node)
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: not s.pods, limit=90)
-    await passes(s, 2)
+    await s.passes(2)
     assert conditions(s)["Suspended"]["message"] == "no pods run; set runPolicy.suspend to false to resume"
 
 
 async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
-    s, kueue = queued(steps=100)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=100)
     before = kueue.workloads()
     s.force_delete("job-1-0")
     await s.until(lambda: s.phase == "Running" and "job-1-1" in s.pods)
@@ -148,12 +142,11 @@ async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
 
 @pytest.mark.parametrize("faulty", [{"hostname": "mine"}, {"containers": 3}, 3], ids=str)
 async def test_a_job_that_is_resumed_with_a_faulty_template_asks_for_no_quota_and_says_why(faulty: object) -> None:
-    s, kueue = queued(steps=60)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=60)
     s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": faulty}})
     await s.until(lambda: not s.pods)
     s.change_spec({"runPolicy": {"suspend": False}})
-    await passes(s, 10)
+    await s.passes(10)
     assert s.phase == "Queued" and not kueue.workloads()
     message = conditions(s)["Suspended"]["message"]
     assert message.startswith("asks queue team for nothing until spec.podTemplate is corrected: spec.podTemplate.spec")
@@ -162,19 +155,16 @@ async def test_a_job_that_is_resumed_with_a_faulty_template_asks_for_no_quota_an
 
 
 async def test_a_job_that_its_user_suspends_holds_no_quota() -> None:
-    s, kueue = queued(steps=60)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=60)
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: s.phase == "Suspended" and not kueue.workloads())
-    await passes(s, 5)
+    await s.passes(5)
     assert not kueue.workloads() and "queue" not in s.status and "Admitted" not in conditions(s)
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Complete")
+    await s.resumed("Complete")
 
 
 async def test_a_workload_that_somebody_deletes_ends_the_pods_and_is_asked_for_again() -> None:
-    s, kueue = queued(steps=60)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=60)
     [name] = kueue.workloads()
     s.store.delete("Workload", name)
     await s.until_phase("Queued")
@@ -207,10 +197,9 @@ async def test_what_the_flavor_adds_is_in_every_pod() -> None:
 
 
 async def test_a_larger_job_trains_at_its_old_size_until_there_is_quota() -> None:
-    s, kueue = queued(pods=2, steps=200)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(pods=2, steps=200)
     s.change_spec({"nodes": 3})
-    await passes(s, 20)
+    await s.passes(20)
     assert s.status["nodes"]["display"] == "2/3" and s.phase == "Running" and s.status["restarts"]["total"] == 0
     admitted = conditions(s)["Admitted"]
     assert (admitted["status"], admitted["reason"]) == ("True", "Growing")
@@ -218,16 +207,15 @@ async def test_a_larger_job_trains_at_its_old_size_until_there_is_quota() -> Non
     assert len(s.nodes()) == 2 and len(kueue.workloads()) == 2
     kueue.pods = 3
     await s.until(lambda: s.status["nodes"]["display"] == "3/3" and s.phase == "Running")
-    await passes(s, 3)
+    await s.passes(3)
     assert len(kueue.workloads()) == 1 and kueue.using() == 3
     assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
 
 
 async def test_a_larger_job_keeps_its_spares_until_there_is_quota() -> None:
-    s, kueue = queued({"spares": 1}, pods=3, steps=10**6)
-    await s.until_phase("Running")
+    s, kueue = await with_quota({"spares": 1}, pods=3, steps=10**6)
     s.change_spec({"nodes": 4})
-    await passes(s, 100)
+    await s.passes(100)
     assert s.status["nodes"]["display"] == "2/4 +1" and s.phase == "Running" and s.status["restarts"]["total"] == 0
     assert "Scaled" not in events(s), "nothing has changed yet"
     kueue.pods = 5
@@ -237,8 +225,7 @@ async def test_a_larger_job_keeps_its_spares_until_there_is_quota() -> None:
 
 
 async def test_a_smaller_job_gives_quota_back_without_a_stop() -> None:
-    s, kueue = queued({"nodes": 3}, pods=3, steps=200)
-    await s.until_phase("Running")
+    s, kueue = await with_quota({"nodes": 3}, pods=3, steps=200)
     s.change_spec({"nodes": 2})
     await s.until(lambda: s.status["nodes"]["display"] == "2/2" and s.phase == "Running" and kueue.using() == 2)
     s.change_spec({"nodes": 3})
@@ -247,20 +234,18 @@ async def test_a_smaller_job_gives_quota_back_without_a_stop() -> None:
 
 
 async def test_a_size_that_is_taken_back_while_it_waits_leaves_nothing() -> None:
-    s, kueue = queued(pods=2, steps=200)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(pods=2, steps=200)
     [first] = kueue.workloads()
     s.change_spec({"nodes": 3})
-    await passes(s, 5)
+    await s.passes(5)
     s.change_spec({"nodes": 2})
-    await passes(s, 5)
+    await s.passes(5)
     assert list(kueue.workloads()) == [first] and conditions(s)["Admitted"]["reason"] == "Admitted"
 
 
 async def test_a_size_that_is_taken_back_while_it_takes_over_leaves_the_job_with_quota() -> None:
     """Kueue has finished the first Workload, and not yet admitted the one that replaces it."""
-    s, kueue = queued(pods=3, steps=400)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(pods=3, steps=400)
     [first] = kueue.workloads()
     s.change_spec({"nodes": 3})
     await s.until(lambda: kueue.holds(kueue.workloads()[first], "Finished"))
@@ -272,19 +257,18 @@ async def test_a_size_that_is_taken_back_while_it_takes_over_leaves_the_job_with
 
 async def test_a_job_that_waits_asks_for_what_it_needs_by_now() -> None:
     s, _kueue = queued({"nodes": 3}, pods=2)
-    await passes(s, 5)
+    await s.passes(5)
     assert s.phase == "Queued"
     s.change_spec({"nodes": 2})
     await s.until_phase("Complete")
 
 
 async def test_other_resources_are_other_quota() -> None:
-    s, kueue = queued(steps=100)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=100)
     kueue.pods = 0
     s.change_spec({"resources": {"requests": {"cpu": "2"}}})
     await s.until_phase("Queued")
-    await passes(s, 60)
+    await s.passes(60)
     assert not [p for p in s.nodes() if not p.ended] and kueue.using() == 0
     kueue.pods = 2
     await s.until_phase("Complete")
@@ -296,9 +280,9 @@ async def test_other_resources_are_other_quota() -> None:
 
 async def test_a_queue_is_chosen_again_while_the_job_waits() -> None:
     s, kueue = queued(pods=1)
-    await passes(s, 5)
+    await s.passes(5)
     s.job_body["metadata"]["labels"][QUEUE_LABEL] = "other"
-    await passes(s, 5)
+    await s.passes(5)
     [workload] = kueue.workloads().values()
     assert workload["spec"]["queueName"] == "other"
 
@@ -327,15 +311,14 @@ async def test_a_job_that_resumes_while_its_pods_end_asks_for_what_was_changed(c
 
 
 async def test_it_is_the_queue_that_had_granted_the_quota_that_takes_it_back() -> None:
-    s, kueue = queued(steps=10**6)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=10**6)
     s.job_body["metadata"]["labels"][QUEUE_LABEL] = "other"
     kueue.pods = 0
     kueue.evict()
     await s.until_phase("Queued")
     [evicted] = [e.message for e in s.cluster.events if e.reason == "Evicted"]
     assert evicted.startswith("queue team takes the quota back: preempted")
-    await passes(s, 60)
+    await s.passes(60)
     assert conditions(s)["Suspended"]["message"].startswith("waits in queue other for the quota of 2 pods")
 
 
@@ -344,38 +327,36 @@ async def test_a_label_does_not_stop_what_runs_without_a_queue() -> None:
     s.cluster.serves_queues = True
     await s.until_phase("Running")
     Kueue(s, 0)
-    await passes(s, 10)
+    await s.passes(10)
     assert s.phase == "Running" and not list(s.store.all("Workload"))
 
 
 async def test_a_label_that_is_removed_lets_the_job_run() -> None:
     s, kueue = queued(pods=0)
-    await passes(s, 5)
+    await s.passes(5)
     s.job_body["metadata"]["labels"] = {}
     await s.until_phase("Complete")
     assert not kueue.workloads()
 
 
 async def test_what_runs_keeps_its_quota_when_its_label_is_removed() -> None:
-    s, kueue = queued(steps=10**6)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=10**6)
     s.job_body["metadata"]["labels"] = {}
     s.change_spec({"nodes": 3})
-    await passes(s, 10)
+    await s.passes(10)
     assert kueue.using() == 2 and s.status["nodes"]["ready"] == 2, "nobody else is granted what it uses"
-    assert conditions(s)["Admitted"]["message"].endswith("was removed: it asks for no other quota")
+    assert conditions(s)["Admitted"]["message"].endswith("was removed: the job does not ask for a different quota")
     kueue.evict()
     await s.until(lambda: not kueue.workloads(), limit=60)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["ready"] == 3)
     assert "Admitted" not in conditions(s) and "Evicted" in events(s)
     s.change_spec({"runPolicy": {"suspend": True}})
-    await passes(s, 60)
+    await s.passes(60)
     assert s.phase == "Suspended" and not s.status.get("queue")
 
 
 async def test_an_evicted_job_without_its_label_gives_no_quota_back_while_its_pods_end() -> None:
-    s, kueue = queued(steps=10**6)
-    await s.until_phase("Running")
+    s, kueue = await with_quota(steps=10**6)
     s.job_body["metadata"]["labels"] = {}
     old = s.pods["job-1-0"]
     s.cut(old.node)
@@ -392,15 +373,15 @@ async def test_an_evicted_job_without_its_label_gives_no_quota_back_while_its_po
 async def test_a_job_whose_class_is_removed_while_it_waits_gives_up_its_place() -> None:
     s, kueue = queued({"className": "h100"}, pods=0)
     s.cluster.classes = JobClasses.read({"h100": {}})
-    await passes(s, 5)
+    await s.passes(5)
     [first] = kueue.workloads().values()
     s.cluster.restart()
     s.cluster.classes = JobClasses.read({})
-    await passes(s, 5)
+    await s.passes(5)
     assert not kueue.workloads() and conditions(s)["Suspended"]["reason"] == "ClassMissing"
     s.cluster.restart()
     s.cluster.classes = JobClasses.read({"h100": {}})
-    await passes(s, 5)
+    await s.passes(5)
     [again] = kueue.workloads().values()
     assert again["metadata"]["uid"] != first["metadata"]["uid"]
     kueue.pods = 2
@@ -410,19 +391,19 @@ async def test_a_job_whose_class_is_removed_while_it_waits_gives_up_its_place() 
 async def test_without_kueue_a_job_in_a_queue_waits_and_says_so() -> None:
     s, kueue = queued(steps=1000)
     s.cluster.serves_queues = False
-    await passes(s, 5)
+    await s.passes(5)
     assert s.phase == "Queued" and not s.pods
     assert conditions(s)["Suspended"]["reason"] == "QueueNotServed"
     s.cluster.serves_queues = True
     await s.until_phase("Running")
     s.cluster.serves_queues = False
-    await passes(s, 10)
+    await s.passes(10)
     assert s.phase == "Running" and len(kueue.workloads()) == 1, "what runs is left alone"
 
 
 async def test_a_job_of_another_controller_is_left_alone() -> None:
     s, kueue = queued({"managedBy": "kueue.x-k8s.io/multikueue"})
-    await passes(s, 10)
+    await s.passes(10)
     assert not s.pods and not kueue.workloads() and s.status == {"schema": 1} and not s.cluster.actions
 
 
@@ -440,7 +421,7 @@ async def admitted_and_done(s: Simulation) -> None:
     await s.until(lambda: s.phase == "Queued")
     kueue.taken = 0
     await s.until_phase("Complete")
-    await passes(s, 5)
+    await s.passes(5)
     assert kueue.using() == 0
 
 
@@ -468,8 +449,7 @@ async def suspended_in_a_queue(s: Simulation) -> None:
     await s.until_phase("Running")
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: s.phase == "Suspended" and not kueue.workloads())
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Complete")
+    await s.resumed("Complete")
 
 
 SCENARIOS = [admitted_and_done, evicted_and_resumed, grown_while_admitted, suspended_in_a_queue]

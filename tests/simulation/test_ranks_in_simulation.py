@@ -53,8 +53,7 @@ class Racks(Simulation):
 async def test_the_first_round_has_the_order_and_so_has_the_next(mode: Json, placement: str) -> None:
     if mode and placement == "Master":
         pytest.skip("Fast has its coordinator in a pod of its own")
-    s = Racks({**ORDERED, **mode, "rendezvous": {"placement": placement}})
-    await s.until_phase("Running")
+    s = await Racks({**ORDERED, **mode, "rendezvous": {"placement": placement}}).begun()
     assert s.ranks() == s.status["rankOrder"] == IN_ORDER and s.shown == ("True", "InOrder")
     took = s.now
     await s.restart_workers()
@@ -66,8 +65,7 @@ async def test_the_first_round_has_the_order_and_so_has_the_next(mode: Json, pla
 
 
 async def test_labels_that_come_later_restart_nobody_and_the_next_round_follows_them() -> None:
-    s = Racks(ORDERED, labels=False)
-    await s.until_phase("Running")
+    s = await Racks(ORDERED, labels=False).begun()
     assert s.ranks() == BY_INDEX and s.shown == ("False", "LabelsMissing")
     assert s.now < ORDER_SECONDS, "what is known to be unknown is not waited for"
     s.label()
@@ -78,8 +76,7 @@ async def test_labels_that_come_later_restart_nobody_and_the_next_round_follows_
 
 
 async def test_the_field_changes_while_the_job_runs() -> None:
-    s = Racks({"nodes": 4})
-    await s.until_phase("Running")
+    s = await Racks({"nodes": 4}).begun()
     template, pods = s.status["templateHash"], set(s.pods)
     s.change_spec({"rankOrder": ["rack"]})
     await s.until(lambda: s.shown == ("False", "NextRound"))
@@ -108,8 +105,7 @@ async def test_without_the_operator_the_first_round_waits_a_moment_and_trains(mo
 
 
 async def test_a_replacement_in_another_rack_is_put_where_it_belongs() -> None:
-    s = Racks({**ORDERED, **FAST})
-    await s.until_phase("Running")
+    s = await Racks({**ORDERED, **FAST}).begun()
     s.machines.favourite[1] = "n6"  # rack a
     s.force_delete("job-1-0")
     await s.until(lambda: s.status["round"] == 1 and s.phase == "Running")
@@ -126,8 +122,7 @@ async def test_a_spare_takes_over_without_a_wait() -> None:
 
 
 async def test_another_coordinator_keeps_the_round_and_is_told_the_order_again() -> None:
-    s = Racks({**ORDERED, **FAST})
-    await s.until_phase("Running")
+    s = await Racks({**ORDERED, **FAST}).begun()
     s.force_delete("job-coordinator-0")
     coordinators = s.network.coordinators
     await s.until(lambda: any(c.attempt == 1 for c in coordinators) and s.report()["state"] == "Running")
@@ -154,8 +149,7 @@ class DeafRacks(Racks):
 
 
 async def test_the_order_is_sent_until_it_has_arrived_and_then_no_more() -> None:
-    s = DeafRacks(ORDERED)
-    await s.until_phase("Running")
+    s = await DeafRacks(ORDERED).begun()
     assert s.ranks() == IN_ORDER and s.cluster.deaf == 0  # type: ignore[attr-defined]
     for _ in range(10):
         await s.one_pass()
@@ -172,8 +166,7 @@ async def test_an_operator_that_may_not_read_nodes_delays_nothing_and_says_so() 
 
 @pytest.mark.parametrize("end", ["Suspended", "Complete"])
 async def test_a_job_without_pods_says_nothing_of_its_ranks(end: str) -> None:
-    s = Racks(ORDERED)
-    await s.until_phase("Running")
+    s = await Racks(ORDERED).begun()
     if end == "Suspended":
         s.change_spec({"runPolicy": {"suspend": True}})
     else:

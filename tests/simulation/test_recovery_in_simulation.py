@@ -200,8 +200,7 @@ async def test_fewer_nodes_train_while_others_are_pending_and_they_join_later() 
 
 
 async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
-    s = Simulation({**FAST, "nodes": 3, "elastic": {"minNodes": 1}}, steps=10**6)
-    await s.until_phase("Running")
+    s = await Simulation({**FAST, "nodes": 3, "elastic": {"minNodes": 1}}, steps=10**6).begun()
     s.network.pace = replace(s.network.pace, boot=(10, 10))
     s.force_delete("job-0-0")
     await s.until(lambda: "job-0-1" in s.pods and s.pods["job-0-1"].running)
@@ -210,7 +209,7 @@ async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
     await s.until(lambda: s.status["nodes"]["display"] == "3/3")
     s.machines.isolate(s.pods["job-1-0"], 60)
     await s.until(lambda: s.status["nodes"]["display"] == "2/3")
-    message = "2 of 3 nodes run together; pod job-1-0 runs, but the coordinator does not hear from it"
+    message = "2 of 3 nodes run together; pod job-1-0 runs, but has no contact with the coordinator"
     await s.until(lambda: conditions(s)["Running"]["message"] == message)
 
 
@@ -226,8 +225,7 @@ async def test_with_fewer_than_min_nodes_it_waits() -> None:
 
 
 async def test_scaling_keeps_the_pods_and_the_generation() -> None:
-    s = Simulation({"nodes": 2}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.change_spec({"nodes": 3})
     await s.until(lambda: conditions(s)["Running"]["message"] == "3 nodes run together")
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0", "job-2-1"], "an attempt that was never used"
@@ -277,8 +275,7 @@ class Deaf(Simulation):
 
 
 async def test_the_size_is_sent_until_the_report_shows_it() -> None:
-    s = Deaf({"nodes": 2, "elastic": {"minNodes": 1}}, steps=1000)
-    await s.until_phase("Running")
+    s = await Deaf({"nodes": 2, "elastic": {"minNodes": 1}}, steps=1000).begun()
     s.change_spec({"nodes": 3, "elastic": {"minNodes": 2}})
     await s.until(lambda: s.report()["nodes"] == 3)
     assert s.report()["minNodes"] == 2
@@ -286,8 +283,7 @@ async def test_the_size_is_sent_until_the_report_shows_it() -> None:
 
 
 async def test_patience_changes_in_place() -> None:
-    s = Simulation({"nodes": 2}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 2}, steps=1000).begun()
     rounds = s.coordinator().real.rounds
     s.change_spec({"recovery": {"hangAfterSeconds": 90, "backoff": {"initialSeconds": 2, "maxSeconds": 8}}})
     await s.until(lambda: (s.report()["hangAfter"], s.report()["backoff"]) == (90, [2, 8]))
@@ -296,8 +292,7 @@ async def test_patience_changes_in_place() -> None:
 
 async def test_a_group_that_is_about_to_grow_restarts_and_does_not_start() -> None:
     """Its workers may save first. That the coordinator has ended the round is seen before it says why."""
-    s = Simulation({"nodes": 2}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.change_spec({"nodes": 3})
     phases = [s.phase]
     for _ in range(100):
@@ -311,8 +306,7 @@ async def test_a_group_that_is_about_to_grow_restarts_and_does_not_start() -> No
 
 
 async def test_more_spares_disturb_nobody() -> None:
-    s = Simulation({"nodes": 2}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 2}, steps=1000).begun()
     rounds = s.coordinator().real.rounds
     s.change_spec({"spares": 2})
     await s.until(lambda: s.status["nodes"]["display"] == "2/2 +2")
@@ -341,8 +335,7 @@ async def test_fewer_spares_are_a_restart_where_one_that_goes_has_taken_over() -
 
 
 async def test_a_lost_coordinator_costs_no_step_in_mode_fast() -> None:
-    s = Simulation(FAST, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation(FAST, steps=1000).begun()
     await passes(s, 5)
     steps, pods = s.training.made, {p.name for p in running(s)}
     s.force_delete("job-coordinator-0")
@@ -362,8 +355,7 @@ async def test_a_lost_coordinator_costs_no_step_in_mode_fast() -> None:
 
 
 async def test_a_coordinator_that_hears_nobody_is_replaced_and_the_pods_are_left_alone() -> None:
-    s = Simulation({"nodes": 4, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({"nodes": 4, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000).begun()
     pods, steps = {p.name for p in running(s)}, s.training.made
     s.pods["job-coordinator-0"].deaf = True
     s.network.changed()
@@ -377,8 +369,9 @@ async def test_a_coordinator_that_hears_nobody_is_replaced_and_the_pods_are_left
 
 
 async def test_a_coordinator_that_cannot_live_is_not_made_again_and_again_at_once() -> None:
-    s = Simulation({"recovery": {"mode": "Fast", "backoff": {"initialSeconds": 4, "maxSeconds": 8}}}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation(
+        {"recovery": {"mode": "Fast", "backoff": {"initialSeconds": 4, "maxSeconds": 8}}}, steps=1000
+    ).begun()
     made = []
     for _ in range(4):
         await s.until(lambda: any(p.role is Role.COORDINATOR and p.running for p in s.pods.values()))

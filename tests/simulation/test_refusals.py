@@ -31,7 +31,7 @@ class RefusingCluster(MemoryCluster):
         if manifest["kind"] == "PodDisruptionBudget" and self.budget_denial is not None:
             raise self.budget_denial
         if manifest["kind"] == "Service" and self.taken:
-            raise NameTaken("an object of this name is there and does not belong to this job")
+            raise NameTaken("an object with this name is there and does not belong to this job")
         if manifest["kind"] == "Pod" and len(list(self.store.all("Pod"))) >= self.pods_allowed:
             raise Refused(403, "exceeded quota: one")
         if manifest["kind"] == "Pod" and self.denial is not None:
@@ -58,12 +58,15 @@ class Refusing(Simulation):
                 return
         raise AssertionError("every pass writes, and so wakes the next: a hot loop")
 
+    async def settles(self, seconds: int) -> None:
+        for _ in range(seconds):
+            await self.settle()
+            self.advance(1)
+
 
 async def test_a_quota_is_reported_once_and_the_job_starts_when_it_is_raised() -> None:
     s = Refusing({"nodes": 3}, pods_allowed=2)
-    for _ in range(30):
-        await s.settle()
-        s.advance(1)
+    await s.settles(30)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["status"], scheduled["reason"]) == ("False", "CreationRefused")
     assert "exceeded quota: one" in scheduled["message"]
@@ -75,7 +78,7 @@ async def test_a_quota_is_reported_once_and_the_job_starts_when_it_is_raised() -
     assert conditions(s)["Scheduled"]["status"] == "True"
 
 
-async def test_pods_that_wait_for_refused_ones_are_told_with_what_they_hold_and_can_be_let_go() -> None:
+async def test_pods_that_wait_for_refused_ones_are_reported_and_can_be_released() -> None:
     """They stay: two jobs that each let go and try again could keep each other from starting for ever."""
     s = Refusing({"nodes": 4, "gpusPerNode": 8}, pods_allowed=3)
     messages = []
@@ -84,15 +87,14 @@ async def test_pods_that_wait_for_refused_ones_are_told_with_what_they_hold_and_
         s.advance(10)
         messages.append(conditions(s)["Scheduled"]["message"])
     assert len(set(messages[2:])) == 1, "it does not flap"
-    assert "meanwhile 2 of 4 pods wait with 16 GPUs: to let go of them, set runPolicy.suspend to true" in messages[-1]
+    assert "meanwhile 2 of 4 pods wait with 16 GPUs: to release them, set runPolicy.suspend to true" in messages[-1]
     assert len(s.nodes()) == 2 and s.status["restarts"]["total"] == 0
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     s.change_spec({"runPolicy": {"suspend": False}, "nodes": 2})
     await s.until_phase("Complete")
 
 
-async def test_a_disruption_budget_that_is_refused_is_shown_and_keeps_no_pod_from_being_replaced() -> None:
+async def test_a_refused_disruption_budget_is_shown_and_delays_no_replacement() -> None:
     s = Refusing({"nodes": 2}, steps=10**6)
     s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
     await s.until_phase("Running")
@@ -104,7 +106,7 @@ async def test_a_disruption_budget_that_is_refused_is_shown_and_keeps_no_pod_fro
         assert (scheduled["status"], scheduled["reason"]) == ("True", "AllPlaced")
         messages.append(scheduled["message"])
     [message] = set(messages[1:])
-    assert message.startswith("2 of 2 pods are scheduled; PodDisruptionBudget job is refused, so that a drain may end")
+    assert message.startswith("2 of 2 pods are scheduled; PodDisruptionBudget job is refused, so a drain may end")
     assert message.endswith("exceeded quota: budgets")
     s.force_delete("job-0-0")
     await s.until(lambda: s.status["restarts"]["total"] == 1 and s.phase == "Running")
@@ -124,24 +126,21 @@ async def test_a_refused_disruption_budget_does_not_keep_what_was_said_of_a_quot
 
 
 async def test_pods_that_train_hold_nothing_idle() -> None:
-    s = Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000)
-    await s.until_phase("Running")
+    s = await Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000).begun()
     await s.settle()
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
     await s.one_pass()
     said = conditions(s)["Running"]["message"]
-    assert said.startswith("2 of 3 nodes run together; the missing pods are not created: CreationRefused: Pod job-2")
+    assert said.startswith("2 of 3 nodes run together; the missing pods cannot be created (CreationRefused): Pod job-2")
 
 
 async def test_a_name_that_another_has_is_reported() -> None:
     s = Refusing({}, taken=True)
-    for _ in range(5):
-        await s.settle()
-        s.advance(1)
+    await s.settles(5)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["status"], scheduled["reason"]) == ("False", "NameTaken")
-    assert scheduled["message"].startswith("Service job: an object of this name is there")
+    assert scheduled["message"].startswith("Service job: an object with this name is there")
     assert [e.reason for e in s.cluster.events].count("NameTaken") == 1
     s.cluster.taken = False
     await s.until_phase("Complete")
@@ -162,8 +161,7 @@ async def test_a_budget_that_is_lowered_below_what_is_spent_fails_the_job() -> N
 
 
 async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobody_looked() -> None:
-    s = Simulation({"runPolicy": {"activeDeadlineSeconds": 60}}, steps=10)
-    await s.until_phase("Running")
+    s = await Simulation({"runPolicy": {"activeDeadlineSeconds": 60}}, steps=10).begun()
     for _ in range(100):
         s.advance(1)
     assert (EPOCH.timestamp() + s.now) > EPOCH.timestamp() + 60
@@ -172,8 +170,7 @@ async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobo
 
 async def finished(*, seen: bool) -> Simulation:
     """A job that has made its last step: nobody has looked since, or its last pod takes a while to end."""
-    s = Simulation({"runPolicy": {"activeDeadlineSeconds": 600}}, steps=5)
-    await s.until_phase("Running")
+    s = await Simulation({"runPolicy": {"activeDeadlineSeconds": 600}}, steps=5).begun()
     last = s.pods["job-1-0"].launcher
     assert last is not None
     leave = last.leave
@@ -247,16 +244,13 @@ async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() 
 
 
 async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
-    s = Simulation({}, steps=1000)
-    await s.until_phase("Running")
+    s = await Simulation({}, steps=1000).begun()
     s.force_delete(next(p.name for p in s.nodes() if p.running))
     await s.until_phase("Restarting")
     await s.until_phase("Running")
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     assert {c["reason"] for c in conditions(s).values()} == {"Suspended"}
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     assert not [c for c in conditions(s).values() if "suspended" in c["message"] or c["reason"] == "Suspended"]
 
 
@@ -264,8 +258,7 @@ async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
 async def test_a_job_that_is_resumed_in_another_mode_says_nothing_of_the_one_before(mode: str) -> None:
     s = Simulation({"recovery": {"mode": "Fast"}}, steps=10**6)
     await s.until(lambda: "FastRecovery" in conditions(s))
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     assert "FastRecovery" not in conditions(s), "what its pods could do is gone with them"
     s.change_spec({"runPolicy": {"suspend": False}, "recovery": {"mode": mode}})
     await s.one_pass()
@@ -277,24 +270,19 @@ async def test_a_job_that_is_resumed_in_another_mode_says_nothing_of_the_one_bef
 
 async def test_a_job_that_is_not_to_be_isolated_any_more_does_not_say_that_it_is_not() -> None:
     """As the condition itself advises."""
-    s = Simulation({"podTemplate": {"spec": {"hostNetwork": True}}}, steps=10**6)
-    await s.until_phase("Running")
+    s = await Simulation({"podTemplate": {"spec": {"hostNetwork": True}}}, steps=10**6).begun()
     assert "set spec.network.isolate to false" in conditions(s)["Isolated"]["message"]
     s.change_spec({"runPolicy": {"suspend": True}, "network": {"isolate": False}})
     await s.until(lambda: s.phase == "Suspended" and not s.pods)
-    s.change_spec({"runPolicy": {"suspend": False}})
-    await s.until_phase("Running")
+    await s.resumed()
     assert "Isolated" not in conditions(s)
 
 
 async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
-    s = Refusing({}, steps=200)
-    await s.until_phase("Running")
+    s = await Refusing({}, steps=200).begun()
     s.cluster.denial = Refused(400, 'admission webhook "images" denied the request: the registry does not answer')
     s.force_delete("job-1-0")
-    for _ in range(60):
-        await s.settle()
-        s.advance(1)
+    await s.settles(60)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["reason"], s.phase) == ("CreationRefused", "Restarting")
     assert 'admission webhook "images" denied the request' in scheduled["message"]
@@ -303,13 +291,10 @@ async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
 
 
 async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
-    s = Simulation({}, steps=200)
-    await s.until_phase("Running")
+    s = await Simulation({}, steps=200).begun()
     pods = {p.name for p in s.nodes()}
     s.change_spec({"podTemplate": {"spec": {"hostname": "mine"}}})
-    for _ in range(10):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(10)
     assert (s.phase, {p.name for p in s.nodes()}) == ("Running", pods)
     assert conditions(s)["Scheduled"]["reason"] == "InvalidPodTemplate"
     assert "spec.podTemplate.spec.hostname" in conditions(s)["Scheduled"]["message"]
@@ -322,15 +307,12 @@ async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
     await s.until_phase("Complete")
 
 
-async def test_a_pod_template_that_became_faulty_while_suspended_is_refused_until_it_is_corrected() -> None:
-    s = Simulation({}, steps=200)
-    await s.until_phase("Running")
+async def test_a_pod_template_that_became_faulty_while_suspended_waits_for_repair() -> None:
+    s = await Simulation({}, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": {"hostname": "mine"}}})
     await s.until(lambda: s.phase == "Suspended" and not s.pods)
     s.change_spec({"runPolicy": {"suspend": False}})
-    for _ in range(10):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(10)
     assert (s.phase, s.pods) == ("Pending", {})
     assert conditions(s)["Scheduled"]["reason"] == "InvalidPodTemplate"
     s.change_spec({"podTemplate": {}})
@@ -368,9 +350,7 @@ async def test_a_job_runs_without_a_policy_that_is_refused_and_says_so(status: i
     s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
     s.cluster.status = status
     await s.until_phase("Running")
-    for _ in range(5):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(5)
     isolated = conditions(s)["Isolated"]
     assert (isolated["status"], isolated["reason"]) == ("False", "PolicyRefused")
     assert "networkpolicies is forbidden" in isolated["message"]
@@ -394,16 +374,14 @@ async def test_an_isolated_job_has_its_policy_before_its_pods_and_no_condition()
     assert "Isolated" not in conditions(s) and s.cluster.policies_asked == 1
 
 
-async def test_a_running_job_follows_other_peers_of_its_metrics_and_keeps_those_that_it_had() -> None:
+async def test_a_running_job_adds_peers_of_its_metrics_and_keeps_the_earlier_ones() -> None:
     s = Unisolated({})
     s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
     s.cluster.status = 0
     await s.until_phase("Running")
     pods = set(s.pods)
     s.cluster.platform = replace(s.cluster.platform, metrics_peers=({"podSelector": {"matchLabels": {"a": "b"}}},))
-    for _ in range(5):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(5)
     assert len(list(s.store.all("NetworkPolicy"))) == 2 and set(s.pods) == pods
 
 
@@ -435,11 +413,9 @@ async def test_where_root_is_forbidden_pods_are_created_without_it() -> None:
 async def test_what_else_a_namespace_forbids_is_reported_with_the_field() -> None:
     s = InRestrictedNamespace({})
     s.cluster.forbids = "hostPort"
-    for _ in range(3):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(3)
     message = conditions(s)["Scheduled"]["message"]
-    assert "spec.podTemplate.spec.securityContext" in message and "do without hostNetwork and hostPort" in message
+    assert "spec.podTemplate.spec.securityContext" in message and "remove hostNetwork and hostPort" in message
     assert not list(s.store.all("Pod"))
 
 
@@ -456,9 +432,7 @@ def storing(when_deleted: str = "Retain") -> Json:
 async def test_a_quota_of_storage_is_reported_with_the_field_and_never_counts() -> None:
     s = Refusing(storing())
     s.cluster.claim_denial = Refused(403, "exceeded quota: storage, requested: requests.storage=1Gi")
-    for _ in range(30):
-        await s.settle()
-        s.advance(1)
+    await s.settles(30)
     scheduled = conditions(s)["Scheduled"]
     assert (scheduled["status"], scheduled["reason"]) == ("False", "CreationRefused")
     assert f"PersistentVolumeClaim job-checkpoints ({FIELD}): exceeded quota" in scheduled["message"]
@@ -492,13 +466,11 @@ async def test_a_job_that_is_scaled_beyond_what_its_claim_can_serve_says_so_and_
     s.store.create("PersistentVolumeClaim", {"metadata": {"name": "disk"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     await s.until_phase("Running")
     s.change_spec({"nodes": 2})
-    for _ in range(30):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(30)
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "VolumeSingleNode" and "but spec.nodes is 2" in scheduled["message"]
     assert [p.name for p in s.nodes()] == ["job-0-0"] and s.status["restarts"]["total"] == 0
-    assert "the missing pods are not created: VolumeSingleNode" in conditions(s)["Running"]["message"]
+    assert "the missing pods cannot be created (VolumeSingleNode)" in conditions(s)["Running"]["message"]
     s.change_spec({"nodes": 1})
     await s.until(lambda: conditions(s)["Running"]["message"] == "1 node trains")
 
@@ -510,7 +482,7 @@ async def test_a_kept_claim_is_used_again() -> None:
     other = {**kept, "metadata": {**kept["metadata"], "annotations": {mark: "another"}}}
     s.store.create("PersistentVolumeClaim", other)
     await s.settle()
-    assert "made from another claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
+    assert "made from a different claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
     s.store.remove("PersistentVolumeClaim", s.store.get("PersistentVolumeClaim", "job-checkpoints"))
     s.store.create("PersistentVolumeClaim", kept)
     await s.until_phase("Complete")
@@ -522,9 +494,7 @@ async def test_somebody_elses_claim_is_never_used() -> None:
     s = Refusing(storing())
     theirs = {"metadata": {"name": "job-checkpoints"}, "spec": CLAIM["spec"]}
     s.store.create("PersistentVolumeClaim", theirs)
-    for _ in range(20):
-        await s.settle()
-        s.advance(1)
+    await s.settles(20)
     scheduled = conditions(s)["Scheduled"]
     assert scheduled["reason"] == "ClaimTaken" and FIELD in scheduled["message"]
     assert not s.pods and s.store.find("Service", "job") is None, "nothing is created"
@@ -536,13 +506,10 @@ async def test_somebody_elses_claim_is_never_used() -> None:
 
 
 async def resumed_with(s: Simulation, storage: Json) -> None:
-    s.change_spec({"runPolicy": {"suspend": True}})
-    await s.until(lambda: s.phase == "Suspended" and not s.pods)
+    await s.suspended()
     s.spec["storage"] = {}
     s.change_spec({**storage, "runPolicy": {"suspend": False}})
-    for _ in range(20):
-        await s.settle()
-        s.advance(1)
+    await s.settles(20)
 
 
 async def until_trained(s: Simulation) -> None:
@@ -554,8 +521,7 @@ async def until_trained(s: Simulation) -> None:
 
 @pytest.mark.parametrize("made_again", [False, True])
 async def test_a_claim_does_not_go_with_a_job_whose_spec_says_so_no_more(made_again: bool) -> None:
-    s = Refusing(storing("Delete"), steps=10**6)
-    await s.until_phase("Running")
+    s = await Refusing(storing("Delete"), steps=10**6).begun()
     named = {"storage": {"checkpoints": {"claimName": "job-checkpoints"}}}
     await resumed_with(s, named)
     if made_again:
@@ -566,7 +532,7 @@ async def test_a_claim_does_not_go_with_a_job_whose_spec_says_so_no_more(made_ag
     claim = s.store.get("PersistentVolumeClaim", "job-checkpoints")
     claim["metadata"]["ownerReferences"] = []
     if made_again:
-        await s.until(lambda: "made by this job from another" in conditions(s)["Scheduled"]["message"])
+        await s.until(lambda: "made by this job from a different" in conditions(s)["Scheduled"]["message"])
         await resumed_with(s, named)
     await s.until_phase("Running")
     s.store.remove("DDPJob", s.job_body)
@@ -589,9 +555,7 @@ async def test_a_claim_that_is_lost_under_a_job_is_not_made_again(mode: str) -> 
     s.store.remove("PersistentVolumeClaim", claim)
     s.force_delete("job-0-0")
     await s.until(lambda: conditions(s)["Scheduled"]["reason"] == "ClaimNotFound")
-    for _ in range(60):
-        await s.one_pass()
-        s.advance(1)
+    await s.passes(60)
     assert s.store.find("PersistentVolumeClaim", "job-checkpoints") is None
     assert not {p.name for p in s.nodes()} - {"job-1-0"}, "no pod is made that would train from nothing"
     s.store.create("PersistentVolumeClaim", claim)  # from a backup

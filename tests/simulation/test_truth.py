@@ -33,7 +33,7 @@ def test_nothing_stays_untrue(seed: int) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "wrong"),
     [
-        (describe, "training_nodes", lambda view: view.job.spec.nodes),
+        (describe, "count_training_nodes", lambda view: view.job.spec.nodes),
         (conditions, "_phase", lambda status: conditions.Phase.STARTING),
     ],
 )

@@ -22,7 +22,9 @@ API = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_api.py")
 
 def test_the_page_shows_every_name_and_signature() -> None:
     """A change of the public surface is one of this page, which a review sees."""
-    assert API["file"]("own-loop.md").read_text() == API["made"]("own-loop.md"), "run: python docs/generate_api.py"
+    assert API["file"]("own-scripts.md").read_text() == API["made"]("own-scripts.md"), (
+        "run: python docs/generate_api.py"
+    )
 
 
 def test_every_name_and_method_is_described() -> None:
@@ -63,7 +65,7 @@ def test_what_only_the_built_in_trainer_does_is_refused(
     setting: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"open: {next(iter(setting))} is of the built-in trainer .*torch.load"):
+    with pytest.raises(ConfigError, match=rf"open: {next(iter(setting))} applies to the built-in trainer .*torch.load"):
         api.CheckpointFolder.open(Group(), **setting)
 
 

@@ -132,7 +132,7 @@ def test_in_order_needs_no_statistics(tmp_path: Path) -> None:
     assert distance(tmp_path / "1", tmp_path / "4") == 0
 
 
-def test_another_number_of_accumulations_makes_other_micro_batches_and_another_number_of_ranks_does_not(
+def test_micro_batches_depend_on_accumulations_and_not_on_ranks(
     tmp_path: Path,
 ) -> None:
     """It is what helps where a device's memory ran out, and was ignored: the next try ended in the same way."""
@@ -145,7 +145,7 @@ def test_another_number_of_accumulations_makes_other_micro_batches_and_another_n
     assert found == [1, 4, 4, 2]
 
 
-def test_a_run_that_is_first_dealt_by_samples_gets_micro_batches_when_they_are_to_be_in_order(tmp_path: Path) -> None:
+def test_a_run_dealt_by_samples_gets_micro_batches_once_they_are_in_order(tmp_path: Path) -> None:
     arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(1, arguments, prepare=stop_at(2))] == [75]
     good(2, [*arguments, "ddp.ordered=true"])

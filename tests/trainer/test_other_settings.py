@@ -61,7 +61,7 @@ def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFix
     assert "resuming" not in output and "epoch 2/2: test" in output and "done: 2 epochs, 16 steps" in output, output
 
 
-def test_an_epoch_that_was_not_to_be_evaluated_is_not_evaluated_with_weights_of_the_next(tmp_path: Path) -> None:
+def test_an_epoch_without_evaluation_is_not_evaluated_with_later_weights(tmp_path: Path) -> None:
     keys = [*TINY, "train.epochs=4", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(1, [*keys, "train.eval_every=4"], prepare=stop_at(20))] == [75]
     good(1, [*keys, "train.eval_every=1"])

@@ -447,9 +447,9 @@ def test_a_sample_of_another_shape_is_named() -> None:
         (["optim.loss=msee"], r"optim.loss: 'msee' is not known; .*did you mean 'mse'\?"),
         (["optim.loss=bce", "optim.label_smoothing=0.1"], r"optim.label_smoothing=0.1: spreads a class"),
         ([REGRESSION, "optim.loss=bce", "data.mixup=0.2"], r"data.mixup: mixes classes, and the targets"),
-        (["optim.loss=somebodys_data:quantile", "data.cutmix=1"], r"data.cutmix: turns classes into shares"),
+        (["optim.loss=somebodys_data:quantile", "data.cutmix=1"], r"data.cutmix: turns classes into fractions"),
         ([REGRESSION, "optim.loss=mse", "checkpoint.keep_best=1"], r"set checkpoint.best_by=loss"),
-        ([REGRESSION, "optim.loss=mse", "eval.pr=exact"], r"eval.pr=exact: precision and recall are of classes"),
+        ([REGRESSION, "optim.loss=mse", "eval.pr=exact"], r"eval.pr=exact: precision and recall need classes"),
         ([REGRESSION, "optim.loss=mse", "model.name=small_cnn"], r"model.name=small_cnn: takes images"),
         ([REGRESSION, "optim.loss=somebodys_data:mean"], r"returned shape \(\) for 4 samples; return the loss of each"),
         (  # 101 = 6 * 16 + 5.

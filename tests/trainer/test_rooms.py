@@ -117,15 +117,3 @@ def test_settings_are_declared_in_one_place() -> None:
     places = {f"{PACKAGE}.config.sections", f"{PACKAGE}.config.config"}
     elsewhere = [(name, kind) for name, kind in classes if name not in places]
     assert elsewhere == [], "move these to config/sections.py, or call them something else than ...Config"
-
-
-def test_no_two_modules_have_one_name() -> None:
-    names = [name.rpartition(".")[2] for name in modules(ROOT) if room(name) != "preflight"]
-    packages = {path.parent.name for path in ROOT.rglob("__init__.py")}
-    assert sorted(name for name in set(names) if names.count(name) > 1 and name not in packages) == []
-
-
-def test_every_room_says_what_it_is_for() -> None:
-    for path in ROOT.rglob("__init__.py"):
-        said = ast.get_docstring(ast.parse(path.read_text()))
-        assert said, f"begin {path.relative_to(ROOT)} with a docstring: what the room is for"

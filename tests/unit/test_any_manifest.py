@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import yaml
-from ddpjob.api.reader import ManifestError, read_manifest, validate
+from ddpjob.api.reader import ManifestError, read_manifests, validate
 from ddpjob.api.yamltext import read_documents, write_document
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ _FIELDS = st.sampled_from(
 @given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
 def test_no_text_makes_the_reader_raise_another_exception(text: str) -> None:
     try:
-        read_manifest(text)
+        read_manifests(text)[0].checked()
     except ManifestError as error:
         assert str(error)
 

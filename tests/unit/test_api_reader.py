@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from ddpjob.api import schema
-from ddpjob.api.reader import MAX_BYTES, MOST_LINES, ManifestError, read_manifest, validate, with_defaults
+from ddpjob.api.reader import MAX_BYTES, MOST_LINES, ManifestError, read_manifests, validate, with_defaults
 from ddpjob.api.schema import Problem
 from ddpjob.api.yamltext import YamlError, read_documents
 from ddpjob.client.manifests.later_refusals import later_refusals
@@ -28,14 +28,18 @@ spec:
 """
 
 
-def _message(source: Path | str, name: str | None = None) -> str:
+def _checked(source: Path | str) -> dict[str, Any]:
+    return read_manifests(source)[0].checked()
+
+
+def _message(source: Path | str) -> str:
     with pytest.raises(ManifestError) as caught:
-        read_manifest(source, name=name)
+        _checked(source)
     return str(caught.value)
 
 
 def test_defaults_are_filled_in_at_every_depth() -> None:
-    spec = read_manifest(JOB)["spec"]
+    spec = _checked(JOB)["spec"]
     assert spec["nodes"] == 1
     assert spec["rendezvous"]["resources"]["requests"] == {"cpu": "50m", "memory": "400Mi"}
     assert spec["storage"] == {"sharedMemory": "1Gi", "snapshotMemory": "8Gi"}
@@ -52,7 +56,7 @@ def test_the_manifest_itself_is_not_changed() -> None:
 
 def test_all_problems_are_reported_with_their_lines() -> None:
     with pytest.raises(ManifestError) as caught:
-        read_manifest(JOB + "  nodes: 0\n  env:\n    - name: A\n    - value: b\n  recovery:\n    maxRestart: 3\n")
+        _checked(JOB + "  nodes: 0\n  env:\n    - name: A\n    - value: b\n  recovery:\n    maxRestart: 3\n")
     assert str(caught.value).splitlines() == [
         "spec.env[1].name: required, but missing (the manifest, line 10)",
         "spec.nodes: 0 is less than 1, the smallest allowed (the manifest, line 7)",
@@ -62,21 +66,14 @@ def test_all_problems_are_reported_with_their_lines() -> None:
 
 
 def test_a_generated_name_is_filled_in() -> None:
-    name = read_manifest(JOB.replace("name:", "generateName:"))["metadata"]["name"]
+    name = _checked(JOB.replace("name:", "generateName:"))["metadata"]["name"]
     assert name.startswith("digits") and len(name) == len("digits") + 5
 
 
 def test_the_job_is_found_among_other_kinds() -> None:
     claim = "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: data}\n"
-    assert read_manifest(f"---\n{claim}---\n{JOB}---\n")["metadata"]["name"] == "digits"
+    assert _checked(f"---\n{claim}---\n{JOB}---\n")["metadata"]["name"] == "digits"
     assert "contains no DDPJob, but PersistentVolumeClaim (line 1). A DDPJob has apiVersion" in _message(claim)
-
-
-def test_of_several_jobs_one_must_be_named() -> None:
-    two = JOB + "---\n" + JOB.replace("digits", "other")
-    assert "contains 2 DDPJobs (digits, other); name one of them" in _message(two)
-    assert read_manifest(two, name="other")["metadata"]["name"] == "other"
-    assert "contains no DDPJob named third" in _message(two, "third")
 
 
 def test_lines_count_from_the_file_s_beginning() -> None:
@@ -97,8 +94,8 @@ def test_lines_count_from_the_file_s_beginning() -> None:
         ("? [a]\n: b", "a field name must be text"),
         ("a: .nan", "quote it if it is text"),
         ("a:\n\tb: c\n", "line 2: not YAML: found character '\\t' that cannot start any token; indent by spaces"),
-        ("a: b\nc: 'd\ne: f\n", "line 2: not YAML: a quote that begins in this line is not closed"),
-        ('{"a": "\\ud83d"}', "half a character"),
+        ("a: b\nc: 'd\ne: f\n", "line 2: not YAML: a quote that opens in this line is not closed"),
+        ('{"a": "\\ud83d"}', "half of a surrogate pair, which is written as"),
         (JOB + "  image: other\n", "line 7: spec.image: given twice (first in line 5); remove one"),
         (JOB.replace("v1alpha1", "v2"), "apiVersion: 'ddpjob.io/v2' is not supported; use ddpjob.io/v1alpha1"),
         (JOB.replace("kind: DDPJob\n", ""), "kind: required, but missing; use DDPJob"),
@@ -150,11 +147,11 @@ def test_a_bomb_of_merges_is_refused_before_it_is_expanded() -> None:
     wide = "a: &a {" + ", ".join(f"k{n}: 1" for n in range(1000)) + "}\nb: {<<: [" + ", ".join(["*a"] * 10_000) + "]}"
     for text in (f"x: {bomb}", wide):
         with pytest.raises(ManifestError, match="<<: merges more than"):
-            read_manifest(text)
+            _checked(text)
     assert time.process_time() - began < 20
     chain = "[&a0 {k: v}" + "".join(f", &a{n} {{<<: *a{n - 1}}}" for n in range(1, 2000)) + "]"
     with pytest.raises(ManifestError, match="<<: merges through more than 100 levels"):
-        read_manifest(f"x: {chain}\n<<: *a1999\n")
+        _checked(f"x: {chain}\n<<: *a1999\n")
 
 
 def test_what_is_merged_gives_way_to_what_is_written_or_came_first() -> None:
@@ -185,14 +182,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_and_windows_lines_are_fine(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbf" + JOB.replace("\n", "\r\n").encode())
-    assert read_manifest(tmp_path / "job.yaml")["spec"]["script"] == "train.py"
+    assert _checked(tmp_path / "job.yaml")["spec"]["script"] == "train.py"
 
 
 def test_json_is_read_as_its_writers_indent_and_escape_it() -> None:
     """kubectl reads both; YAML knows neither tabs before a value nor characters in two halves."""
     job = yaml.safe_load(JOB)
     job["spec"]["args"] = ["\N{GRINNING FACE}", "a\tb"]
-    assert read_manifest(json.dumps(job, indent="\t"))["spec"]["args"] == job["spec"]["args"]
+    assert _checked(json.dumps(job, indent="\t"))["spec"]["args"] == job["spec"]["args"]
 
 
 def test_a_pipe_can_be_read() -> None:
@@ -200,7 +197,7 @@ def test_a_pipe_can_be_read() -> None:
     os.write(writing, JOB.encode())
     os.close(writing)
     try:
-        assert read_manifest(Path(f"/dev/fd/{reading}"))["kind"] == "DDPJob"
+        assert _checked(Path(f"/dev/fd/{reading}"))["kind"] == "DDPJob"
     finally:
         os.close(reading)
 
@@ -247,7 +244,7 @@ _TOO_LONG = r"spec\.nodes=\S{20}\.\.\.\(\d+ more\)\.\.\.\S{20}: a number of [\d,
 )  # fmt: skip
 def test_a_huge_number_is_one_short_line_that_names_the_field(value: str, message: str) -> None:
     with pytest.raises(ManifestError, match=message) as caught:
-        read_manifest(job_with_nodes(value))
+        _checked(job_with_nodes(value))
     assert len(str(caught.value)) < 2_300 and "\n" not in str(caught.value) and "line 4" in str(caught.value)
 
 
@@ -291,7 +288,7 @@ def test_of_very_many_problems_the_first_are_shown_and_the_others_counted(monkey
 
 
 def test_a_spec_above_the_limits_of_size_is_refused_by_name() -> None:
-    body = read_manifest(JOB)
+    body = _checked(JOB)
     assert later_refusals(body) == []
     spec = {**body["spec"], "podTemplate": {"spec": {"containers": [{} for _ in range(5000)]}}}
     [problem] = later_refusals({**body, "spec": spec})
@@ -311,5 +308,5 @@ def test_a_spec_above_the_limits_of_size_is_refused_by_name() -> None:
     ],
 )
 def test_what_the_api_server_refuses_in_the_coordinator_s_pod_is_named(rendezvous: dict[str, Any], path: str) -> None:
-    body = read_manifest(JOB)
+    body = _checked(JOB)
     assert [p.path for p in later_refusals({**body, "spec": {**body["spec"], "rendezvous": rendezvous}})] == [path]

@@ -148,7 +148,8 @@ def test_the_reference_page_has_a_row_for_every_field_and_default() -> None:
         REFERENCE["PAGE"].read_text(),
         flags=re.MULTILINE,
     )
-    assert sorted(row[0] for row in rows) == sorted(name for name, _ in wanted)
+    regenerate = "run: python docs/generate_reference.py (CONTRIBUTING.md, A field of the spec, step 3)"
+    assert sorted(row[0] for row in rows) == sorted(name for name, _ in wanted), regenerate
     defaults = sum(field.get("default") not in (None, {}) for _, field in wanted)
     assert sum(bool(row[2].strip()) for row in rows) == defaults > 10
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
 import pytest
@@ -20,7 +22,8 @@ def order(package: str, *more: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["ddpjob", "ddpjob_runtime", "ddpjob_pod", "ddpjob_report", "ddpjob_bucket", "ddpjob_trainer"]
+    "package",
+    ["ddpjob", "ddpjob_runtime", "ddpjob_pod", "ddpjob_report", "ddpjob_bucket", "ddpjob_trainer", "benchmarks"],
 )
 def test_no_import_circle(package: str) -> None:
     order(package)
@@ -29,6 +32,21 @@ def test_no_import_circle(package: str) -> None:
 def test_a_circle_is_found() -> None:
     with pytest.raises(CycleError):
         order("ddpjob", ("ddpjob.core.world", "ddpjob.core.decide"))
+
+
+def completed_later(root: Path) -> list[str]:
+    """Lines that set an attribute of an object that its maker has handed over already."""
+    rooms = [*(root / "operator/ddpjob" / room for room in ("core", "controller", "engine", "dashboard"))]
+    rooms += [root / "runtime/ddpjob_runtime/coordinator"]
+    lines = (line.strip() for room in rooms for path in room.rglob("*.py") for line in path.read_text().splitlines())
+    return [line for line in lines if re.search(r"\bself\.\w+\.\w+(?:: [^=]+)? = ", line)]
+
+
+def test_objects_are_complete_before_they_are_passed_on(tmp_path: Path) -> None:
+    assert completed_later(Path(__file__).parents[2]) == [], "pass it to the object's constructor"
+    (tmp_path / "operator/ddpjob/controller").mkdir(parents=True)
+    (tmp_path / "operator/ddpjob/controller/main.py").write_text("self.watch = self.cluster.watch = Watch()\n")
+    assert len(completed_later(tmp_path)) == 1
 
 
 WITHOUT = """

@@ -22,6 +22,9 @@ from typing import Any
 import ddpjob_report
 import pytest
 from ddpjob.client.texts.metric_series import read_metrics
+from ddpjob_pod.metrics_log import METRICS
+from ddpjob_pod.outbox import merged
+from ddpjob_pod.sigterm import SigtermFlag
 from ddpjob_report import curve_file, link, resume, stop
 from ddpjob_runtime import protocol
 
@@ -38,6 +41,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is asked, and SIGTERM is as it was afterwards."""
     monkeypatch.setattr(stop, "_State", type("_State", (), dict(vars(stop._State))))
+    monkeypatch.setattr(stop._State, "flag", SigtermFlag(stop._say_asked))
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -119,7 +123,7 @@ def test_arrays_of_one_element_are_figures(posted: list[dict[str, Any]]) -> None
 
 def test_newer_figures_replace_older_ones_of_their_names_within_bounds() -> None:
     older = {"epoch": 1, "loss": 2.0, "metrics": {f"m{i}": i for i in range(99)}}
-    both = link.merged(older, {"loss": 1.0, "metrics": {"m0": 7, "a": 1, "b": 2}})
+    both = merged(older, {"loss": 1.0, "metrics": {"m0": 7, "a": 1, "b": 2}})
     assert (both["epoch"], both["loss"], len(both["metrics"])) == (1, 1.0, protocol.MAX_FIGURES)
     assert (both["metrics"]["m0"], both["metrics"]["b"]) == (7, 2) and "m1" not in both["metrics"]
 
@@ -184,13 +188,10 @@ def test_a_framework_s_handler_is_replaced_and_a_child_is_ended_by_sigterm() -> 
     assert not ddpjob_report.should_stop()
     signal.signal(signal.SIGTERM, lambda *_: called.append(1))
     assert not ddpjob_report.should_stop()
-    there, child_is = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(child_is, b"1")
         time.sleep(60)
         os._exit(0)
-    os.read(there, 1)  # Python forgets a signal that comes in the middle of its fork.
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     signal.raise_signal(signal.SIGTERM)
@@ -590,7 +591,7 @@ def curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(link, "is_reporting", lambda: True)
     monkeypatch.setattr(curve_file, "_file", None)
     monkeypatch.setattr(curve_file, "SHORTEST_PAUSE", 0.0)
-    yield tmp_path / curve_file.NAME
+    yield tmp_path / curve_file.FOLDER / METRICS
     curve_file.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import ddpjob_report
 import pytest
-from ddpjob_bucket import Bucket, BucketError, Stored
+from ddpjob_bucket import Bucket, BucketError, Stored, patience
 from ddpjob_report import copies, link, resume
 from ddpjob_runtime import protocol
 from machine import slowness
@@ -262,13 +262,24 @@ def test_a_damaged_copy_is_named_with_what_to_delete(
     data.write_text("damaged")
     start(monkeypatch, 1)
     on_another_node(monkeypatch, tmp_path, "there")
-    monkeypatch.setattr(copies, "_PAUSE", 600.0)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 600.0)
     with pytest.raises(BucketError, match=r"differs; to .* delete file:///.*/complete/000000001-000000020.json$"):
         ddpjob_report.restore_checkpoint()
     (tmp_path / "store" / "complete" / "000000001-000000020.json").unlink()
     start(monkeypatch, 2)
     found = ddpjob_report.restore_checkpoint()
     assert found is not None and found.read_text() == "weights of 10"
+
+
+def test_a_start_whose_place_is_not_known_says_which_variable_is_wrong(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, wrong in (("FENCE", "3"), ("FENCE", "3.4.5"), ("GENERATION", "one")):
+        start(monkeypatch, 1)
+        monkeypatch.delenv("DDPJOB_FENCE")
+        monkeypatch.setenv(f"DDPJOB_{name}", wrong)
+        with pytest.raises(BucketError, match=f"DDPJOB_{name}='{wrong}'.*: must be "):
+            ddpjob_report.restore_checkpoint()
 
 
 def test_the_newest_few_stay(bucket: Bucket, tmp_path: Path) -> None:

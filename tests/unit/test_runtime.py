@@ -207,5 +207,9 @@ def test_the_variables_of_a_job_are_read_in_one_place() -> None:
         for path in (ROOT / top).rglob("*.py")
         if reads.search(path.read_text())
     }
-    allowed = {"runtime/ddpjob_runtime/worker.py", "runtime/ddpjob_runtime/launcher/fetch_data.py"}
+    allowed = {
+        "runtime/ddpjob_pod/job_environment.py",
+        "runtime/ddpjob_runtime/worker.py",
+        "runtime/ddpjob_runtime/launcher/fetch_data.py",
+    }
     assert places == allowed, "read them by ddpjob_pod.job_environment"

@@ -39,7 +39,7 @@ def named(nav: Any) -> Iterator[str]:
 
 def test_every_page_has_one_place_in_the_navigation() -> None:
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
-    assert sorted(named(CONFIG["nav"])) == sorted([*pages, *HOOKS["PAGES"]])
+    assert sorted(named(CONFIG["nav"])) == sorted([*pages, *HOOKS["PAGES"]]), "name each page once in nav of mkdocs.yml"
     assert [next(iter(entry)) for entry in CONFIG["nav"][1:]] == ["Start", "Train", "Platform", "Understand"]
 
 

@@ -4,8 +4,11 @@ equal figures.
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import runpy
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 
@@ -32,6 +35,7 @@ UNWANTED = {
     "life": (r"li(?:fe|ves) of (?:the|a) job", "incarnation"),
     "buries": (r"bur(?:y|ies|ied)", "reaps"),
     "otherwise than": (r"otherwise than", "differently from"),
+    "is no": (r"(?<!here )(?:is|are|was|were) no (?!longer|more)\w+", "is not a"),
     "British spelling": (
         r"(?:normal|synchron|initial|serial|minim|maxim|optim)is(?:e|ed|es|ing|ation)",
         "-ize, as in torch",
@@ -46,6 +50,72 @@ SHARED_CLASSES = {
     "Recovery": "spec.recovery, and the report's part about the last recovery",
 }
 """Class names with several meanings, and why."""
+
+
+LONGEST_NAME = 80
+LONG_NAMES = {
+    "test_a_coordinator_that_cannot_be_reached_is_said_with_its_time_and_once_as_an_event",
+    "test_a_host_that_cannot_start_containers_is_avoided_and_two_of_them_are_the_jobs_own_fault",
+    "test_a_refused_job_ends_with_a_code_that_is_not_retried_and_a_training_that_completes_lets_go",
+    "test_a_rule_for_an_exit_code_holds_for_init_containers_and_what_a_program_means_by_2_does_not",
+    "test_an_image_for_another_platform_is_a_fault_of_the_place_by_each_runtimes_words",
+    "test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_clock_compared",
+    "test_folders_of_each_node_that_are_not_shared_are_right_when_the_configuration_says_so",
+    "test_how_far_the_data_have_come_is_shown_and_whoever_waits_for_them_is_not_in_its_way",
+    "test_the_one_that_takes_over_hears_of_pods_that_were_lost_in_this_life_of_the_job",
+    "test_the_status_shows_the_order_of_the_last_group_where_it_is_not_that_of_the_indices",
+    "test_why_a_coordinators_report_cannot_be_used_is_said_with_its_time_and_once_as_an_event",
+}
+"""Names of tests that are still longer. The list only gets shorter."""
+
+
+PREPOSITIONS = (
+    *("About", "After", "Among", "As", "At", "Before", "Behind", "Beside", "Between", "Beyond", "By", "During", "For"),
+    *("From", "In", "Into", "Like", "Of", "On", "Over", "Through", "To", "Under", "Until", "With", "Within", "Without"),
+)
+COLUMNS = 100
+UNCHECKED = (
+    "CHANGELOG.md",
+    "docs/architecture.md",
+    "docs/cli.md",
+    "docs/metrics.md",
+    "docs/python.md",
+    "docs/reference.md",
+)
+WIDE = {
+    "SECURITY.md": 9,
+    "docs/pod-security.md": 1,
+    "examples/language_model.py": 4,
+    "examples/own_loop.py": 2,
+    "operator/ddpjob/cli/changing.py": 3,
+    "operator/ddpjob/cli/looking.py": 12,
+    "operator/ddpjob/cli/main.py": 1,
+    "operator/ddpjob/cli/preparing.py": 14,
+    "operator/ddpjob/cli/root.py": 1,
+    "operator/ddpjob/cli/waiting.py": 1,
+    "operator/ddpjob/controller/job_cache.py": 8,
+    "runtime/ddpjob_pod/__init__.py": 1,
+    "runtime/ddpjob_pod/job_environment.py": 2,
+    "runtime/ddpjob_pod/posting.py": 4,
+    "runtime/ddpjob_report/__init__.py": 1,
+    "runtime/ddpjob_report/accelerate.py": 2,
+    "runtime/ddpjob_report/huggingface.py": 1,
+    "runtime/ddpjob_report/lightning.py": 1,
+    "runtime/ddpjob_runtime/coordinator/__main__.py": 1,
+    "runtime/ddpjob_runtime/launcher/fetch_data.py": 2,
+    "runtime/ddpjob_runtime/worker.py": 1,
+    "trainer/ddpjob_trainer/checkpoints/manifest.py": 5,
+    "trainer/ddpjob_trainer/config/sections.py": 124,
+    "trainer/ddpjob_trainer/data/cifar_batch.py": 6,
+    "trainer/ddpjob_trainer/lifecycle/signals.py": 4,
+    "trainer/ddpjob_trainer/preflight/command.py": 1,
+    "trainer/ddpjob_trainer/preflight/peers.py": 1,
+    "trainer/ddpjob_trainer/reporting/flops.py": 1,
+    "trainer/ddpjob_trainer/reporting/ledger.py": 5,
+    "trainer/ddpjob_trainer/reporting/sinks/background.py": 1,
+    "trainer/ddpjob_trainer/train.py": 2,
+}
+"""Number of docstring, comment and text lines over 100 columns that may remain per file. It may only fall."""
 
 
 def sources() -> list[Path]:
@@ -76,6 +146,99 @@ def test_unwanted_words_do_not_return(path: Path) -> None:
     assert not found, "\n".join([str(path.relative_to(ROOT)), *found])
 
 
+ALONE = re.compile(r"(?<!Kubernetes )(?<![\w./-])[Nn]odes?(?![\w.(-])")
+"""The word "node" for a training pod; a machine is a "Kubernetes node" (docs/glossary.md)."""
+TRAINING_PODS = (
+    *("all nodes have", "the node has finished", " nodes have finished", "every node of the group"),
+    *("the places of its nodes", "nodes of one place", " nodes at once", "watch of nodes by a ClusterRole"),
+)
+"""Parts of messages in which nodes are training pods, or a word of Kubernetes' own."""
+
+
+def machines(text: str) -> bool:
+    """Whether a message may say "node" alone for a machine."""
+    for part in TRAINING_PODS:
+        text = text.replace(part, "")
+    return ALONE.search(text) is not None and text.strip() not in ("node", "nodes")
+
+
+def test_messages_say_kubernetes_node_for_a_machine() -> None:
+    assert machines("the node is gone") and not machines("Kubernetes node n1 is gone; all nodes have finished")
+    found = []
+    for path in (ROOT / "operator" / "ddpjob" / "core").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docs]
+        found += [f"{path.name}: {text}" for text in texts if isinstance(text, str) and machines(text)]
+    assert found == [], 'write "Kubernetes node" for a machine; if pods are meant, add the words to TRAINING_PODS'
+
+
+def docstrings(code: str) -> list[tuple[int, int, str]]:
+    """First line, last line and text of each docstring, those of attributes included."""
+    expressions = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Expr))
+    return [
+        (node.lineno, node.end_lineno or node.lineno, node.value.value)
+        for node in expressions
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+
+
+def begun_by_prepositions(code: str) -> list[str]:
+    return [
+        f"{line}: {text.strip()[:60]!r}: begin with a verb or with what it is"
+        for line, _, text in docstrings(code)
+        if text.split() and text.split()[0] in PREPOSITIONS
+    ]
+
+
+def wide_code(code: str) -> list[int]:
+    """Lines of docstrings and comments that have more than 100 columns, without rulers and comments behind code."""
+    lines = code.splitlines()
+    prose = {number for first, last, _ in docstrings(code) for number in range(first, last + 1)}
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    prose |= {token.start[0] for token in tokens if token.type == tokenize.COMMENT and token.line.lstrip()[0] == "#"}
+    wide = (number for number in sorted(prose) if len(lines[number - 1]) > COLUMNS)
+    return [number for number in wide if not lines[number - 1].endswith("---")]
+
+
+def wide_text(page: str) -> list[int]:
+    """Lines of a page that have more than 100 columns: not code, tables, lines with links, or what a program writes."""
+    left_out = r"^```.*?^```|<!-- ([\w -]+): begin -->.*?<!-- \1: end -->"
+    without_code = re.sub(left_out, lambda part: "\n" * part[0].count("\n"), page, flags=re.DOTALL | re.MULTILINE)
+    return [
+        number
+        for number, line in enumerate(without_code.splitlines(), 1)
+        if len(line) > COLUMNS and not line.lstrip().startswith("|") and "](" not in line and "://" not in line
+    ]
+
+
+def test_the_checks_find_prepositions_and_wide_lines() -> None:
+    planted = f'''"""Of a job."""\n\nSIZE = 1\n"""{"Bytes " * 20}"""\n# {"why " * 30}\nTEXT = "{"x" * 120}"\n'''
+    assert len(begun_by_prepositions(planted)) == 1 and wide_code(planted) == [4, 5]
+    assert wide_text(f"short\n{'long ' * 30}\n| {'cell ' * 30}\n```\n{'code ' * 30}\n```\n{'more ' * 30}") == [2, 7]
+    assert len(unwanted("3 is no share\nit is no longer\nthere is no job")) == 1
+
+
+@pytest.mark.parametrize("top", PACKAGES)
+def test_docstrings_begin_with_a_verb_or_a_noun(top: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{fault}"
+        for path in sorted((ROOT / top).rglob("*.py"))
+        for fault in begun_by_prepositions(path.read_text())
+    ]
+    assert found == []
+
+
+def test_prose_has_at_most_100_columns() -> None:
+    wide = {}
+    for path in sources():
+        name = str(path.relative_to(ROOT))
+        if name not in UNCHECKED and path.suffix in (".md", ".py"):
+            wide[name] = len((wide_code if path.suffix == ".py" else wide_text)(path.read_text()))
+    grown = {name: count for name, count in wide.items() if count > WIDE.get(name, 0)}
+    assert grown == {}, "wrap docstrings, comments and text at 100 columns"
+
+
 def test_no_two_modules_of_one_name() -> None:
     places = defaultdict(list)
     for top in PACKAGES:
@@ -97,6 +260,15 @@ def test_no_two_classes_of_one_name() -> None:
     assert shared == {}, "rename all but the most central of these classes after what is special about them"
     unused = {name for name in SHARED_CLASSES if len(places[name]) < 2}
     assert unused == set(), "remove these from SHARED_CLASSES: each names one class now"
+
+
+def test_the_names_of_tests_are_short() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    names = {name for text in texts for name in re.findall(r"^ *(?:async )?def (test_\w+)", text, flags=re.MULTILINE)}
+    assert len(names) > 2000, "the tests were found"
+    long = {name for name in names if len(name) > LONGEST_NAME} - LONG_NAMES
+    assert long == set(), f"shorten these to {LONGEST_NAME} characters; details belong into the docstring"
+    assert LONG_NAMES - names == set(), "remove these from LONG_NAMES: no test has the name"
 
 
 def test_every_module_is_in_the_map() -> None:

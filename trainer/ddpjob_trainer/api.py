@@ -1,4 +1,7 @@
-"""The parts that make your own training loop exact on any number of ranks (docs/own-loop.md)."""
+"""The parts that make your own training loop exact on any number of ranks (docs/own-scripts.md).
+
+They belong to the trainer alone. Every script reports and leaves by `ddpjob_report`.
+"""
 
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.data.randomness import derive, seed_torch
@@ -6,11 +9,10 @@ from ddpjob_trainer.data.sampler import Dealing, ElasticSampler, Micro, SamplerS
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, TrainerError
 from ddpjob_trainer.evaluation.accumulate import Accumulator, Evaluation
-from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
+from ddpjob_trainer.lifecycle.signals import Agreement, Due, StopRequest
 from ddpjob_trainer.reporting.ledger import Ledger
 
 __all__ = [
-    "EXIT_STEPPED_ASIDE",
     "Accumulator",
     "Agreement",
     "CheckpointError",

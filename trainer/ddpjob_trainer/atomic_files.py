@@ -45,7 +45,9 @@ def write_atomically(path: Path, content: bytes, before_rename: Check | None = N
 
 
 def write_all(file: IO[bytes], content: bytes | memoryview) -> None:
-    """Write everything to an unbuffered file, which takes at most 2 GiB at a time. Raises OSError."""
+    """Write everything to an unbuffered file, which takes at most 2 GiB at a time. Raises
+    OSError.
+    """
     view = memoryview(content).cast("B")
     while len(view):
         view = view[file.write(view) :]

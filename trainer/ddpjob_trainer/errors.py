@@ -32,9 +32,9 @@ class CheckpointError(TrainerError):
 
 
 class FencedError(CheckpointError):
-    """A newer incarnation of the job owns the checkpoint folder: this process must end.
+    """A newer incarnation of the job owns the checkpoint folder, so this process must end.
 
-    Whether to restart is up to the newer one.
+    Whether to restart is up to the newer incarnation.
     """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import tee
 
@@ -13,42 +13,33 @@ import torch
 from ddpjob_pod import late_dynamo
 from ddpjob_runtime import protocol
 
+from ddpjob_trainer import run_plan
 from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.index import prepare_folder
 from ddpjob_trainer.checkpoints.memory import NodeMemory
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import Metric, StrategyName
+from ddpjob_trainer.config.sections import StrategyName
 from ddpjob_trainer.data import mixup
-from ddpjob_trainer.data.augment import erasers
+from ddpjob_trainer.data.augment import build_erasers
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount, check_test_images
-from ddpjob_trainer.data.dataset import Batch, DataSet, Targets
-from ddpjob_trainer.data.sampler import Dealing, Dividing, ElasticSampler, Micro, SamplerState, Step, steps_per_epoch
+from ddpjob_trainer.data.dataset import Batch, DataSet
+from ddpjob_trainer.data.sampler import Dividing, ElasticSampler, Micro, SamplerState, Step
 from ddpjob_trainer.distributed import devices
-from ddpjob_trainer.distributed.init_method import joined
-from ddpjob_trainer.distributed.process_group import Group, wanted_world
+from ddpjob_trainer.distributed.init_method import join_group
+from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.distributed.step_clock import OWN, StepPhase, peak_memory
-from ddpjob_trainer.errors import CheckpointError, ConfigError, DataError, TrainingError
-from ddpjob_trainer.evaluation.accumulate import Adding, open_accumulator
+from ddpjob_trainer.errors import CheckpointError, TrainingError
 from ddpjob_trainer.evaluation.evaluate import evaluate
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
-from ddpjob_trainer.model.depths import shares
-from ddpjob_trainer.model.models import (
-    build_model,
-    check_image_size,
-    explaining_image_size,
-    is_own,
-    is_tied_to_micro_batches,
-    needs_two_samples,
-)
-from ddpjob_trainer.model.shared_parts import can_be_shared
+from ddpjob_trainer.model.models import build_model, is_own, is_tied_to_micro_batches
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
-from ddpjob_trainer.optim.precision import Update, agreed
+from ddpjob_trainer.optim.precision import Update, agree_on_amp
 from ddpjob_trainer.reporting.flops import device_peak, flops_of_run
 from ddpjob_trainer.reporting.ledger import Ledger
 from ddpjob_trainer.reporting.profiler import Profile
@@ -83,45 +74,12 @@ def run(config: Config) -> int:
     one_device, flops = devices.devices_per_rank(config) == 1, 0.0
     if group.rank == 0 and device_peak(config, placement.device, torch.float32):
         flops = flops_of_run(config, data.shape, data.classes, whole_numbers=data.whole_numbers)
-    with joined(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
-        same = check_same_data(group, data, config)
+    with join_group(group, placement, config.train.timeout_seconds, one_device=one_device), checkpoints:
+        same = run_plan.check_same_data(group, data, config)
         trainer = Trainer(config, group, placement.device, data, checkpoints, flops, same)
         with closing(trainer.stacks), closing(trainer.reporter):
             trainer.resume()
             return trainer.train()
-
-
-def check_same_data(group: Group, data: DataSet, config: Config) -> int:
-    """Return the data's fingerprint, which must be the same on all ranks.
-
-    Raises DataError on every rank if they see different data, because a sample number would then
-    mean different images.
-    """
-    seen = group.gather(data.fingerprint())
-    if len(set(seen)) == 1:
-        return seen[0]
-    names = f" ({', '.join(data.class_names[:5])}{', ...' * (data.classes > 5)})" if data.class_names else ""
-    things = "samples" if ":" in config.data.name else "images"
-    own = (
-        f"{data.train_size} training {things}, {data.test_size} test {things}, {data.classes} classes{names},"
-        f" fingerprint {seen[group.rank]:016x}"
-    )
-    which = []
-    for rank in sorted(map(seen.index, set(seen))):
-        sent = own.encode(errors="surrogateescape") if rank == group.rank else None
-        described = group.broadcast_bytes(sent, rank).decode(errors="replace")
-        which.append(f"rank {rank}{' and others' if seen.count(seen[rank]) > 1 else ''}: {described}")
-    where, of = (
-        config.data.url or config.data.dir or config.data.name,
-        "names of classes and files, of sizes and of labels",
-    )
-    remedy = "make data.dir the same on all nodes"
-    if ":" in config.data.name:
-        where, of = config.data.name, "sizes, shapes, classes, targets and some inputs"
-        remedy = "let the function return the same samples in the same order on all ranks, such as by a seed of its own"
-    raise DataError(
-        f"the ranks see different data in {where} ({'; '.join(which)}): {remedy}. The fingerprint is of the {of}"
-    )
 
 
 class _StepBatches:
@@ -161,24 +119,25 @@ class Trainer:
         claim = agree_on_incarnation(group)
         checkpoints.claim(claim)
 
-        amp, self._float32_for = agreed(config.amp, device, group)
+        amp, self._float32_for = agree_on_amp(config.amp, device, group)
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
-        self._check_data()
+        run_plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
         if is_own(config.model):  # It may draw from a generator that nobody has seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
-        self._erasers = erasers(config.data, data.shape)
+        self._erasers = build_erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
-        with self._explaining_image_size():
+        with run_plan.explain_sizes(config, data):
             self.strategy.prepare(model, data.shape)
 
         sharded = config.strategy is StrategyName.FSDP and group.world > 1
         self.memory = NodeMemory(group, claim.order, self.strategy.layout, sharded=sharded)
-        self.micro_batches = self._micro_batches(tied or config.ddp.ordered or mixup.wanted(config.data))
-        self._dividing = self._how_to_divide(model)
+        self.division = run_plan.Division.choose(config, data, self.strategy, group, model, tied=tied)
         self.corrupt = CorruptCount(data.train_size, config.data)
         first = SamplerState(seed=config.data.seed)
-        self.sampler = ElasticSampler(data.train_size, config.data.batch, self._dealing(), first, config.data.repeats)
+        self.sampler = ElasticSampler(
+            data.train_size, config.data.batch, self.division.dealing, first, config.data.repeats
+        )
         self.step = 0
         self.epochs_evaluated = 0
         self.last_update = Update(0.0, False)
@@ -188,8 +147,8 @@ class Trainer:
 
         self.stop = StopRequest(group, checkpoints)
         self.ledger = Ledger(config.run_dir, group, claim, wanted=config.train.ledger)
-        plan = Plan(config.train.epochs, self._steps_left(), data.train_size, claim.round)
-        self.reporter = Reporter(plan, config, group, writes=checkpoints.writes, class_names=data.class_names)
+        ahead = Plan(config.train.epochs, self._steps_left, data.train_size, claim.round)
+        self.reporter = Reporter(ahead, config, group, writes=checkpoints.writes, class_names=data.class_names)
         if (copies := checkpoints.copies) is not None:
             copies.on_copied = lambda: self.reporter.post_copies(copies.figures())
         dynamic = self.strategy.precision.scale_is_dynamic
@@ -204,91 +163,22 @@ class Trainer:
         self.stacks = StackDumps(config.run_dir, group.rank, config.train.timeout_seconds)
         checkpoints.alive = self.stacks.alive
 
-    def _check_data(self) -> None:
-        """Raise ConfigError if loss, evaluation, checkpoints or strategy do not suit the data."""
-        self._check_inputs()
-        criterion, keys = self.strategy.criterion, self.config.checkpoint
-        criterion.check(self.config.data, self.data.targets, self.data.classes)
-        self._accumulator()
-        has_accuracy = self.data.targets is Targets.CLASSES or criterion.of_decisions
-        if keys.keep_best and keys.best_by is Metric.ACCURACY and not has_accuracy:
-            raise ConfigError(
-                f"checkpoint.best_by=accuracy: optim.loss={criterion.name} of {self.data.targets.value} has none; set"
-                " checkpoint.best_by=loss"
-            )
-
-    def _explaining_image_size(self) -> AbstractContextManager[None]:
-        keys = self.config.data
-        return explaining_image_size(self.config.model, self.data.shape, self.data.classes, keys.size_key)
-
-    def _check_inputs(self) -> None:
-        keys, data, strategy = self.config.data, self.data, self.config.strategy
-        # Otherwise the error would come only after an epoch of training.
-        if side := keys.size_tested:
-            check_image_size(self.config.model, (3, side, side), data.classes, "data.test_image_size")
-        if keys.cutmix and len(data.shape) != 3:
-            raise ConfigError(
-                f"data.cutmix={keys.cutmix}: takes a rectangle of images (channels, height, width), and the inputs of"
-                f" data.name={keys.name} have the shape {data.shape}; leave it out, or set data.mixup"
-            )
-        if not data.whole_numbers:
-            return
-        if keys.mixup:
-            raise ConfigError(
-                f"data.mixup={keys.mixup}: blends inputs, and those of data.name={keys.name} are whole numbers; leave"
-                " it out"
-            )
-        if strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):
-            raise ConfigError(
-                f"strategy={strategy.value}: splits models of float inputs only, and those of data.name={keys.name} are"
-                " whole numbers; set strategy=ddp or fsdp"
-            )
-
-    def _accumulator(self) -> Adding:
-        data, criterion = self.data, self.strategy.criterion
-        return open_accumulator(
-            data.targets, data.classes, criterion.each, self.config.eval, decisions=criterion.of_decisions
-        )
-
-    def _micro_batches(self, tied: bool) -> int:
-        """Return how many a global batch has in this run; 0 deals samples out one by one."""
-        parts = self.strategy.data_share.parts * max(self.group.world, wanted_world()) // self.group.world
-        return self.config.data.micro_batches or (parts * self.strategy.portions if tied else 0)
-
-    def _how_to_divide(self, model: torch.nn.Module) -> Dividing:
-        # Sums over parts differ in the last bits from sums over whole micro-batches.
-        if self.config.ddp.ordered or not self.strategy.divides:
-            return Dividing.NO
-        if not self.config.data.exact:
-            return Dividing.LOCAL
-        return Dividing.EXACT if can_be_shared(model) else Dividing.NO
-
-    def _dealing(self) -> Dealing:
-        share, strategy = self.strategy.data_share, self.strategy
-        return Dealing(
-            share.part,
-            share.parts,
-            self.micro_batches,
-            strategy.portions,
-            strategy.equal,
-            self._dividing,
-            self.config.data.stretch,
-        )
-
     # ------------------------------------------------------------ the loop
 
     def train(self) -> int:
         """Train the remaining epochs and return the exit code."""
         began = time.monotonic()
-        if self._dividing is Dividing.EXACT and self.sampler.dealing.passes(self.config.data.batch):
+        if self.division.dividing is Dividing.EXACT and self.sampler.dealing.passes(self.config.data.batch):
             self.strategy.share_parts()
         self.stop.listen()
         self.ledger.start(self.step, self.data.train_size, self.config.train.epochs, self.config.data.repeats)
         epoch, precision = self.sampler.state.epoch + 1, self.strategy.precision.name
-        self.reporter.start(self.step, self._steps_left(), epoch, self._uneven(), precision, self._notes())
+        self.reporter.start(
+            self.step, self._steps_left, epoch, self.division.explain_waits(), precision, self._list_notes()
+        )
         stopped = self._evaluate_if_due()
         self._steps, ahead = tee(self.sampler.upcoming(self.config.train.epochs))
-        self._batches = self._loaded(ahead)
+        self._batches = self._load(ahead)
         while not stopped and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
@@ -336,7 +226,7 @@ class Trainer:
             complete = self.sampler.epoch_is_done
             if complete:
                 self.sampler.next_epoch()
-            self.memory.take(self.step, self._snapshot)
+            self.reporter.post_memory(self.memory.take(self.step, self._snapshot))
             if stop or save:
                 self._save()
             self._report_checkpoints()
@@ -357,11 +247,11 @@ class Trainer:
         self.ledger.step(self.step + 1, step if self.strategy.data_share.counts else replace(step, micros=[]))
         count = len(step.samples)
         self._clock.lap(StepPhase.OTHER)
-        with self._explaining_image_size() if self._first_pass else nullcontext():
+        with run_plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
             losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
         self._first_pass = False
         self._clock.lap(self._end_of_passes)
-        self._window = self._window[0] + 1, self._window[1] + self._computed(step)
+        self._window = self._window[0] + 1, self._window[1] + self._count_computed(step)
         unreadable = 0
         if agreement is None:
             agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
@@ -375,7 +265,7 @@ class Trainer:
         counted = self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
         return (*counted, agreement)
 
-    def _loaded(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
+    def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
         """Yield each micro-batch of `steps` with its data, mixed if that is configured.
 
         The steps may span several epochs. They are requested as far ahead as the data set reads.
@@ -401,7 +291,7 @@ class Trainer:
         """The phase that the end of a micro-batch's passes is counted as."""
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
-    def _computed(self, step: Step) -> int:
+    def _count_computed(self, step: Step) -> int:
         """Return how many samples this rank's model computes, whether they count or not."""
         if self.config.model.sync_batchnorm:
             return len(step.mine)
@@ -500,8 +390,8 @@ class Trainer:
                 self.config.train.eval_batch,
                 self.group,
                 self.stop,
-                adding=self._accumulator(),
-                alive=self._alive,
+                adding=run_plan.make_accumulator(self.config, self.data, strategy),
+                alive=self._report_alive,
             )
         strategy.train_mode(True)
         if result is None:
@@ -512,7 +402,7 @@ class Trainer:
         self.checkpoints.scored(self.step, result.scalars())
         return False
 
-    def _alive(self) -> None:
+    def _report_alive(self) -> None:
         self.stacks.alive()
         self.reporter.alive()
 
@@ -548,7 +438,7 @@ class Trainer:
             "sampler": self.sampler.state_dict(),
             "fingerprint": self._fingerprint,
             "epochs_evaluated": self.epochs_evaluated,
-            "micro_batches": self.micro_batches,
+            "micro_batches": self.division.micro_batches,
             **self.strategy.state(),
             "config": self.config.flat(),
         }
@@ -563,12 +453,12 @@ class Trainer:
         snapshot = self.checkpoints.newest(self.strategy.layout, newer_than)
         self._load(snapshot or kept)
         source = protocol.STORAGE if snapshot else protocol.MEMORY if kept else protocol.SCRATCH
-        self.memory.begin(self.step, source)
+        self.reporter.post_memory(self.memory.begin(self.step, source))
 
     def _load(self, snapshot: Snapshot | None) -> None:
         if snapshot is None:
-            self._check_that_ranks_have_work()
-            self._check_smallest_micro_batch()
+            self.division.check_work()
+            self.division.check_smallest_micro_batch(self.sampler.state)
             self._load_weights()
             return
         compatibility.check_resume(snapshot, self.strategy.state()["model"], self.config.flat(), self.checkpoints.path)
@@ -583,13 +473,9 @@ class Trainer:
         self.sampler.load_state_dict(snapshot["sampler"])
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
-        if not self.config.data.micro_batches and not self.config.model.sync_batchnorm:
-            # A different number of ranks changes nothing here. A different train.accumulate does,
-            # because users raise it when memory is short.
-            kept, before = int(snapshot["micro_batches"]), int(snapshot["config"].get("train.accumulate", 1))
-            self.micro_batches = max(1, kept * self.config.train.accumulate // before) if kept else self.micro_batches
-        self.sampler.dealing = self._dealing()
-        self._check_smallest_micro_batch()
+        self.division = self.division.resume(snapshot)
+        self.sampler.dealing = self.division.dealing
+        self.division.check_smallest_micro_batch(self.sampler.state)
 
     def _load_weights(self) -> None:
         """Start from the weights in checkpoint.load, if it is given."""
@@ -606,112 +492,13 @@ class Trainer:
             )
             self.strategy.load({**state, "model": weights})
 
+    @property
     def _steps_left(self) -> int:
-        """Return the number of steps until the configured training is complete."""
-        state, size, batch = self.sampler.state, self.data.train_size, self.config.data.batch
-        epochs = self.config.train.epochs - state.epoch
-        if epochs <= 0:
-            return 0
-        return steps_per_epoch(size - state.consumed, batch) + (epochs - 1) * steps_per_epoch(size, batch)
+        return self.division.steps_left(self.sampler.state)
 
-    def _notes(self) -> list[str]:
-        """Return notes on decisions made for the user that nothing else would show."""
-        notes = []
-        if self._other_data:
-            notes.append(
-                "warning: the data look other than those of the checkpoint (names of classes or files, sizes, labels,"
-                " content). Where sample numbers mean other samples now, epoch"
-                f" {self.sampler.state.epoch + 1} takes some twice and leaves others out"
-            )
-        if self._float32_for:
-            ranks = ", ".join(map(str, self._float32_for[:8])) + ", ..." * (len(self._float32_for) > 8)
-            notes.append(
-                f"computing in float32 on all ranks, since the devices of rank(s) {ranks} have no bfloat16"
-                " (amp.level=auto)"
-            )
-        if self.strategy.depths is not None:
-            notes.append(shares(self.strategy.depths, self.config.optim.layer_decay))
-        steps, last = self.config.report.profile_steps, self.step + self._steps_left()
-        if steps and self.step < last < steps[0]:
-            notes.append(
-                f"no profile: report.profile_steps begins at step {steps[0]}, and the last is {last}; write less"
-            )
-        if any(self._peaks) and not all(self._peaks):
-            notes.append(
-                f"no MFU: the peak of rank {self._peaks.index(0)}'s device is not known; set report.peak_flops if all"
-                " ranks have the same"
-            )
-        elif any(self._peaks) and not self._flops:
-            notes.append(
-                f"no MFU: the FLOPs of model.name={self.config.model.name} cannot be counted on a model without values"
-            )
-        return notes
-
-    def _uneven(self) -> str:
-        """Return why ranks or pipelines wait in each step; empty if a full batch divides evenly."""
-        batch, parts, dealing = self.config.data.batch, self.strategy.data_share.parts, self.sampler.dealing
-        if dealing.passes(batch):
-            return ""
-        if (idle := parts - min(self.micro_batches or batch, batch)) > 0:
-            return (
-                f"{idle} rank(s) are idle: the global batch has fewer micro-batches or samples than ranks"
-                " (data.micro_batches, data.batch)"
-            )
-        if dealing.busiest > 1.1:
-            return (
-                f"{self.micro_batches} micro-batches cannot be dealt out evenly to {parts} ranks: a step takes"
-                f" {dealing.busiest:.2f} times as long as an even share would; take a number of ranks that divides"
-                " data.micro_batches, or data.exact=false (strategy=ddp or fsdp, without ddp.ordered)"
-            )
-        return ""
-
-    def _check_that_ranks_have_work(self) -> None:
-        """Raise ConfigError if a rank would be idle in a new run.
-
-        Ranks that join later may be idle; their weight is zero.
-        """
-        parts, batch, micro_batches = self.strategy.data_share.parts, self.config.data.batch, self.micro_batches
-        if parts > batch:
-            raise ConfigError(
-                f"data.batch={batch} cannot be divided among {parts} ranks: each needs at least one sample;"
-                f" set data.batch to {parts} or more, or start {batch} ranks"
-            )
-        portions = self.strategy.portions
-        if micro_batches > batch and portions > 1 and not self.config.data.micro_batches:
-            key = "pipeline.micro_batches" if self.config.strategy is StrategyName.PIPELINE else "train.accumulate"
-            raise ConfigError(
-                f"{key}={portions}: makes {micro_batches} micro-batches of data.batch={batch}, with none for some; set"
-                f" it to {max(1, batch * portions // micro_batches)}, or data.batch to {micro_batches} or more"
-            )
-        shared = self.sampler.dealing.passes(batch) > 0
-        if (0 < micro_batches < parts and not shared) or micro_batches > batch:
-            raise ConfigError(
-                f"data.micro_batches={micro_batches} does not fit {parts} ranks and data.batch={batch}:"
-                f" set it to {parts} or a multiple of it, and to {batch} at most"
-            )
-
-    def _check_smallest_micro_batch(self) -> None:
-        """Raise ConfigError if a later micro-batch has one sample and the model needs two."""
-        size, batch, parts = self.data.train_size, self.config.data.batch, self.micro_batches
-        to_come = {size - self.sampler.state.consumed, size}  # Samples of this epoch, and of the next ones.
-        # Each rank's share is a micro-batch by itself.
-        if parts and self._dividing is Dividing.LOCAL:
-            parts = max(parts, self.strategy.data_share.parts * self.sampler.dealing.passes(batch))
-
-        def single(batch: int) -> set[int]:
-            """Return the sizes of steps that would have a micro-batch of one sample."""
-            steps = {samples % batch for samples in to_come} | {min(batch, size)}
-            return {step for step in steps if 0 < step < 2 * parts}
-
-        if not parts or not (short := single(batch)) or self.config.model.sync_batchnorm or not self._steps_left():
-            return
-        if not needs_two_samples(self.config.model, self.data.shape, self.data.classes):
-            return
-        fitting = next((other for other in range(batch, 1, -1) if not single(other)), None)
-        remedy = f"data.batch={fitting}" if fitting else "fewer data.micro_batches"
-        pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
-        raise ConfigError(
-            f"data.batch={batch}: an epoch of {size} samples has a step of {min(short)}, and one of its {parts}"
-            f" micro-batches a single sample, of which {self.config.model.name} takes statistics of one value per"
-            f" channel{pixels}; set {remedy}, or take a model that normalizes each sample by itself"
+    def _list_notes(self) -> list[str]:
+        changed = [run_plan.note_changed_data(self.sampler.state.epoch + 1)] if self._other_data else []
+        steps = range(self.step + 1, self.step + 1 + self._steps_left)
+        return changed + run_plan.note_choices(
+            self.config, self.strategy, self._float32_for, steps, self._peaks, self._flops
         )

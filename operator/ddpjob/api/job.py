@@ -99,16 +99,14 @@ class DDPJob:
         return tuple(dict.fromkeys(name for name in (*named, self.made_claim) if name))
 
     @property
+    def reference(self) -> Json:
+        """The job, as other objects name it."""
+        return {"apiVersion": API_VERSION, "kind": KIND, "name": self.name, "uid": self.uid}
+
+    @property
     def owner_reference(self) -> Json:
         """The owner reference for the metadata of the job's objects."""
-        return {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "name": self.name,
-            "uid": self.uid,
-            "controller": True,
-            "blockOwnerDeletion": False,
-        }
+        return {**self.reference, "controller": True, "blockOwnerDeletion": False}
 
 
 def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:

@@ -98,7 +98,7 @@ def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
 
 
 def _fixed(job: DDPJob, given: JobClass) -> Iterator[str]:
-    remedy = f"remove it, or have the platform team take it from fixed in class {given.name}"
+    remedy = f"remove it, or ask the platform team to remove it from fixed in class {given.name}"
     for path in given.fixed:
         mine = at(job.written, path)
         if path == "env":
@@ -128,7 +128,7 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
         }
         for where, image in images.items():
             if not any(_fits(str(image), pattern) for pattern in limits.images):
-                allowed = f"none of the images that class {given.name} allows ({', '.join(limits.images[:10])})"
+                allowed = f"not one of the images that class {given.name} allows ({', '.join(limits.images[:10])})"
                 yield f"{where}: {image} is {allowed}; use one of them"
 
 
@@ -214,10 +214,10 @@ def _read(name: str, given: Any) -> JobClass:
         _texts(given.get(key, []), f"{name}.{key}")
     for path in given.get("fixed", ()):
         if path not in _SETTABLE:
-            raise ValueError(f"{name}.fixed: {path} is no field of a class; those are {', '.join(_SETTABLE)}")
+            raise ValueError(f"{name}.fixed: {path} is not a field of a class; the fields are {', '.join(_SETTABLE)}")
     queue = given.get(QUEUE, "")
     if not isinstance(queue, str) or (queue and not (_QUEUE_NAME.fullmatch(queue) and len(queue) <= 63)):
-        raise ValueError(f"{name}.{QUEUE}: {queue!r} is no name of a LocalQueue")
+        raise ValueError(f"{name}.{QUEUE}: {queue!r} is not a valid name of a LocalQueue")
     spec, limits = _spec(name, given.get("spec", {})), _limits(name, given.get("limits", {}))
     content = json.dumps([spec, queue, given.get("fixed", []), given.get("limits", {})], sort_keys=True)
     mark = hashlib.sha256(content.encode()).hexdigest()[:10]
@@ -232,7 +232,7 @@ def _spec(name: str, spec: Any) -> Json:
         for path in below:
             if path not in CLASS_FIELDS:
                 remedy = f"a job decides it, or has the CRD's default; a class can set {', '.join(CLASS_FIELDS)}"
-                raise ValueError(f"{name}.spec.{path}: a class cannot set it: {remedy}")
+                raise ValueError(f"{name}.spec.{path}: a class cannot set it; {remedy}")
     # Add the minimum that the class leaves to its jobs.
     whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
     problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
@@ -247,7 +247,7 @@ def _limits(name: str, limits: Any) -> ClassLimits:
     for key, least in (("maxNodes", 1), ("maxGpusPerNode", 0)):
         value = limits.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-            raise ValueError(f"{name}.limits.{key}: {value!r} is no integer from {least} to {_MOST}")
+            raise ValueError(f"{name}.limits.{key}: {value!r} is not an integer from {least} to {_MOST}")
     for image in _texts(limits.get("images", []), f"{name}.limits.images"):
         if "*" in image[:-1] or image in ("", "*"):
             raise ValueError(f"{name}.limits.images: {image!r}; write an image, or a prefix that ends with *")

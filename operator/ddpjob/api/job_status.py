@@ -1,4 +1,7 @@
-"""`status` of a DDPJob as frozen dataclasses, which pydantic reads and writes."""
+"""`status` of a DDPJob as frozen dataclasses, which pydantic reads and writes.
+
+Why some of its names say node for a machine: docs/decisions/0022.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +88,11 @@ class Phase(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+
+
+def utc_now() -> datetime:
+    """Return the current time, timezone-aware."""
+    return datetime.now(UTC)
 
 
 def parse_time(text: str | None) -> datetime | None:
@@ -447,7 +455,7 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""From this number of slots, equal slots in a row are written as one entry. 1,024 single entries
+"""Number of slots from which equal slots in a row are written as one entry. 1,024 single entries
 would be 100 KB at each write."""
 _MOST_SLOTS = 4096
 

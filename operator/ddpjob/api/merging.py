@@ -26,17 +26,12 @@ QUEUE = "queue"
 """What a class may set and fix in addition to these fields: the queue that a job's label names."""
 
 _LIST_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
+    **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets", "resourceClaims"), "name"),
     "volumeMounts": "mountPath",
     "volumeDevices": "devicePath",
-    "env": "name",
     "ports": "containerPort",
-    "imagePullSecrets": "name",
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
-    "resourceClaims": "name",
 }
 _KEYED = (*_LIST_KEYS, "tolerations")
 _HANDLED = ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postStart")

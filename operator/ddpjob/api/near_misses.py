@@ -174,10 +174,7 @@ _PATTERNS = {
 
 
 def refused_by(pattern: str, value: str) -> str:
-    """Return a message that a text does not match a pattern of the schema.
-
-    It is in words if they are known, with a suggestion.
-    """
+    """Describe why a text does not match a pattern of the schema, with a suggestion."""
     pattern = pattern.replace("\\Z", "$")
     if "[KMGTPE]i" in pattern:
         meant = quantity(value)

@@ -86,18 +86,9 @@ def with_defaults(manifest: Mapping[str, Any]) -> Json:
     return stored
 
 
-def read_manifest(source: Path | str, *, name: str | None = None) -> Json:
-    """Read the DDPJob of a file (Path) or of YAML text (str), validated and with defaults.
-
-    Objects of other kinds are ignored. `name` selects one of several DDPJobs. Raises ManifestError.
-    """
-    label, text = (str(source), _read_file(source)) if isinstance(source, Path) else ("the manifest", source)
-    return _choose(label, _documents(label, text), name).checked()
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """One DDPJob of a text, as written."""
+    """A DDPJob in a text, as the user wrote it."""
 
     source: str
     document: Document
@@ -132,7 +123,7 @@ def read_manifests(source: Path | str, label: str = "the manifest") -> list[Mani
         metadata = manifest.document.value.get("metadata")
         named = (str(metadata.get("namespace", "")) if isinstance(metadata, Mapping) else "", manifest.name)
         if manifest.name and named in names:
-            again = f"{manifest.name} is the name of an earlier {KIND} in this file; give this one another"
+            again = f"{manifest.name} is already the name of an earlier {KIND} in this file; choose a different name"
             raise manifest.error([Problem("metadata.name", again)])
         names.add(named)
     return found
@@ -143,7 +134,7 @@ def _read_file(path: Path) -> str:
         if path.is_dir():
             raise _error(path, "is a folder; name a file")
         if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the most that the API server accepts")
+            raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the API server's limit")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise _error(
@@ -185,20 +176,6 @@ def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
     convert = any(d.value.get("kind") in CONVERTIBLE for d in documents)
     remedy = f"; `ddpjob convert {label}` translates it" if convert else f" and kind: {KIND}"
     raise _error(label, f"contains no {KIND}, but {kinds}. A {KIND} has apiVersion: {API_VERSION}{remedy}")
-
-
-def _choose(label: str, documents: list[Document], name: str | None) -> Manifest:
-    jobs = _jobs(label, documents)
-    fitting = [job for job in jobs if name is None or job.name == name]
-    if len(fitting) == 1:
-        return fitting[0]
-    if not fitting:
-        raise _error(label, f"contains no {KIND} named {name}, but {', '.join(job.name for job in jobs)}")
-    if name is not None or len({job.name for job in fitting}) < len(fitting):
-        lines = ", ".join(str(job.document.line) for job in fitting)
-        raise _error(label, f"contains {len(fitting)} DDPJobs of the same name (lines {lines}); rename one of them")
-    listed = ", ".join(job.name for job in fitting)
-    raise _error(label, f"contains {len(fitting)} DDPJobs ({listed}); name one of them, with --name NAME")
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:

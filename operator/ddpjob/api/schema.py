@@ -155,20 +155,9 @@ def exceeds(value: Any, text: int, values: int) -> bool:
 # --- JSON schema ------------------------------------------------------------------------------------------------
 
 
-_SAME_IN_BOTH = frozenset(
-    (
-        "type",
-        "enum",
-        "minimum",
-        "maximum",
-        "minLength",
-        "maxLength",
-        "minItems",
-        "maxItems",
-        "minProperties",
-        "maxProperties",
-        "required",
-    )
+_SAME_IN_BOTH = (
+    *("type", "enum", "required", "minimum", "maximum", "minLength", "maxLength"),
+    *("minItems", "maxItems", "minProperties", "maxProperties"),
 )
 
 
@@ -212,7 +201,7 @@ takes a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return violations of the schema by a defaulted manifest: all, or the first MOST_PROBLEMS."""
+    """Return where a defaulted manifest violates the schema, at most MOST_PROBLEMS places."""
     errors = list(islice(_validator().iter_errors(manifest), 2 * MOST_PROBLEMS))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
@@ -269,6 +258,9 @@ _KINDS = {
 }
 
 
+_TYPES = {int: "integer", float: "number", str: "string", dict: "object", list: "array", type(None): "null"}
+
+
 def _kind_names(kinds: str | list[str]) -> str:
     return " or ".join(_KINDS[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds))
 
@@ -276,15 +268,7 @@ def _kind_names(kinds: str | list[str]) -> str:
 def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "a boolean"
-    names = {
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        dict: "a mapping",
-        list: "a list",
-        type(None): "null",
-    }
-    return names[type(value)]
+    return _KINDS[_TYPES[type(value)]]
 
 
 def _shown(value: Any) -> str:

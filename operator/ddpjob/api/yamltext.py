@@ -193,7 +193,11 @@ def _characters(text: str, line: int) -> str:
     try:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
-        raise YamlError(f"{shown(text)!a} has half a character, of two escapes such as \\ud83d\\ude00", line) from error
+        raise YamlError(
+            f"{shown(text)!a} contains half of a surrogate pair, which is written as two "
+            f"escapes such as \\ud83d\\ude00",
+            line,
+        ) from error
 
 
 def read_documents(text: str) -> Iterator[Document]:
@@ -217,7 +221,7 @@ def read_documents(text: str) -> Iterator[Document]:
         if "'\\t'" in problem:
             problem += "; indent by spaces, since YAML allows no tabs there"
         elif error.context == "while scanning a quoted scalar" and error.context_mark:
-            mark, problem = error.context_mark, "a quote that begins in this line is not closed"
+            mark, problem = error.context_mark, "a quote that opens in this line is not closed"
         elif "<block" in problem or "not allowed here" in problem:
             problem += "; check the indentation of this line against the lines above it"
         raise YamlError(f"not YAML: {problem}", mark.line + 1 if mark else 1) from error

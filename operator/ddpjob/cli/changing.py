@@ -6,19 +6,16 @@ import time
 
 import click
 
-from ddpjob.cli.places import (
-    Place,
-    in_place,
-)
-from ddpjob.cli.root import bare, complete_job, of_job, print_note, root, say
-from ddpjob.client.backends.backend import Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.cli.places import with_backend
+from ddpjob.cli.root import bare, command_of_job, complete_job, print_note, root, say
+from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.client.texts.job_text import phase
 
 
-@root.command()
-@of_job
+@command_of_job
 @click.argument("nodes", type=click.IntRange(1))
-@in_place
-def scale(place: Place, job: str, nodes: int) -> int:
+@with_backend
+def scale(backend: Backend, job: str, nodes: int) -> None:
     """Change the number of nodes, in place: the group restarts from its last checkpoint.
 
     \b
@@ -26,10 +23,8 @@ def scale(place: Place, job: str, nodes: int) -> int:
     """
     from ddpjob.client.job_client import change
 
-    backend = place.backend()
     change(backend, job, {"nodes": nodes})
     say(f"ddpjob {job} scaled to {nodes} {'node' if nodes == 1 else 'nodes'}", backend)
-    return 0
 
 
 def _suspend(backend: Backend, job: str, wanted: bool) -> None:
@@ -38,50 +33,41 @@ def _suspend(backend: Backend, job: str, wanted: bool) -> None:
     change(backend, job, {"runPolicy": {"suspend": wanted}})
 
 
-@root.command()
-@of_job
-@in_place
-def suspend(place: Place, job: str) -> int:
+@command_of_job
+@with_backend
+def suspend(backend: Backend, job: str) -> None:
     """End a job's pods after they have saved a checkpoint; the job is kept.
 
     \b
     Example: ddpjob suspend first
     """
-    backend = place.backend()
     _suspend(backend, job, True)
     say(f"ddpjob {job} suspended; `ddpjob resume {job}` continues it", backend)
-    return 0
 
 
-@root.command()
-@of_job
-@in_place
-def resume(place: Place, job: str) -> int:
+@command_of_job
+@with_backend
+def resume(backend: Backend, job: str) -> None:
     """Continue a suspended job from its checkpoint.
 
     \b
     Example: ddpjob resume first
     """
-    backend = place.backend()
     _suspend(backend, job, False)
     say(f"ddpjob {job} resumed", backend)
-    return 0
 
 
 class _Ended(Mistake):
     """The job has ended before it was suspended."""
 
 
-def _suspended(backend: Backend, job: str, timeout: float) -> None:
-    """Waits until the job is suspended and its pods have ended. Raises Mistake."""
-    from ddpjob.client.job_client import ENDED
-    from ddpjob.client.texts.job_text import phase
-
+def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
+    """Wait until the job is suspended and its pods have ended. Raises Mistake."""
     end, patience = time.monotonic() + timeout, OutagePatience()
     while True:
         try:
             state = phase(backend.job(job))
-            if state in (*ENDED, "Interrupted"):
+            if state in ENDED:
                 raise _Ended(f"{job} is {state}; it was not restarted")
             if state == "Suspended" and all(pod.ended for pod in backend.pods(job)):
                 return
@@ -89,24 +75,24 @@ def _suspended(backend: Backend, job: str, timeout: float) -> None:
         except Mistake as mistake:
             patience.bear(mistake)
         if time.monotonic() > end:
-            raise Mistake(f"{job}: its pods have not ended within {timeout} s")
+            raise Mistake(f"{job}: its pods did not end within {timeout} s")
         time.sleep(0.3)
 
 
-@root.command()
-@of_job
-@click.option("--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds for the pods to end.")
-@in_place
-def restart(place: Place, job: str, timeout: int) -> int:
+@command_of_job
+@click.option(
+    "--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds to wait for the pods to end."
+)
+@with_backend
+def restart(backend: Backend, job: str, timeout: int) -> None:
     """Replace all pods of a job: suspend it, wait until they have ended, resume it. Costs nothing of the budget.
 
     \b
     Example: ddpjob restart first
     """
-    backend = place.backend()
     _suspend(backend, job, True)
     try:
-        _suspended(backend, job, timeout)
+        _wait_until_suspended(backend, job, timeout)
         _suspend(backend, job, False)
     except (_Ended, NoSuchJob):
         raise
@@ -114,13 +100,12 @@ def restart(place: Place, job: str, timeout: int) -> int:
         print_note(f"{job} is suspended; `ddpjob resume {job}` continues it")
         raise
     say(f"ddpjob {job} restarted", backend)
-    return 0
 
 
 @root.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_job, callback=bare)
-@in_place
-def delete(place: Place, jobs: tuple[str, ...]) -> int:
+@with_backend
+def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     """Delete jobs and their pods; none of them where one is not there. Checkpoints on volumes stay, on this machine
     RUNS/JOB/checkpoints and what --fresh has moved; with storage.checkpoints.claimTemplate.whenDeleted: Delete they
     go too.
@@ -128,7 +113,6 @@ def delete(place: Place, jobs: tuple[str, ...]) -> int:
     \b
     Example: ddpjob delete first second
     """
-    backend = place.backend()
     names = list(dict.fromkeys(jobs))
     if len(names) > 1:
         for job in names:
@@ -136,28 +120,24 @@ def delete(place: Place, jobs: tuple[str, ...]) -> int:
     for job in names:
         backend.delete(job)
         say(f"ddpjob {job} deleted", backend)
-    return 0
 
 
 @root.command()
 @click.argument("pod", callback=bare)
-@in_place
-def kill(place: Place, pod: str) -> int:
+@with_backend
+def kill(backend: Backend, pod: str) -> None:
     """Kill a pod, to see the job recover: as kubectl delete pod --force --grace-period=0.
 
     \b
     Example: ddpjob kill first-0-0
     """
-    backend = place.backend()
     backend.kill(pod)
     say(f"pod {pod} killed", backend)
-    return 0
 
 
-@root.command()
-@of_job
-@click.option("--now", is_flag=True, help="Kill, without time to save a checkpoint.")
-def stop(job: str, now: bool) -> int:
+@command_of_job
+@click.option("--now", is_flag=True, help="Kill the pods without time to save a checkpoint.")
+def stop(job: str, now: bool) -> None:
     """Stop a run of this machine and all of its processes.
 
     \b
@@ -167,4 +147,3 @@ def stop(job: str, now: bool) -> int:
 
     was_running = ProcessBackend().stop(job, now=now)
     click.echo(f"{job}: stopped" if was_running else f"{job}: not running")
-    return 0

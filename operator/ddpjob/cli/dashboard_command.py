@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import secrets
 import socket
@@ -14,7 +13,7 @@ from ddpjob.client.backends.backend import Backend, Mistake
 from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.client.backends.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
-from ddpjob.dashboard.gate import FleetView, OneSession
+from ddpjob.dashboard.gate import FleetView, OneSession, is_loopback
 from ddpjob.dashboard.web_server import serve
 
 
@@ -30,8 +29,8 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
     def started(bound: int) -> None:
         name = f"[{host}]" if ":" in host else host
         click.echo(f"jobs of {backend.where}: http://{name}:{bound}/?token={token}")
-        if not _is_loopback(host):
-            click.echo(f"{host}: the connection is not encrypted; others can read the token on its way", err=True)
+        if not is_loopback(host):
+            click.echo(f"{host}: the connection is not encrypted; others can read the token on the way", err=True)
         click.echo("Ctrl-C ends it")
 
     with Fleet(backend) as fleet:
@@ -40,18 +39,13 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
             gate = OneSession(view, token, host)
             asyncio.run(serve(gate, host=host, port=port, started=started))
         except (socket.gaierror, UnicodeError) as error:
-            fault = error.strerror if isinstance(error, OSError) else "no name of a machine"
+            fault = error.strerror if isinstance(error, OSError) else "not the name of a machine"
             raise Mistake(f"--host {host}: {fault}; give an address of this machine") from error
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else error
-            raise Mistake(f"--host {host} --port {port}: {why}; another --port, or 0 for any free one") from error
+            raise Mistake(
+                f"--host {host} --port {port}: {why}; choose another --port, or 0 for any free one"
+            ) from error
         except KeyboardInterrupt:
             return 0
     return 0
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

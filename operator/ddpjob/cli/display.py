@@ -18,7 +18,7 @@ from rich.text import Text
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import JobStatus, Phase, Restart
 from ddpjob.cli.output import printable
-from ddpjob.core.status.messages import cause_first
+from ddpjob.core.status.messages import put_cause_first
 from ddpjob.core.status.repeated import repeats
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
@@ -29,9 +29,7 @@ PHASE_COLOURS = {
     Phase.RUNNING: "green",
     Phase.COMPLETE: "bold green",
     Phase.FAILED: "bold red",
-    Phase.RESTARTING: "yellow",
-    Phase.SUSPENDED: "yellow",
-    Phase.QUEUED: "yellow",
+    **dict.fromkeys((Phase.RESTARTING, Phase.SUSPENDED, Phase.QUEUED), "yellow"),
 }
 
 
@@ -43,19 +41,14 @@ def open_display() -> RunDisplay:
 
 def summary(job: DDPJob, status: JobStatus) -> str:
     """Return state, nodes and progress in one line."""
-    return "  ".join(
-        [f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}", *_figures(status)]
-    )
+    head = f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}"
+    return "  ".join([head, *_figures(status)])
 
 
 def _figures(status: JobStatus) -> list[str]:
     """Return the known ones of progress, loss, time left, speed and accuracy."""
-    progress = status.progress
-    words = [str(progress[name]) for name in ("display",) if name in progress]
-    words += [
-        f"{label} {progress[name]}" for label, name in (("loss", "lossDisplay"), ("eta", "eta")) if name in progress
-    ]
-    words += [str(progress[name]) for name in ("speedDisplay",) if name in progress]
+    shown = (("", "display"), ("loss ", "lossDisplay"), ("eta ", "eta"), ("", "speedDisplay"))
+    words = [f"{label}{status.progress[name]}" for label, name in shown if name in status.progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
     return words
 
@@ -85,7 +78,7 @@ def recoveries(status: JobStatus) -> list[str]:
     def line(restart: Restart) -> str:
         over = f"the group ran again after {restart.seconds:.1f} s"
         over += f"; {again}" if (again := repeats(restart)) else ""
-        return f"{restart.reason}: {cause_first(restart.message.splitlines()[0], over)}"
+        return f"{restart.reason}: {put_cause_first(restart.message.splitlines()[0], over)}"
 
     return [line(restart) for restart in status.restarts.recent if restart.seconds]
 

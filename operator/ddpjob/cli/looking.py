@@ -9,25 +9,18 @@ from typing import Any
 import click
 
 from ddpjob.api.job_spec import Json
-from ddpjob.cli.output import (
-    PathTemplate,
-    document,
-    listed,
-    printable,
-    printed_rows,
-)
-from ddpjob.cli.places import (
-    EXIT_NEGATIVE,
-    Place,
-    in_place,
-)
-from ddpjob.cli.root import bare, complete_job, of_job, print_line, print_note, root
+from ddpjob.api.job_status import utc_now
+from ddpjob.api.near_misses import seconds
+from ddpjob.cli.output import PathTemplate, document, format_rows, make_list, printable
+from ddpjob.cli.places import EXIT_NEGATIVE, Place, in_place, with_backend
+from ddpjob.cli.root import bare, command_of_job, complete_job, print_line, print_note, root
 from ddpjob.cli.waiting import wait_for
 from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob
+from ddpjob.client.texts import job_text
 
 
 class _Output(click.Choice[str]):
-    """Of `get`: one of a few words, or a template of paths."""
+    """Format of `get`: one of a few words, or a template of paths."""
 
     def __init__(self) -> None:
         super().__init__(["table", "wide", "name", "json", "yaml", "jsonpath=TEMPLATE"])
@@ -50,7 +43,7 @@ class _Output(click.Choice[str]):
 @click.option("-w", "--watch", is_flag=True, help="Print a line at each change, until Ctrl-C.")
 @click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Jobs of all namespaces of the cluster.")
 @in_place
-def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, everywhere: bool) -> int:
+def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, everywhere: bool) -> None:
     """List jobs, the newest last, or print one.
 
     \b
@@ -58,9 +51,6 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
              ddpjob get first -o yaml
              ddpjob get first -o jsonpath='{.status.phase}'
     """
-    from ddpjob.client.texts.job_text import header
-    from ddpjob.engine.reconcile import utc_now
-
     if everywhere and job is not None:
         raise click.UsageError("-A lists jobs; name the job's namespace with -n")
     backend = place.backend(everywhere=everywhere)
@@ -68,49 +58,50 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
     bodies = [backend.job(job)] if job is not None else backend.jobs()
     for note in backend.notes:
         print_note(note)
-    wide = output == "wide"
-    if isinstance(output, PathTemplate) and not watch:
-        click.echo(printable(output.text(bodies[0] if job is not None else listed(bodies))), nl=False)
-        return 0
-    if output in ("json", "yaml") and not watch:
-        click.echo(document(bodies[0] if job is not None else listed(bodies), output), nl=False)
-        return 0
-    if output == "name" and not watch:
+    if watch:
+        _watch(backend, job, output, everywhere=everywhere)
+    elif isinstance(output, PathTemplate) or output in ("json", "yaml"):
+        click.echo(_format_body(bodies[0] if job is not None else make_list(bodies), output), nl=False)
+    elif output == "name":
         for body in bodies:
-            click.echo(f"ddpjob.ddpjob.io/{body['metadata']['name']}")
-        return 0
-    if not bodies and not watch:
+            click.echo(_format_body(body, output), nl=False)
+    elif not bodies:
         print_note(f"no jobs in {backend.where}")
-        return 0
-    titles = header(wide=wide, namespaces=everywhere)
-    if not watch:
-        for line in printed_rows(titles, bodies, utc_now(), wide=wide, namespaces=everywhere):
+    else:
+        for line in format_rows(bodies, utc_now(), wide=output == "wide", namespaces=everywhere):
             print_line(line)
-        return 0
+
+
+def _format_body(body: Json, output: str | PathTemplate) -> str:
+    """Return a job, or a list of jobs, in a form that is not a table."""
+    if isinstance(output, PathTemplate):
+        return printable(output.text(body))
+    return f"ddpjob.ddpjob.io/{body['metadata']['name']}\n" if output == "name" else document(body, output)
+
+
+def _watch(backend: Backend, job: str | None, output: str | PathTemplate, *, everywhere: bool) -> None:
     widths: list[int] = []
     for body, gone in backend.changes(job):
-        if isinstance(output, PathTemplate):
-            click.echo(printable(output.text(body)))
-        elif output in ("json", "yaml"):
-            click.echo(("---\n" if output == "yaml" else "") + document(body, output), nl=False)
-        elif output == "name":
-            click.echo(f"ddpjob.ddpjob.io/{body['metadata']['name']}")
-        else:
-            first = not widths
-            lines = printed_rows(titles, [body], utc_now(), wide=wide, namespaces=everywhere, widths=widths)
+        if output in ("table", "wide"):
+            first, wide = not widths, output == "wide"
+            lines = format_rows([body], utc_now(), wide=wide, namespaces=everywhere, widths=widths)
             for line in lines if first else lines[1:]:
                 print_line(line + ("   (deleted)" if gone and line is lines[-1] else ""))
+        else:
+            before = "---\n" if output == "yaml" else ""
+            click.echo(before + _format_body(body, output), nl=isinstance(output, PathTemplate))
         sys.stdout.flush()
-    return 0
 
 
 @root.command()
 @click.argument("job", required=False, shell_complete=complete_job, callback=bare)
-@click.option("--once", is_flag=True, help="Print it once; also where the output is no terminal.")
+@click.option(
+    "--once", is_flag=True, help="Print the table once. This is the default when the output is not a terminal."
+)
 @click.option("--interval", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS",
               help="Between two looks.")  # fmt: skip
-@in_place
-def top(place: Place, job: str | None, once: bool, interval: float) -> int:
+@with_backend
+def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
     """Watch a job on a screen until it ends: progress, loss, samples/s, ranks, restarts with their causes.
 
     Without JOB all jobs, until Ctrl-C. The curves begin when the screen is opened; `ddpjob plot` draws earlier
@@ -121,11 +112,9 @@ def top(place: Place, job: str | None, once: bool, interval: float) -> int:
     """
     from ddpjob.cli.top import show
 
-    backend = place.backend()
     if job is not None:
         backend.job(job)
     show(backend, job, once=once, seconds=interval)
-    return 0
 
 
 @root.command()
@@ -156,11 +145,10 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
     return serve_dashboard(place.backend(everywhere=everywhere), host, port)
 
 
-@root.command()
-@of_job
+@command_of_job
 @click.option("-o", "--output", type=Path, metavar="FILE", help="Draw a picture instead: .png, .svg or .pdf.")
-@in_place
-def plot(place: Place, job: str, output: Path | None) -> int:
+@with_backend
+def plot(backend: Backend, job: str, output: Path | None) -> None:
     """Draw a job's loss and test accuracy over its restarts.
 
     From run/metrics.jsonl in the checkpoint folder, which the built-in trainer writes, and ddpjob_report.report with
@@ -173,23 +161,21 @@ def plot(place: Place, job: str, output: Path | None) -> int:
     """
     from ddpjob.cli.terminal_curves import CUT, curves, draw, is_cut
 
-    backend = place.backend()
     backend.job(job)
     text = backend.metrics(job)
-    if output is not None:
+    if output is None:
+        for line in curves(text, job):
+            print_line(line)
+    else:
         draw(text, job, output)
         click.echo(f"wrote {output}")
         if is_cut(text):
             print_note(CUT)
-        return 0
-    for line in curves(text, job):
-        print_line(line)
-    return 0
 
 
 @root.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
-def show(folder: Path) -> int:
+def show(folder: Path) -> None:
     """Show what a job has left in its checkpoint folder, when its pods and the job itself are gone.
 
     Rounds, restarts with causes and tracebacks, the end and the last progress, from .ddpjob-rounds.jsonl, which job
@@ -212,38 +198,31 @@ def show(folder: Path) -> int:
             for line in curves(found.metrics, found.name):
                 print_line(line)
         except Mistake:  # Of a job that runs: it may be waited for.
-            print_line(f"{found.name}: its metrics hold no step")
-    return 0
+            print_line(f"{found.name}: its metrics contain no step")
 
 
-@root.command()
-@of_job
-@in_place
-def describe(place: Place, job: str) -> int:
+@command_of_job
+@with_backend
+def describe(backend: Backend, job: str) -> None:
     """Show a job on one screen: what it does or waits for, conditions, slots, pods, restarts, events.
 
     \b
     Example: ddpjob describe first
     """
     from ddpjob.client.job_client import if_allowed
-    from ddpjob.client.texts.job_text import describe as described
-    from ddpjob.engine.reconcile import utc_now
 
-    backend = place.backend()
     body = backend.job(job)
     faults = list[str]()
     pods, events = if_allowed(backend.pods, job, faults), if_allowed(backend.events, job, faults)
-    for line in described(body, pods, events, utc_now()):
+    for line in job_text.describe(body, pods, events, utc_now()):
         print_line(line)
     for fault in faults:
         print_note(fault)
-    return 0
 
 
-@root.command()
-@of_job
-@in_place
-def why(place: Place, job: str) -> int:
+@command_of_job
+@with_backend
+def why(backend: Backend, job: str) -> int:
     """Say what a job waits for, or why it failed, and what to do about it.
 
     \b
@@ -251,18 +230,14 @@ def why(place: Place, job: str) -> int:
     Example: ddpjob why first
     """
     from ddpjob.client.job_client import if_allowed
-    from ddpjob.client.texts.job_text import phase
-    from ddpjob.client.texts.job_text import why as explained
-    from ddpjob.engine.reconcile import utc_now
 
-    backend = place.backend()
     body = backend.job(job)
     faults = list[str]()
-    for line in explained(body, if_allowed(backend.pods, job, faults), utc_now()):
+    for line in job_text.why(body, if_allowed(backend.pods, job, faults), utc_now()):
         print_line(line)
     for fault in faults:
         print_note(fault)
-    return EXIT_NEGATIVE if phase(body) == "Failed" else 0
+    return EXIT_NEGATIVE if job_text.phase(body) == "Failed" else 0
 
 
 @root.command()
@@ -271,7 +246,7 @@ def why(place: Place, job: str) -> int:
     "-f",
     "--follow",
     is_flag=True,
-    help="Keep printing, also of pods that replace others, until the job ends; a POD's log until the pod ends.",
+    help="Keep printing until the job ends, and include replacement pods. With a POD, until that pod ends.",
 )
 @click.option(
     "--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot, the first number in a pod's name."
@@ -285,13 +260,17 @@ def why(place: Place, job: str) -> int:
     'lines marked as another rank\'s are left out (spec.torchrunArgs: ["--tee=3"] marks all).',
 )
 @click.option("--coordinator", is_flag=True, help="The coordinator's pods too.")
-@click.option("--previous", is_flag=True, help="Of the container before the present one.")
-@click.option("--since", metavar="5m", help="Only lines of so long ago, such as 30s, 5m or 2h.")
+@click.option("--previous", is_flag=True, help="Print the log of the previous container.")
+@click.option("--since", metavar="5m", help="Only lines newer than this, such as 30s, 5m or 2h.")
 @click.option(
-    "--tail", type=click.IntRange(0), help="Only the last lines of each pod; with -f, all of pods that come later."
+    "--tail",
+    type=click.IntRange(0),
+    help="Only the last lines of each pod. With -f, pods that start later are printed in full.",
 )
 @click.option(
-    "--prefix/--no-prefix", default=None, help="INDEX-ATTEMPT and ranks before each line; default for a whole job."
+    "--prefix/--no-prefix",
+    default=None,
+    help="Begin each line with INDEX-ATTEMPT and the ranks. Default for a whole job.",
 )
 @in_place
 def logs(
@@ -307,7 +286,6 @@ def logs(
              ddpjob logs first --rank 0 --tail 100
              ddpjob logs first-1-0
     """
-    from ddpjob.api.near_misses import seconds
     from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
     length = None if since is None else int(since) if since.isdigit() else seconds(since)
@@ -356,33 +334,26 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
     raise why
 
 
-@root.command()
-@of_job
-@in_place
-def events(place: Place, job: str) -> int:
+@command_of_job
+@with_backend
+def events(backend: Backend, job: str) -> None:
     """Print a job's events, the oldest first; ! marks warnings.
 
     \b
     Example: ddpjob events first
     """
-    from ddpjob.client.texts.job_text import event_line
-    from ddpjob.engine.reconcile import utc_now
-
-    backend = place.backend()
     backend.job(job)
     found = backend.events(job)
     for event in found:
-        print_line(event_line(event, utc_now()))
+        print_line(job_text.event_line(event, utc_now()))
     if not found:
         print_note(f"no events of {job}; a cluster keeps them for an hour")
-    return 0
 
 
-@root.command()
-@of_job
+@command_of_job
 @click.option("--for", "goal", type=click.Choice(["end", "Complete", "Running", "Suspended"]), default="end",
               show_default=True, help="What to wait for.")  # fmt: skip
-@click.option("--timeout", metavar="1h", help="Give up after so long; exit code 124.")
+@click.option("--timeout", metavar="1h", help="Give up after this time, with exit code 124.")
 @in_place
 def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
     """Wait until a job has ended, or is in a state. Unlike `kubectl wait` it ends when the job fails.
@@ -391,8 +362,6 @@ def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
     Exit code: 0 it is Complete (or what --for names), 1 it has failed or was deleted, 124 timeout.
     Example: ddpjob wait first --timeout 2h && ddpjob logs first --tail 1
     """
-    from ddpjob.api.near_misses import seconds
-
     length = None if timeout is None else float(timeout) if timeout.isdigit() else seconds(timeout)
     if timeout is not None and length is None:
         raise click.UsageError(f"--timeout {timeout}: write a length of time, such as 90s, 30m or 2h")
@@ -401,11 +370,10 @@ def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
     return wait_for(backend, job, goal, length)
 
 
-@root.command()
-@of_job
+@command_of_job
 @click.option("--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot.")
-@in_place
-def stacks(place: Place, job: str, index: tuple[int, ...]) -> int:
+@with_backend
+def stacks(backend: Backend, job: str, index: tuple[int, ...]) -> None:
     """Print what every rank is doing: the Python stack of its main thread. Training continues.
 
     \b
@@ -413,13 +381,11 @@ def stacks(place: Place, job: str, index: tuple[int, ...]) -> int:
     """
     from ddpjob.client.logs.worker_stacks import stacks as taken
 
-    backend = place.backend()
     backend.job(job)
     pods = [p for p in backend.pods(job) if p.index is not None and p.state == "Running"]
     pods = [p for p in pods if not index or p.index in index]
     if not pods:
-        raise Mistake(f"{job}: no pod runs{' in these slots' if index else ''}")
+        raise Mistake(f"{job}: no pod is running{' in these slots' if index else ''}")
     for pod, text in taken(backend, pods):
         print_line(f"--- pod {pod.name}")
         print_line(text)
-    return 0

@@ -12,22 +12,11 @@ from pathlib import Path
 import click
 
 from ddpjob.api.yamltext import MAX_MESSAGE, shown
-from ddpjob.cli.output import (
-    abandon_output,
-    printable,
-    usable_streams,
-)
-from ddpjob.cli.places import (
-    EXIT_MISTAKE,
-    EXIT_NEGATIVE,
-    PLACE_OPTIONS,
-    PLUGIN,
-    Place,
-    exit_code,
-    in_place,
-)
+from ddpjob.cli.output import abandon_output, printable, usable_streams
+from ddpjob.cli.places import EXIT_MISTAKE, EXIT_NEGATIVE, PLACE_OPTIONS, PLUGIN, Place, exit_code, in_place
 from ddpjob.cli.root import SystemFault, print_line, print_note, root
 from ddpjob.client.backends.backend import Mistake
+from ddpjob.missing_package import installed_version
 
 # In the order in which the help lists the commands.
 from ddpjob.cli import preparing  # noqa: F401  isort: skip
@@ -58,22 +47,19 @@ def doctor(place: Place) -> int:
 
 
 @root.command()
-def version() -> int:
+def version() -> None:
     """Print the version of this client; `ddpjob doctor` compares it with the cluster's.
 
     \b
     Example: ddpjob version
     """
-    from ddpjob.client.texts.diagnose import client_version
-
-    click.echo(f"ddpjob {client_version()}")
-    return 0
+    click.echo(f"ddpjob {installed_version()}")
 
 
 @root.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
-def completion(ctx: click.Context, shell: str) -> int:
+def completion(ctx: click.Context, shell: str) -> None:
     """Print the completion script of a shell.
 
     \b
@@ -84,7 +70,6 @@ def completion(ctx: click.Context, shell: str) -> int:
     made = get_completion_class(shell)
     assert made is not None  # the choices are those that click knows
     click.echo(made(root, {}, "ddpjob", "_DDPJOB_COMPLETE").source())
-    return 0
 
 
 def _place_last(words: list[str]) -> list[str]:
@@ -97,7 +82,7 @@ def _place_last(words: list[str]) -> list[str]:
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Of an output that takes no more."""
+"""Errors of an output that accepts nothing more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except SystemFault as fault:
         if fault.error.filename is None and fault.error.errno == errno.ENOENT:  # os.getcwd() names no file
-            print_note("the current folder does not exist any more; change to another one")
+            print_note("the current folder no longer exists; change to another one")
             return EXIT_MISTAKE
         if fault.error.filename is None:
             if fault.error.errno not in _OUTPUT_ERRORS:

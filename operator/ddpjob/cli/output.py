@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import write_document
-from ddpjob.client.texts.job_text import row
+from ddpjob.client.texts.job_text import header, row, table
 
 
 def printable(text: str) -> str:
@@ -71,7 +71,7 @@ def documents(bodies: Sequence[Json], kind: str) -> str:
     JSON has no documents. A single object is returned as it is.
     """
     if kind == "json" and len(bodies) > 1:
-        return document(listed(bodies), kind)
+        return document(make_list(bodies), kind)
     return "---\n".join(document(body, kind) for body in bodies)
 
 
@@ -92,7 +92,7 @@ class PathTemplate:
         if stray := next((part[3] for part in parts if part[3]), ""):
             raise ValueError(f"a {stray} without its partner in {template!r}; write a path as {{.status.phase}}")
         if not any(part[1] is not None for part in parts):
-            raise ValueError(f"no path in {template!r}; write it in braces, as {{.status.phase}}")
+            raise ValueError(f"there is no path in {template!r}; write it in braces, as {{.status.phase}}")
         self._steps = self._read(iter(parts), within=False)
 
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
@@ -141,7 +141,7 @@ def _unquoted(text: str) -> str:
         inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
         return str(json.loads(f'"{inner}"'))
     except ValueError:
-        raise ValueError(f"{text} is no quoted text") from None
+        raise ValueError(f"{text} is not quoted text") from None
 
 
 def _path(text: str) -> Any:
@@ -149,7 +149,7 @@ def _path(text: str) -> Any:
 
     rest = text.removeprefix("$").removeprefix("@")
     if rest and rest[0] not in ".[":
-        raise ValueError(f"{{{text}}} is no path; write it as {{.status.phase}}")
+        raise ValueError(f"{{{text}}} is not a path; write it as {{.status.phase}}")
     rest = _ESCAPED.sub(lambda name: "['" + re.sub(r"\\(.)", r"\1", name[1]) + "']", rest)
     try:
         return jsonpath.compile("$" + ("" if rest == "." else rest))
@@ -157,22 +157,18 @@ def _path(text: str) -> Any:
         raise ValueError(f"{{{text}}}: {str(error).splitlines()[0]}") from None
 
 
-def listed(bodies: Sequence[Json]) -> Json:
+def make_list(bodies: Sequence[Json]) -> Json:
     """Return several objects as `kubectl get -o yaml` prints them."""
     return {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": list(bodies)}
 
 
-def printed_rows(
-    titles: Sequence[str], bodies: Sequence[Json], now: datetime, *,
-    wide: bool, namespaces: bool, widths: list[int] | None = None,
+def format_rows(
+    bodies: Sequence[Json], now: datetime, *,
+    wide: bool = False, namespaces: bool = False, widths: list[int] | None = None,
 ) -> list[str]:  # fmt: skip
     """Return a line of titles and one for each job.
 
     `widths` are those of earlier lines, which only grow.
     """
-    rows = [tuple(titles), *(row(body, now, wide=wide, namespaces=namespaces) for body in bodies)]
-    widths = widths if widths is not None else []
-    widths += [0] * (len(titles) - len(widths))
-    for cells in rows:
-        widths[:] = [max(width, len(cell)) for width, cell in zip(widths, cells, strict=True)]
-    return ["   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
+    rows = [row(body, now, wide=wide, namespaces=namespaces) for body in bodies]
+    return table([header(wide=wide, namespaces=namespaces), *rows], widths)

@@ -88,6 +88,16 @@ def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def with_backend(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose the place; the command gets the backend of its jobs first."""
+
+    @functools.wraps(command)
+    def wrapped(place: Place, **rest: Any) -> Any:
+        return command(place.backend(), **rest)
+
+    return in_place(wrapped)
+
+
 def exit_code(mistake: Mistake) -> int:
     """Return the exit code of a command that ended with a mistake."""
     return EXIT_UNREACHABLE if isinstance(mistake, Unreachable) else EXIT_MISTAKE

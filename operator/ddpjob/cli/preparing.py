@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from ddpjob.cli.output import (
-    document,
-    documents,
-)
-from ddpjob.cli.places import (
-    EXIT_NEGATIVE,
-    PLACE_NAMES,
-    Place,
-    in_place,
-)
+from ddpjob.cli.output import document, documents
+from ddpjob.cli.places import EXIT_NEGATIVE, PLACE_NAMES, Place, in_place
 from ddpjob.cli.root import BeforeArguments, print_line, print_note, root, say
 from ddpjob.cli.waiting import wait_for
 from ddpjob.client.backends.backend import Backend, Mistake
@@ -43,7 +36,7 @@ Differences from a cluster:
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept   not used: logs are files, and are kept
 
 Runs are kept in ./runs or $DDPJOB_RUNS. Ctrl-C: the nodes save a checkpoint and exit; a second Ctrl-C kills them.
-So do SIGTERM, a closed terminal (not with `nohup`) and an output whose reader is gone. No process is left behind.
+SIGTERM, a closed terminal (without `nohup`) and a closed output pipe do the same. No process is left behind.
 
 \b
 Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started), 129 closed terminal, 130 Ctrl-C, 141 no reader,
@@ -56,9 +49,11 @@ Example: ddpjob run examples/digits.yaml"""
 @click.option("--name", default="first", show_default=True, help="Of the job.")
 @click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
-@click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0: the CPU.")
-def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
-    """Write a manifest, job.yaml, to begin with, and a script where SCRIPT is not there yet.
+@click.option(
+    "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0 trains on the CPU."
+)
+def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> None:
+    """Write a first manifest, job.yaml, and a script if SCRIPT does not exist yet.
 
     The script trains a small model, shows its loss, saves, and continues from what it saved. A file that is there is
     left as it is.
@@ -71,28 +66,27 @@ def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> int:
 
     for line in write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus):
         click.echo(line)
-    return 0
 
 
 @root.command(help=_RUN)
 @click.argument("file", metavar="FILE")
-@click.option("--name", help="Name of the DDPJob, if the file holds several.")
+@click.option("--name", help="Name of the DDPJob, if the file contains several.")
 @click.option("--fresh", is_flag=True, help="Start from scratch; earlier checkpoints are moved into the run's folder.")
 @click.option("--data", type=Path, metavar="DIR", help="Folder with the data, instead of spec.storage.data.")
 @click.option("--workdir", type=Path, metavar="DIR", help="Folder to start in, instead of spec.workingDir.")
 def run(file: str, name: str | None, fresh: bool, data: Path | None, workdir: Path | None) -> int:
-    from ddpjob.cli.run import RunOptions, run_command
+    from ddpjob.cli.run import run_command
 
-    return run_command(RunOptions(file, name=name, fresh=fresh, data=data, workdir=workdir))
+    return run_command(file, name, data, workdir, fresh=fresh)
 
 
 @root.command()
 @click.argument("sources", metavar="[FILE|FOLDER|-]...", nargs=-1)
-@click.option("-f", "--filename", "more", multiple=True, metavar="FILE", help="As an argument; may be repeated.")
 @click.option(
-    "--server", is_flag=True, help="Ask the API server too: dry runs of the job and of the pods it would get."
+    "-f", "--filename", "more", multiple=True, metavar="FILE", help="Same as the argument FILE; may be repeated."
 )
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing of what is valid.")
+@click.option("--server", is_flag=True, help="Also ask the API server, by dry runs of the job and its pods.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing about valid manifests.")
 @in_place
 def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], server: bool, quiet: bool) -> int:
     """Check manifests: schema, rules, podTemplate, and what the API server would refuse in the pods.
@@ -152,7 +146,7 @@ def _complete_field(ctx: click.Context, parameter: click.Parameter, incomplete: 
 @root.command()
 @click.argument("field", default="", shell_complete=_complete_field)
 @click.option("--recursive", is_flag=True, help="The names and types of all fields below, without their descriptions.")
-def explain(field: str, recursive: bool) -> int:
+def explain(field: str, recursive: bool) -> None:
     """Explain a field of a DDPJob: type, limits, default, rules. As `kubectl explain`, without a cluster.
 
     \b
@@ -163,11 +157,10 @@ def explain(field: str, recursive: bool) -> int:
 
     for line in explained(field, recursive=recursive):
         print_line(line)
-    return 0
 
 
 @root.command()
-def schema() -> int:
+def schema() -> None:
     """Print the JSON schema of DDPJob, by which editors complete and check manifests.
 
     \b
@@ -180,30 +173,31 @@ def schema() -> int:
     from ddpjob.client.manifests.explain_fields import editor_schema
 
     click.echo(json.dumps(editor_schema(), indent=1, ensure_ascii=False))
-    return 0
 
 
 @root.command(cls=BeforeArguments)
 @click.argument("program", metavar="MANIFEST|SCRIPT|FOLDER|MODULE")
 @click.argument("args", nargs=-1, metavar="[-- ARGS...]")
 @click.option("--image", default="", help="Any image with Python and PyTorch.")
-@click.option("--name", default="", help="Default: the script's name and four letters.")
+@click.option("--name", default="", help="Name of the job. Default: the script's name and four letters.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods that train.")
 @click.option("--gpus", type=click.IntRange(0), help="GPUs of each node; 0 trains on the CPU.")
 @click.option("--procs", type=click.IntRange(1), help="Processes of each node; default: one per GPU.")
 @click.option("--spares", type=click.IntRange(0), default=0, help="Pods on standby.")
-@click.option("--min-nodes", type=click.IntRange(1), help="Continue with so few nodes while others are missing.")
-@click.option("--max-nodes", type=click.IntRange(1), help="The most that scaling may set.")
+@click.option("--min-nodes", type=click.IntRange(1), help="Continue with this many nodes while others are missing.")
+@click.option("--max-nodes", type=click.IntRange(1), help="The largest number of nodes that scaling may set.")
 @click.option("--mode", type=click.Choice(["Standard", "Fast"]), help="How a group recovers.")
 @click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="A variable of the workers; may be repeated.")
 @click.option("--cpu", default="", help="CPUs that each node requests, such as 8.")
-@click.option("--memory", default="", help="Memory of each node, requested and at most, such as 64Gi.")
+@click.option("--memory", default="", help="Memory of each node, as request and limit, such as 64Gi.")
 @click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where checkpoints are kept.")
-@click.option("--entry", default="", metavar="SCRIPT", help="Of a FOLDER: the script in it.")
-@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any field of spec, the value as YAML.")
+@click.option("--entry", default="", metavar="SCRIPT", help="The script in the FOLDER.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set any field of spec; the value is YAML."
+)
 @click.option("--dry-run", is_flag=True, help="Create nothing.")
 @click.option("-o", "--output", type=click.Choice(["yaml", "json", "name"]), help="Print what is created.")
-@click.option("--wait", "waits", is_flag=True, help="Wait for the job's end, as `ddpjob wait` does.")
+@click.option("--wait", "waits", is_flag=True, help="Wait until the job ends, as `ddpjob wait` does.")
 @in_place
 def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) -> int:
     """Create a job from a manifest, or from a script and the options below.
@@ -228,9 +222,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
             if not options["dry_run"]:
                 backend = place.backend()
                 if not local and not place.namespace and bodies[-1]["metadata"].get("namespace"):
-                    backend = Place(
-                        bodies[-1]["metadata"]["namespace"], place.context, place.kubeconfig, None
-                    ).backend()
+                    backend = replace(place, namespace=bodies[-1]["metadata"]["namespace"], local=None).backend()
                 name = backend.create(bodies)
                 created.append((backend, name))
             if output == "name":
@@ -243,8 +235,8 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
                 continue
             if not _keeps_files(bodies[-1]["spec"]):
                 print_note(
-                    "note: spec.storage.checkpoints is not set: what a pod saves is gone with the pod, and training"
-                    " begins again when the one that saved is lost; set claimTemplate, claimName or url there"
+                    "note: spec.storage.checkpoints is not set, so a checkpoint is lost with the pod that saved it, "
+                    "and training then starts again from the beginning; set claimTemplate, claimName or url there"
                     + ("" if _is_manifest(program) else " (--set)")
                 )
             if _keeps_sigterm(bodies[-1]["spec"]):
@@ -271,8 +263,8 @@ def _keeps_files(spec: dict[str, Any]) -> bool:
 
 
 _NO_SIGTERM = (
-    "spec.command: sh does not hand SIGTERM on to what it starts: nothing is saved when a pod is asked to end, and each"
-    " restart waits for the pods' grace period, 30 s by default; write `exec` before its last program, or take bash"
+    "spec.command: sh does not pass SIGTERM on to its children, so nothing is saved when a pod is asked to end, and "
+    "each restart waits for the pods' grace period, 30 s by default; write `exec` before the last program, or use bash"
 )
 
 
@@ -310,9 +302,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
             others |= dict.fromkeys(manifest.others)
             bodies.append([{key: value for key, value in manifest.document.value.items() if key != "status"}])
         if others:
-            print_note(
-                f"{program}: only DDPJobs are created, not {', '.join(others)}; `kubectl apply -f {program}` can"
-            )
+            print_note(f"{program}: creates only DDPJobs, not {', '.join(others)}; `kubectl apply -f {program}` can")
         return bodies
     pairs = [variable.partition("=") for variable in options["env"]]
     if wrong := [name for name, equals, _ in pairs if not equals]:
@@ -392,7 +382,7 @@ def _foreign(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        if not text.startswith("#!"):  # Else it is a script, as of Slurm, which is no wrong YAML.
+        if not text.startswith("#!"):  # Else it is a script, such as one for Slurm, and not wrong YAML.
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         items = []
     except UnicodeDecodeError as error:
@@ -402,8 +392,8 @@ def _foreign(source: str) -> list[Any]:
     if not found:
         there = f", but {', '.join(kinds)}" if kinds else ""
         raise Mistake(
-            f"{source}: holds none of {', '.join(CONVERTIBLE)}{there}; of another kind convert the line that starts"
-            " torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
+            f"{source}: contains none of {', '.join(CONVERTIBLE)}{there}; for other kinds, convert the line that "
+            f"starts torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
         )
     if kinds:
         print_note(f"# {source}: left out, not one of {', '.join(CONVERTIBLE)}: {', '.join(kinds)}")

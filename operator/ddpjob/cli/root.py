@@ -1,25 +1,23 @@
-"""The command `ddpjob` without its commands: what they share, and what they are to each other."""
+"""The root command `ddpjob`: what its commands share, and how they are grouped."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from ddpjob.cli.output import (
-    printable,
-)
-from ddpjob.cli.places import (
-    Place,
-)
+from ddpjob.cli.output import printable
+from ddpjob.cli.places import Place
 from ddpjob.client.backends.backend import Backend, Mistake
+from ddpjob.missing_package import installed_version
 
 _ROOT = """\
 PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
 
-Jobs of a cluster and of this machine have the same commands. Without --local or --cluster a command means
+Jobs of a cluster and of this machine have the same commands. Without --local or --cluster a command refers to
 this machine where `ddpjob run` was used ($DDPJOB_RUNS, else ./runs, holds a job), else the cluster of the kubeconfig;
 -n, --context and --kubeconfig mean the cluster, and so does `kubectl ddp`. DDPJOB_PLACE=local or cluster decides it.
 
@@ -131,7 +129,6 @@ def bare(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
     return value and value.removeprefix(kind)
 
 
-of_job = click.argument("job", shell_complete=complete_job, callback=bare)
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 
@@ -140,11 +137,14 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 @click.pass_context
 def root(ctx: click.Context, version: bool) -> None:
     if version:
-        from ddpjob.client.texts.diagnose import client_version
-
-        click.echo(f"ddpjob {client_version()}")
+        click.echo(f"ddpjob {installed_version()}")
     elif ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+def command_of_job(command: Callable[..., Any]) -> click.Command:
+    """Register a command whose first argument is the name of a job."""
+    return root.command()(click.argument("job", shell_complete=complete_job, callback=bare)(command))
 
 
 def say(text: str, place: Backend) -> None:

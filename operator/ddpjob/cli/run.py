@@ -13,12 +13,11 @@ from pathlib import Path
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json, WhenDeleted
-from ddpjob.api.job_status import ConditionType
+from ddpjob.api.job_status import ConditionType, utc_now
 from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
 from ddpjob.cli.output import abandon_output, printable
 from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
 from ddpjob.local.local_platform import NoFreePorts, free_ports
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder
@@ -26,17 +25,6 @@ from ddpjob.local.record import AlreadyRunning, held, write_atomically
 from ddpjob.local.runner import Outcome, Runner, new_body, prepare
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The command line of `ddpjob run`."""
-
-    file: str | Path
-    name: str | None = None
-    fresh: bool = False
-    data: Path | None = None
-    workdir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -48,31 +36,31 @@ class Ready:
     folder: JobFolder
 
 
-def ready(arguments: RunOptions) -> Ready:
+def ready(file: str, name: str | None, options: Options) -> Ready:
     """Make all checks that need no folder. Raises BadInput."""
     if platform.system() != "Linux":
         raise BadInput(
-            f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` and the commands"
-            " for a cluster need none"
+            f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` and the commands "
+            f"for a cluster work here"
         )
-    body = new_body(read_job(arguments.file, arguments.name), utc_now())
+    body = new_body(read_job(file, name), utc_now())
     job = DDPJob.read(body)
     folder = job_folder(job.name)
-    local_spec = adapt_spec(job, folder, Options(data=arguments.data, working_dir=arguments.workdir))
+    local_spec = adapt_spec(job, folder, options)
     if local_spec.problems:
         raise BadInput("\n".join(local_spec.problems))
     return Ready(body, local_spec, folder)
 
 
-def run_command(arguments: RunOptions) -> int:
+def run_command(file: str, name: str | None, data: Path | None, workdir: Path | None, *, fresh: bool) -> int:
     """Run the job; return the exit code.
 
     0: Complete, 1: Failed, 2: bad input, 128+N: ended by signal N.
     """
     with ExitStack() as holding:
         try:
-            job = ready(arguments)
-            run, ports = _claim(job, holding, fresh=arguments.fresh)
+            job = ready(file, name, Options(data=data, working_dir=workdir))
+            run, ports = _claim(job, holding, fresh=fresh)
         except (BadInput, AlreadyRunning, NoFreePorts) as error:
             print(printable(str(error)), file=sys.stderr)
             return EXIT_BAD_INPUT
@@ -91,7 +79,7 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
         if fresh and storage.url:
             raise BadInput(
                 f"--fresh: the job would resume from its copies in {storage.url} (spec.storage.checkpoints.url);"
-                " give it another metadata.name, or remove its folder there and"
+                " choose a different metadata.name, or remove its folder there and"
                 f" {shortest(job.folder.checkpoints)} here"
             )
         # Before checkpoints are set aside, because nothing begins without ports.

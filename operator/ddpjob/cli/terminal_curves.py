@@ -19,7 +19,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
 """Ratio of the largest to the smallest loss from which the scale is logarithmic."""
-CUT = f"the beginning is not shown: only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
+CUT = f"the beginning is not shown because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
 
 
 def means(values: Sequence[float], width: int) -> list[float]:
@@ -68,7 +68,7 @@ def curves(text: str, job: str) -> Iterator[str]:
     series = read_metrics(text)
     losses, accuracies, starts = points(series)
     if not (losses or series.not_finite or series.without_loss):
-        raise Mistake(f"{job}: its metrics hold no step yet; wait until it has trained some steps")
+        raise Mistake(f"{job}: its metrics contain no step yet; wait until it has trained some steps")
     if is_cut(text):
         # The first start is in the part that is cut off.
         yield f"{job}: at least {count(starts, 'restart')}; {CUT}"

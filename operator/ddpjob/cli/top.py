@@ -16,14 +16,13 @@ from rich.text import Text
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import JobStatus, Phase
+from ddpjob.api.job_status import JobStatus, Phase, utc_now
 from ddpjob.cli.display import PHASE_COLOURS, reported_accuracy
-from ddpjob.cli.output import printable, printed_rows
+from ddpjob.cli.output import format_rows, printable
 from ddpjob.cli.terminal_curves import sparkline
 from ddpjob.client.backends.backend import Backend, Mistake, OutagePatience, PodLine
 from ddpjob.client.logs.log_follower import ranks_of_pods
 from ddpjob.client.texts.job_text import (
-    header,
     phase,
     readable,
     restart_counts,
@@ -34,7 +33,6 @@ from ddpjob.client.texts.job_text import (
     why,
 )
 from ddpjob.core.status.messages import count
-from ddpjob.engine.reconcile import utc_now
 
 _KEPT = 600
 """Maximum number of points of a curve; of a longer one every other point is dropped."""
@@ -143,7 +141,7 @@ def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> No
 
     def look() -> tuple[RenderableType, bool]:
         if job is None:
-            rows = printed_rows(header(), backend.jobs(), utc_now(), wide=False, namespaces=False)
+            rows = format_rows(backend.jobs(), utc_now())
             return Group(*map(_text, rows)), False
         body = backend.job(job)
         ended = JobStatus.read(body.get("status") or {}).terminal or phase(body) == "Interrupted"

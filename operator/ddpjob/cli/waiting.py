@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import time
 
-from ddpjob.cli.output import (
-    printed_rows,
-)
-from ddpjob.cli.places import (
-    EXIT_NEGATIVE,
-    EXIT_TIMEOUT,
-)
+from ddpjob.api.job_status import JobStatus, utc_now
+from ddpjob.cli.output import format_rows
+from ddpjob.cli.places import EXIT_NEGATIVE, EXIT_TIMEOUT
 from ddpjob.cli.root import print_note, say
-from ddpjob.client.backends.backend import Backend
+from ddpjob.client.backends.backend import ENDED, Backend
+from ddpjob.client.texts.job_text import phase, restart_line, why
 
 WAITING_SECONDS = 30.0
-"""Between two lines of progress of a job that is waited for."""
+"""Seconds between two lines of progress while waiting for a job."""
 
 
 def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> int:
     """The exit code of `wait`. Standard error shows what happens meanwhile: states, restarts, now and then progress."""
-    from ddpjob.api.job_status import JobStatus
-    from ddpjob.client.texts.job_text import header, phase, restart_line, why
-    from ddpjob.engine.reconcile import utc_now
-
     state, shown, shown_at, widths = "", ("", 0), 0.0, list[int]()
     for body, gone in backend.changes(job, seconds):
         state = phase(body)
@@ -33,7 +26,7 @@ def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> in
         if state == goal or (goal == "end" and state == "Complete"):
             say(f"{job} is {state}", backend)
             return 0
-        if state in ("Failed", "Complete", "Interrupted"):
+        if state in ENDED:
             for line in why(body, (), utc_now()):
                 print_note(line)
             return EXIT_NEGATIVE
@@ -41,7 +34,7 @@ def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> in
         if restarts.recent and restarts.total > shown[1]:
             print_note(restart_line(restarts.recent[-1], utc_now()))
         if (state, restarts.total) != shown or time.monotonic() - shown_at >= WAITING_SECONDS:
-            lines = printed_rows(header(), [body], utc_now(), wide=False, namespaces=False, widths=widths)
+            lines = format_rows([body], utc_now(), widths=widths)
             for line in lines[bool(shown[0]) :]:
                 print_note(line)
             shown, shown_at = (state, restarts.total), time.monotonic()

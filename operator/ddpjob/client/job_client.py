@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ddpjob.api.job_spec import JobSpec, Json
 from ddpjob.api.job_status import Condition, JobStatus
-from ddpjob.client.backends.backend import Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
+from ddpjob.client.backends.backend import ENDED, FINISHED, Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
 from ddpjob.client.manifests.build_manifest import JobRequest, build
 from ddpjob.client.texts.job_text import phase, readable
 from ddpjob.core.view import is_number
@@ -21,13 +21,9 @@ from ddpjob.core.view import is_number
 if TYPE_CHECKING:
     from ddpjob.client.logs.log_follower import LogFollower
 
-ENDED = ("Complete", "Failed")
-"""Phases that a job does not leave."""
-INTERRUPTED = "Interrupted"
-
 
 class JobFailed(Mistake):
-    """The job that was waited for has ended, and not well; `job` is what was last seen of it."""
+    """The awaited job has failed or was deleted; `job` is its last known state."""
 
     def __init__(self, message: str, job: Job) -> None:
         super().__init__(message)
@@ -47,13 +43,13 @@ class Progress:
     """Share of the work done, 0 to 100."""
     loss: float | None = None
     samples_per_second: float | None = None
-    """Over all ranks."""
+    """Sum over all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers by name, such as accuracy."""
 
     @classmethod
     def read(cls, progress: Mapping[str, Any]) -> Progress:
-        """Of `status.progress`, of which the script may have made anything."""
+        """Read `status.progress`, whose values come from the script and may be anything."""
         whole = {name: _number(progress.get(name), int) for name in ("epoch", "epochs", "step", "steps")}
         percent, loss, speed = (_number(progress.get(name), float) for name in ("percent", "loss", "samplesPerSecond"))
         others = progress.get("metrics")
@@ -78,9 +74,11 @@ class Job:
 
     name: str
     namespace: str
-    """On this machine that of the manifest, else default."""
+    """The job's namespace; on this machine that of the manifest, or default."""
     phase: str
-    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine also Interrupted."""
+    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine
+    also Interrupted.
+    """
     spec: JobSpec = field(repr=False)
     status: JobStatus = field(repr=False)
     """Conditions, slots, restarts with their causes, ..."""
@@ -89,7 +87,9 @@ class Job:
 
     @classmethod
     def read(cls, body: Json) -> Job:
-        """Of a DDPJob as an object of the API. Raises Mistake for one of a newer release that cannot be read."""
+        """Read a DDPJob from the API's object. Raises Mistake if a newer release wrote it in a way
+        that this client cannot read.
+        """
         meta = body["metadata"]
         with readable(body):
             spec = JobSpec.read(body["spec"])
@@ -104,7 +104,7 @@ class Job:
     @property
     def ended(self) -> bool:
         """Whether it is Complete, Failed or Interrupted."""
-        return self.phase in (*ENDED, INTERRUPTED)
+        return self.phase in ENDED
 
     @property
     def failure(self) -> Condition | None:
@@ -113,10 +113,12 @@ class Job:
 
 
 def change(backend: Backend, name: str, spec: Json) -> None:
-    """Merges into the spec of a job that has not ended: no change takes effect in one that has. Raises Mistake."""
+    """Merges into the spec of a job that has not ended: no change takes effect in one that has.
+    Raises Mistake.
+    """
     state = phase(backend.job(name))
-    if state in ENDED:
-        raise Mistake(f"{name} is {state} and does not start again; delete it and submit it again")
+    if state in FINISHED:
+        raise Mistake(f"{name} is {state} and cannot start again; delete it and submit it again")
     backend.patch(name, spec)
 
 
@@ -124,7 +126,9 @@ _Item = TypeVar("_Item")
 
 
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
-    """What is read of a job; nothing where the user may not, and `faults` says so: its status says most of it."""
+    """What is read of a job; nothing where the user may not, and `faults` says so: its status says
+    most of it.
+    """
     try:
         return read(job)
     except Unreachable:
@@ -137,13 +141,14 @@ def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) 
 
 
 class Client:
-    """Jobs of a namespace of a cluster, or of this machine, with the same methods and results on both.
+    """Jobs of a namespace of a cluster, or of this machine, with the same methods and results on
+    both.
 
-    `backend`: "kubernetes", with the kubeconfig and the rights of its user; "local": jobs of this machine, in
-    $DDPJOB_RUNS or ./runs. `namespace`, `context`: default: the kubeconfig's.
+    `backend`: "kubernetes", with the kubeconfig and the rights of its user; "local": jobs of this
+    machine, in $DDPJOB_RUNS or ./runs. `namespace`, `context`: default: the kubeconfig's.
 
-    Where a method takes a job, it takes its name or a Job. Raises Mistake, with a text for the user, for what cannot
-    be done: NoSuchJob, JobFailed, Unreachable and others.
+    Where a method takes a job, it takes its name or a Job. Raises Mistake, with a text for the
+    user, for what cannot be done: NoSuchJob, JobFailed, Unreachable and others.
     """
 
     def __init__(
@@ -180,35 +185,41 @@ class Client:
     ) -> Job:
         """Creates a job that trains by a function, a script, a folder with one, or a module.
 
-        `program`: a function travels as its source, so it imports and defines within it all that it needs. A script
-        or folder of this machine travels to a cluster too, each up to 1 MiB; a job of this machine runs it where it
-        is. Another absolute path is one of the image, anything else a module.
-        `args`: a script's words, or a function's keyword arguments, which travel as JSON (a tuple arrives as a list).
+        `program`: a function travels as its source, so it imports and defines within it all that it
+        needs. A script or folder of this machine travels to a cluster too, each up to 1 MiB; a job
+        of this machine runs it where it is. Another absolute path is one of the image, anything
+        else a module.
+        `args`: a script's words, or a function's keyword arguments, which travel as JSON (a tuple
+        arrives as a list).
         `image`: any image with Python and PyTorch; not used on this machine.
         `name`: default: the program's name and four letters.
-        `gpus`, `procs`: of each node; default: one GPU and one process per GPU. gpus=0 trains on the CPU.
-        `spares`: pods on standby. `min_nodes`: continue with so few; `max_nodes`: the most that `scale` may set.
+        `gpus`, `procs`: of each node; default: one GPU and one process per GPU. gpus=0 trains on
+        the CPU.
+        `spares`: pods on standby. `min_nodes`: continue with so few; `max_nodes`: the most that
+        `scale` may set.
         `mode`: how a group recovers, default: Standard. `env`: variables of the workers.
         `cpu`, `memory`: of each node, such as "8" and "64Gi".
-        `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or an absolute folder of every Kubernetes node.
+        `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every
+        Kubernetes node.
         `entry`: of a folder: the script in it.
-        `settings`: any other field of spec, such as {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"};
-        mappings join what the other parameters have set, and other values replace it.
+        `settings`: any other field of spec, such as {"recovery.maxRestarts": 3,
+        "storage.sharedMemory": "8Gi"}; mappings join what the other parameters have set, and other
+        values replace it.
         """
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
         if not callable(program) and str(program).endswith(SUFFIXES):
-            raise Mistake(f"{program}: a manifest; submit() takes it")
+            raise Mistake(f"{program}: is a manifest; pass it to submit()")
         source, words = "", args
         if callable(program):
             from ddpjob.client.manifests.function_source import script_of
 
             if not isinstance(args, Mapping) and len(args):
-                raise TypeError("args of a function: a mapping of its keyword arguments, such as {'epochs': 3}")
+                raise TypeError("args of a function must be a mapping of its keyword arguments, such as {'epochs': 3}")
             source, words = script_of(program, args if isinstance(args, Mapping) else {}), ()
             program = str(getattr(program, "__name__", ""))
         if isinstance(words, str | PathLike | Mapping):
-            raise TypeError("args of a script: a list of its words, such as ['--epochs', '3']")
+            raise TypeError("args of a script must be a list of its words, such as ['--epochs', '3']")
         bodies = build(
             JobRequest(
                 program=str(program), source=source, args=words, image=image, name=name, nodes=nodes, gpus=gpus,
@@ -225,7 +236,9 @@ class Client:
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
 
         if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
-            raise Mistake(f"{manifest}: no manifest, which ends in {', '.join(SUFFIXES)}; train() takes a script")
+            raise Mistake(
+                f"{manifest}: not a manifest, whose name ends in {', '.join(SUFFIXES)}; pass a script to train()"
+            )
         read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
         body = {key: value for key, value in read.items() if key != "status"}
         if isinstance(manifest, Mapping):
@@ -241,7 +254,8 @@ class Client:
         return Job.read(self._backend.job(_name(job)))
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
-        """The job now, and again at each change of its status, until it has ended or for `timeout` seconds.
+        """The job now, and again at each change of its status, until it has ended or for `timeout`
+        seconds.
 
         Raises NoSuchJob when there is no such job, JobFailed when it is deleted.
         """
@@ -262,8 +276,8 @@ class Client:
     ) -> Job:
         """Waits until the job is in the phase `goal`.
 
-        Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds, ValueError for
-        another `goal`.
+        Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds,
+        ValueError for another `goal`.
         """
         if goal not in ("Complete", "Running", "Suspended"):
             raise ValueError(f"goal {goal!r}: write 'Complete', 'Running' or 'Suspended'")
@@ -287,10 +301,11 @@ class Client:
     ) -> Iterator[tuple[str, str]]:
         """(pod, line) of the training pods.
 
-        `rank`: of the pod that has this global rank, without lines that another rank is known to have written.
-        `index`: of one slot's pods. `tail`: the last lines of each pod that is there. `follow`: continue until the job
-        has ended, also with pods that replace others, in whole. Raises Mistake when nothing can be read, as of a
-        `rank` or an `index` that no pod has; warns of each pod that could not be read.
+        `rank`: of the pod that has this global rank, without lines that another rank is known to
+        have written. `index`: of one slot's pods. `tail`: the last lines of each pod that is there.
+        `follow`: continue until the job has ended, also with pods that replace others, in whole.
+        Raises Mistake when nothing can be read, for example because no pod has this `rank` or
+        `index`; warns of each pod that could not be read.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -305,9 +320,11 @@ class Client:
         return self._backend.events(self.get(job).name)
 
     def why(self, job: str | Job) -> str:
-        """What the job waits for or why it failed, and what to do about it: the text of `ddpjob why`."""
+        """What the job waits for or why it failed, and what to do about it: the text of `ddpjob
+        why`.
+        """
+        from ddpjob.api.job_status import utc_now
         from ddpjob.client.texts.job_text import why
-        from ddpjob.engine.reconcile import utc_now
 
         body = self._backend.job(_name(job))
         return "\n".join(why(body, if_allowed(self._backend.pods, _name(job), []), utc_now()))
@@ -333,7 +350,9 @@ class Client:
         self._backend.kill(pod if isinstance(pod, str) else pod.name)
 
     def delete(self, job: str | Job) -> None:
-        """Deletes a job and its pods. Checkpoints on volumes stay; on this machine RUNS/JOB/checkpoints."""
+        """Deletes a job and its pods. Checkpoints on volumes stay; on this machine
+        RUNS/JOB/checkpoints.
+        """
         self._backend.delete(_name(job))
 
 

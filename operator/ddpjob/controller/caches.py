@@ -38,7 +38,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ddpjob_runtime.protocol import MAX_NAME
 
@@ -68,7 +68,7 @@ DEPARTED_FOR = 30.0
 why the pod ended."""
 MOST_REFERENCES = 2000
 """How many owners of an object are read. Objects of many jobs have up to a thousand."""
-_View = TypeVar("_View")
+_View = TypeVar("_View", PodView, WorkloadView)
 
 _ROOTS = {
     KIND: (f"/apis/{GROUP}/{VERSION}", PLURAL),
@@ -124,17 +124,12 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class OwnedPod:
+class OwnedView(Generic[_View]):
+    """A pod or a Workload, and the job that its labels name."""
+
     job: JobKey
     job_uid: str
-    pod: PodView
-
-
-@dataclass(frozen=True)
-class OwnedWorkload:
-    job: JobKey
-    job_uid: str
-    workload: WorkloadView
+    view: _View
 
 
 class Caches:
@@ -174,7 +169,7 @@ class Caches:
         """PodGroups by their job's uid: their uids by name."""
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
         more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
-            "Pod": (_read_owned_pod, self._pod_changed, {"selector": ours}),
+            "Pod": (partial(_read_labelled, read_pod), self._pod_changed, {"selector": ours}),
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
@@ -185,7 +180,8 @@ class Caches:
         for kind in (GANG, VOLCANO_GANG):
             more[kind] = _read_owned, self._gang_changed, {**more["Service"][2], "optional": True}
         # Most clusters do not have Kueue either.
-        more[WORKLOAD] = _read_owned_workload, self._workload_changed, {"selector": ours, "optional": True}
+        workload = partial(_read_labelled, read_workload)
+        more[WORKLOAD] = workload, self._workload_changed, {"selector": ours, "optional": True}
         assert {KIND, *more} == set(WATCHED)
         of_jobs = partial(collection, KIND)
         self._jobs = {
@@ -236,12 +232,11 @@ class Caches:
     # --- what is known
 
     def job(self, key: JobKey) -> DDPJob | None:
-        job: DDPJob | None = self._of(KIND, key.namespace).get(key.namespace, key.name)
-        return job
+        return self._jobs_of(key.namespace).get(key.namespace, key.name)
 
     def jobs_in(self, namespace: str) -> list[DDPJob]:
         """Return all jobs of a namespace."""
-        return [job for job in self._of(KIND, namespace).views() if job.namespace == namespace]
+        return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
         """Return the job's pods, by name.
@@ -290,7 +285,7 @@ class Caches:
     def jobs_on(self, hosts: frozenset[str]) -> set[JobKey]:
         """Return jobs with a pod on one of these hosts."""
         views = (v for (kind, _), informer in self._informers.items() if kind == "Pod" for v in informer.views())
-        return {view.job for view in views if view.pod.host in hosts}
+        return {view.job for view in views if view.view.host in hosts}
 
     # --- what the operator writes or reads itself
 
@@ -363,20 +358,18 @@ class Caches:
         same_spec = before is not None and after is not None and _asked(before) == _asked(after)
         self._woken(JobKey(job.namespace, job.name), urgent=not same_spec)
 
-    def _pod_changed(self, before: OwnedPod | None, after: OwnedPod | None) -> None:
-        if before is not None:
-            _forget(self._pods, (before.job.namespace, before.job_uid), before.pod.name)
-            if after is None:
-                self._depart(before)
-        if after is not None:
-            self._pods.setdefault((after.job.namespace, after.job_uid), {})[after.pod.name] = after.pod
-        for view in {v.job: v for v in (before, after) if v is not None}.values():
-            self._woken(view.job, urgent=after is None or (before is not None and _end(before.pod) != _end(after.pod)))
+    def _pod_changed(self, before: OwnedView[PodView] | None, after: OwnedView[PodView] | None) -> None:
+        _move(self._pods, before, after)
+        if before is not None and after is None:
+            self._depart(before)
+        urgent = after is None or (before is not None and _end(before.view) != _end(after.view))
+        for key in {one.job for one in (before, after) if one is not None}:
+            self._woken(key, urgent=urgent)
 
-    def _depart(self, view: OwnedPod) -> None:
-        now, job = time.monotonic(), (view.job.namespace, view.job_uid)
-        self._departed.setdefault(job, {})[view.pod.name] = now, view.pod
-        self._departures.append((now, job, view.pod.name))
+    def _depart(self, pod: OwnedView[PodView]) -> None:
+        now, job = time.monotonic(), (pod.job.namespace, pod.job_uid)
+        self._departed.setdefault(job, {})[pod.view.name] = now, pod.view
+        self._departures.append((now, job, pod.view.name))
         while self._departures and now - self._departures[0][0] >= DEPARTED_FOR:
             gone, job, name = self._departures.popleft()
             known = self._departed.get(job, {})
@@ -401,12 +394,8 @@ class Caches:
                 self._gangs.setdefault(uid, {})[after.name] = "" if after.leaving else after.uid
         self._owned_changed(before, after)
 
-    def _workload_changed(self, before: OwnedWorkload | None, after: OwnedWorkload | None) -> None:
-        if before is not None:
-            _forget(self._workloads, (before.job.namespace, before.job_uid), before.workload.name)
-        if after is not None:
-            here = self._workloads.setdefault((after.job.namespace, after.job_uid), {})
-            here[after.workload.name] = after.workload
+    def _workload_changed(self, before: OwnedView[WorkloadView] | None, after: OwnedView[WorkloadView] | None) -> None:
+        _move(self._workloads, before, after)
         for key in {one.job for one in (before, after) if one is not None}:
             self._woken(key, urgent=True)
 
@@ -428,23 +417,22 @@ def _kept(job: DDPJob) -> DDPJob:
 _NOBODY = Owned("", "", (), frozenset())
 
 
-def _forget(found: dict[tuple[str, str], dict[str, _View]], job: tuple[str, str], name: str) -> None:
-    """Remove an object of a job, and the job's entry with its last one."""
-    del found[job][name]
-    if not found[job]:
-        del found[job]
+def _move(
+    found: dict[tuple[str, str], dict[str, _View]], before: OwnedView[_View] | None, after: OwnedView[_View] | None
+) -> None:
+    """Replace a view, by its job and its name."""
+    if before is not None:
+        job = before.job.namespace, before.job_uid
+        del found[job][before.view.name]
+        if not found[job]:
+            del found[job]
+    if after is not None:
+        found.setdefault((after.job.namespace, after.job_uid), {})[after.view.name] = after.view
 
 
-def _read_owned_pod(body: Json) -> OwnedPod:
-    labels = body["metadata"]["labels"]
-    return OwnedPod(JobKey(body["metadata"]["namespace"], labels[LABEL_JOB]), labels[LABEL_UID], read_pod(body))
-
-
-def _read_owned_workload(body: Json) -> OwnedWorkload:
-    labels = body["metadata"]["labels"]
-    return OwnedWorkload(
-        JobKey(body["metadata"]["namespace"], labels[LABEL_JOB]), labels[LABEL_UID], read_workload(body)
-    )
+def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View]:
+    namespace, labels = body["metadata"]["namespace"], body["metadata"]["labels"]
+    return OwnedView(JobKey(namespace, labels[LABEL_JOB]), labels[LABEL_UID], read(body))
 
 
 def _asked(job: DDPJob) -> tuple[object, ...]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
+from ddpjob.api.job_status import utc_now
 from ddpjob.controller.kube.informer import Informer
 from ddpjob.controller.kube.rest import ApiError, Rest
 from ddpjob.core.world import HealthSignals, HostView, remembered
-from ddpjob.engine.reconcile import utc_now
 
 log = logging.getLogger("ddpjob.hosts")
 
@@ -78,8 +78,8 @@ class HostWatch(Informer[HostView]):
         if not self._logged_forbidden:
             self._logged_forbidden = True
             log.warning(
-                "nodes are not watched: a lost one is only detected by the silence of its pods (%s). "
-                "To watch them, grant the operator get, list and watch of nodes by a ClusterRole",
+                "nodes are not watched, so a lost node is detected only when its pods fall silent (%s). To watch "
+                "nodes, grant the operator get, list and watch of nodes by a ClusterRole",
                 error,
             )
         self.listed.set()  # There is nothing to wait for without them.

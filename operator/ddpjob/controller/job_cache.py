@@ -10,7 +10,7 @@ Three things kopf does not do:
   there. Whenever it does, and once a minute, the names of all jobs are listed here, and what is not among them is gone.
 - It does not say when its first list is over. The cache is complete when all jobs of the first list of names have been
   read because kopf has shown them.
-- After a restore from a backup it watches on from a version that the API server's store does not have any more. The
+- After a restore from a backup it keeps watching from a version that the API server's store no longer has. The
   list of names shows that; `restored` is set, and kopf is run again.
 
 Example: with 300 jobs kopf's first list shows 300 versions, all later than what is known (nothing). As more than FEW

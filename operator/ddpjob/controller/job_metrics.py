@@ -60,20 +60,20 @@ RESTARTS = Counter(
 )
 TO_PODS = Histogram(
     "ddpjob_time_to_pods_seconds",
-    "From a job's start, or its resumption, until all its pods have a Kubernetes node",
+    "Time from a job's start, or its resumption, until all its pods have a Kubernetes node",
     buckets=_STARTS,
 )
 TO_RUNNING = Histogram(
     "ddpjob_time_to_running_seconds",
-    "From a job's start, or its resumption, until its group runs; starts that broke before are left out",
+    "Time from a job's start, or its resumption, until its group runs; starts that broke before that are left out",
     buckets=_STARTS,
 )
 TO_FIRST_STEP = Histogram(
-    "ddpjob_time_to_first_step_seconds", "From a job's start until its first step is reported", buckets=_STARTS
+    "ddpjob_time_to_first_step_seconds", "Time from a job's start until its first step is reported", buckets=_STARTS
 )
 RECOVERY = Histogram(
     "ddpjob_recovery_seconds",
-    "From a break until the next step (for scripts that report no steps: until the group runs), by cause; "
+    "Time from a break until the next step (or until the group runs, if the script reports no steps), by cause; "
     "planned restarts are left out",
     ["reason"],
     buckets=_RECOVERIES,
@@ -272,27 +272,45 @@ def _step(status: JobStatus) -> int | None:
 
 # --- series of single jobs --------------------------------------------------------------------------------------
 
-_PROGRESS = {
-    "epoch": ("ddpjob_train_epoch", "Epoch that the script has reported"),
-    "step": ("ddpjob_train_step", "Step that the script has reported; falls back to the checkpoint's after a break"),
-    "steps": ("ddpjob_train_planned_steps", "Steps that the whole training takes, as reported"),
-    "loss": ("ddpjob_train_loss", "Training loss that the script has reported"),
-    "samplesPerSecond": (
-        "ddpjob_train_samples_per_second",
-        "Samples per second over all ranks, as reported; only while nodes train",
-    ),
-}
-_COPIES = {
-    protocol.COPY_TIME: (
-        "ddpjob_train_copy_timestamp_seconds",
-        "Unix time at which the newest checkpoint that is in the bucket was saved, as reported",
-    ),
-    protocol.COPY_BEHIND: (
-        "ddpjob_train_copy_behind_seconds",
-        "For how long a checkpoint has been on its machine alone while none reached the bucket, as reported",
-    ),
-}
 JOB_LABELS = ("namespace", "job_name")
+_TEXTS = {
+    "ddpjob_job_phase": "1 for the phase that a job is in",
+    "ddpjob_job_failed": "1 for a job that has failed, with the reason",
+    "ddpjob_job_nodes_wanted": "Nodes that a job that has not ended asks for (spec.nodes)",
+    "ddpjob_job_nodes_training": "Nodes that train as one group",
+    "ddpjob_job_stalled": "1 while the next step is overdue (reason StepOverdue), else 0",
+    "ddpjob_job_coordinator_unreachable": "1 while the job's coordinator does not answer the operator, else 0",
+    "ddpjob_job_queue_not_served":
+        "1 while a job waits in a queue and the cluster serves none (reason QueueNotServed), else 0",
+    "ddpjob_job_restarts": "Restarts of a job since it began, of any cause",
+    "ddpjob_job_budget_spent_restarts": "Restarts that count now against recovery.maxRestarts",
+    "ddpjob_job_budget_restarts": "Restarts that recovery.maxRestarts allows",
+    "ddpjob_job_pod_seconds":
+        "Time that pods have held resources of a Kubernetes node, summed over a job's pods, spares included",
+    "ddpjob_job_training_seconds":
+        "Time that nodes have trained, summed over a job's nodes: without starts, restarts and stalls",
+    "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
+    "ddpjob_train_copy_timestamp_seconds":
+        "Unix time at which the newest checkpoint in the bucket was saved, as reported",
+    "ddpjob_train_copy_behind_seconds":
+        "Time for which a checkpoint has existed only on its machine while none reached the bucket, as reported",
+    "ddpjob_train_epoch": "Epoch that the script has reported",
+    "ddpjob_train_step": "Step that the script has reported; falls back to the checkpoint's after a break",
+    "ddpjob_train_planned_steps": "Steps that the whole training takes, as reported",
+    "ddpjob_train_loss": "Training loss that the script has reported",
+    "ddpjob_train_samples_per_second": "Samples per second over all ranks, as reported; only while nodes train",
+}  # fmt: skip
+_COUNTERS = ("ddpjob_job_restarts", "ddpjob_job_pod_seconds", "ddpjob_job_training_seconds")
+_MORE_LABELS = {"ddpjob_job_phase": ["phase"], "ddpjob_job_failed": ["reason"]}
+_OF_PROGRESS = {
+    "epoch": "ddpjob_train_epoch", "step": "ddpjob_train_step", "steps": "ddpjob_train_planned_steps",
+    "loss": "ddpjob_train_loss", "samplesPerSecond": "ddpjob_train_samples_per_second",
+}  # fmt: skip
+_OF_METRICS = {
+    protocol.CHECKPOINT_TIME: "ddpjob_train_checkpoint_timestamp_seconds",
+    protocol.COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
+    protocol.COPY_BEHIND: "ddpjob_train_copy_behind_seconds",
+}
 
 
 class JobSeries(Collector):
@@ -317,7 +335,7 @@ class JobSeries(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Yield families without samples."""
-        yield from _families().values()
+        yield from _make_families().values()
 
     def collect(self) -> Iterator[Metric]:
         """Yield families with samples. prometheus_client calls this in a separate thread."""
@@ -329,7 +347,7 @@ class JobSeries(Collector):
         # series.
         turns = defaultdict[tuple[bool, str], Iterator[int]](itertools.count)
         found.sort(key=lambda each: (ended := each[0].job.status.terminal, next(turns[ended, each[0].job.namespace])))
-        families = _families()
+        families = _make_families()
         phases = Tally(account.job.status.phase or Phase.PENDING for account, *_ in found)
         for phase in Phase:
             families["ddpjob_jobs"].add_metric([phase], phases[phase])
@@ -342,52 +360,17 @@ class JobSeries(Collector):
 _Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
 
 
-def _families() -> _Families:
-    gauge, counter, own = GaugeMetricFamily, CounterMetricFamily, JOB_LABELS
-    families: list[GaugeMetricFamily | CounterMetricFamily] = [
-        gauge("ddpjob_jobs", "Jobs by phase, in the shards for which this replica acts", labels=["phase"]),
-        gauge(
-            "ddpjob_operator_jobs_without_series",
-            f"Jobs beyond the first {MOST_JOBS}, which have no series of their own",
-            labels=[],
-        ),
-        gauge("ddpjob_job_phase", "1 for the phase that a job is in", labels=[*own, "phase"]),
-        gauge("ddpjob_job_failed", "1 for a job that has failed, with the reason", labels=[*own, "reason"]),
-        gauge("ddpjob_job_nodes_wanted", "Nodes that a job that has not ended asks for (spec.nodes)", labels=own),
-        gauge("ddpjob_job_nodes_training", "Nodes that train as one group", labels=own),
-        gauge("ddpjob_job_stalled", "1 while the next step is overdue (reason StepOverdue), else 0", labels=own),
-        gauge(
-            "ddpjob_job_coordinator_unreachable",
-            "1 while the job's coordinator does not answer the operator, else 0",
-            labels=own,
-        ),
-        gauge(
-            "ddpjob_job_queue_not_served",
-            "1 while a job waits in a queue and the cluster serves none (reason QueueNotServed), else 0",
-            labels=own,
-        ),
-        counter("ddpjob_job_restarts", "Restarts of a job since it began, of any cause", labels=own),
-        gauge("ddpjob_job_budget_spent_restarts", "Restarts that count now against recovery.maxRestarts", labels=own),
-        gauge("ddpjob_job_budget_restarts", "Restarts that recovery.maxRestarts allows", labels=own),
-        counter(
-            "ddpjob_job_pod_seconds",
-            "Time that pods have held resources of a Kubernetes node, summed over a job's pods, spares included",
-            labels=own,
-        ),
-        counter(
-            "ddpjob_job_training_seconds",
-            "Time that nodes have trained, summed over a job's nodes: without starts, restarts and stalls",
-            labels=own,
-        ),
-        gauge(
-            "ddpjob_train_checkpoint_timestamp_seconds",
-            "Unix time at which the newest checkpoint was on disk, as reported",
-            labels=own,
-        ),
-        *(gauge(name, text, labels=own) for name, text in _COPIES.values()),
-        *(gauge(name, text, labels=own) for name, text in _PROGRESS.values()),
-    ]
-    return {family.name: family for family in families}
+def _make_families() -> _Families:
+    jobs, others = "Jobs by phase, in the shards for which this replica acts", "ddpjob_operator_jobs_without_series"
+    beyond = f"Jobs beyond the first {MOST_JOBS}, which get no series of their own"
+    families: _Families = {
+        "ddpjob_jobs": GaugeMetricFamily("ddpjob_jobs", jobs, labels=["phase"]),
+        others: GaugeMetricFamily(others, beyond, labels=[]),
+    }
+    for name, text in _TEXTS.items():
+        kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+        families[name] = kind(name, text, labels=[*JOB_LABELS, *_MORE_LABELS.get(name, ())])
+    return families
 
 
 def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds: float) -> None:
@@ -414,17 +397,11 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds:
     add("ddpjob_job_budget_spent_restarts", status.restarts.counted)
     add("ddpjob_job_budget_restarts", job.spec.recovery.max_restarts)
     own = status.progress.get("metrics")
-    saved = own.get(protocol.CHECKPOINT_TIME) if isinstance(own, dict) else None
-    if is_number(saved):
-        add("ddpjob_train_checkpoint_timestamp_seconds", saved)
-    for name, (metric, _) in _COPIES.items():
-        value = own.get(name) if isinstance(own, dict) else None
-        if is_number(value):
-            add(metric, value)
-    for name, (metric, _) in _PROGRESS.items():
-        value = status.progress.get(name)
-        if is_number(value) and (training or name != "samplesPerSecond"):
-            add(metric, value)
+    for values, names in ((own if isinstance(own, dict) else {}, _OF_METRICS), (status.progress, _OF_PROGRESS)):
+        for name, metric in names.items():
+            value = values.get(name)
+            if is_number(value) and (training or name != "samplesPerSecond"):
+                add(metric, value)
 
 
 SERIES = JobSeries()

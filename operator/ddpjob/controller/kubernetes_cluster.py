@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from http import HTTPStatus
 
 from ddpjob_runtime.protocol import Report
@@ -19,7 +17,7 @@ from ddpjob_runtime.protocol import Report
 from ddpjob.api.job import API_VERSION, KIND, DDPJob
 from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_spec import Json, size_fault
-from ddpjob.api.job_status import JobStatus, NotificationState, SlotState
+from ddpjob.api.job_status import JobStatus, NotificationState, SlotState, utc_now
 from ddpjob.api.schema import exceeds
 from ddpjob.controller.caches import WATCHED, Caches, Owned, collection
 from ddpjob.controller.host_watch import NODES
@@ -31,7 +29,7 @@ from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.status.scheduled import DELETION_REFUSED
-from ddpjob.core.volumes import claims_to_read
+from ddpjob.core.volumes import list_claims_to_read
 from ddpjob.core.world import (
     LABEL_MANAGED,
     LABEL_ROLE,
@@ -56,7 +54,6 @@ from ddpjob.engine.ports import (
     ReportPending,
     Unavailable,
 )
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.objects.claim import template_mark
 from ddpjob.objects.isolation import policy_name
 from ddpjob.objects.platform import Platform
@@ -64,10 +61,16 @@ from ddpjob.objects.pod_group import KIND as GANG
 from ddpjob.objects.pod_group import VOLCANO_KIND as VOLCANO_GANG
 from ddpjob.objects.pod_group import kind_of
 from ddpjob.objects.pod_template import problems
-from ddpjob.objects.service import build_runtime_jobs, holds_runtime, runtime_jobs_name, runtime_name, runtime_owner
+from ddpjob.objects.service import (
+    build_runtime_jobs,
+    holds_runtime,
+    make_object,
+    runtime_jobs_name,
+    runtime_name,
+    runtime_owner,
+)
 from ddpjob.objects.workload import API_VERSION as WORKLOAD_API
 from ddpjob.objects.workload import KIND as WORKLOAD
-from ddpjob.objects.workload import marked, released
 
 log = logging.getLogger("ddpjob.cluster")
 NAMESPACE_RETRY = 5.0
@@ -132,7 +135,7 @@ class _Collected(NameTaken):
 class KubernetesCluster:
     """Implements `ddpjob.engine.ports.Cluster` for every job.
 
-    `instance` names this replica in events.
+    `creating` are the turns for the creation of objects. `instance` names this replica in events.
     """
 
     def __init__(
@@ -141,18 +144,15 @@ class KubernetesCluster:
         caches: Caches,
         coordinators: CoordinatorClient,
         platform: Platform,
-        instance: str | None = None,
+        report_watch: ReportWatch,
+        notifier: Notifier,
+        classes: JobClasses,
+        creating: Turns,
+        instance: str,
     ) -> None:
         self.rest, self.caches, self.coordinators, self.platform = rest, caches, coordinators, platform
-        self.instance = instance or socket.gethostname()
-        self.report_watch: ReportWatch | None = None
-        """Set by the operator, which it wakes when a coordinator's report changes."""
-        self.notifier: Notifier | None = None
-        """Set by the operator, which it wakes when the outcome of a notification is known."""
-        self.classes = JobClasses()
-        """Set by the operator."""
-        self.creating = Turns(CREATIONS)
-        """Turns for the creation of objects."""
+        self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
+        self.creating, self.instance = creating, instance
         self._unsure: set[JobKey] = set()
         """Jobs whose status may have been written by an unanswered request, or by others. They are
         read again."""
@@ -186,26 +186,17 @@ class KubernetesCluster:
             for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
             self._follow(key, None)
-            if self.notifier is not None:
-                self.notifier.outcomes(key, ())
+            self.notifier.outcomes(key, ())
             return None
         self._follow(key, job)
         pods = self.caches.pods(job)
         if job.status.terminal:
-            world = World(
-                pods=pods,
-                deletion_refused=self._deletion_refused(job, pods),
-                key_mark=self.platform.key_mark,
-                hosts=self.caches.hosts.hosts,
-                gangs=self.caches.gangs(job),
-                workloads=self.caches.workloads(job),
-            )
-            return Observation(job, self._with_notifications(job, world))
+            return Observation(job, self._with_notifications(job, self._known_world(job, pods)))
         await self._look_at_lost(pod.host for pod in pods if not pod.ended)
         return Observation(job, self._with_notifications(job, await self._world(job, pods)))
 
     def _with_notifications(self, job: DDPJob, world: World) -> World:
-        if self.notifier is None or job.spec.notify is None:
+        if job.spec.notify is None:
             return world
         key, receivers = JobKey(job.namespace, job.name), self.notifier.receivers
         pending = (n.id for n in job.status.notifications if n.state is NotificationState.PENDING)
@@ -214,18 +205,24 @@ class KubernetesCluster:
         return replace(world, receivers=usable, outcomes=outcomes, link=receivers.link_of(key))
 
     async def _read_again(self, key: JobKey) -> None:
-        try:
-            self.caches.take(KIND, await self.rest.request("GET", _path(KIND, key.namespace, key.name)))
-        except ApiError as error:
-            if error.status != 404:
-                raise
+        found = await self._find(KIND, *key)
+        if found is not None:
+            self.caches.take(KIND, found)
+        else:
             self.caches.forget(KIND, *key)
         self._unsure.discard(key)
 
+    async def _find(self, kind: str, namespace: str, name: str) -> Json | None:
+        """Return an object, or None if there is none."""
+        try:
+            return await self.rest.request("GET", _path(kind, namespace, name))
+        except ApiError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+            return None
+
     def _follow(self, key: JobKey, job: DDPJob | None) -> None:
         """Follow the job's coordinator while it runs."""
-        if self.report_watch is None:
-            return
         rendezvous = job.status.rendezvous if job is not None and not job.status.terminal else None
         runs = rendezvous is not None and rendezvous.endpoint and rendezvous.state is SlotState.RUNNING
         self.report_watch.follow(
@@ -233,14 +230,9 @@ class KubernetesCluster:
         )
 
     def _report(self, key: JobKey) -> Report | None:
-        if self.report_watch is None:
-            return None
         if self.report_watch.is_asking(key):
             raise ReportPending(f"the coordinator of {key.name} is asked for the first time", REPORT_RETRY)
         return self.report_watch.report(key)
-
-    def _report_refused(self, key: JobKey) -> str:
-        return self.report_watch.refusal(key) if self.report_watch is not None else ""
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Read those of these Kubernetes nodes that seem lost.
@@ -271,36 +263,43 @@ class KubernetesCluster:
         self._looked[host] = now
         return self.caches.hosts.get("", host)
 
+    def _known_world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
+        """Return what needs no request, which is all that a job that has ended needs."""
+        return World(
+            pods=pods,
+            deletion_refused=self._deletion_refused(job, pods),
+            key_mark=self.platform.key_mark,
+            hosts=self.caches.hosts.hosts,
+            gangs=self.caches.gangs(job),
+            workloads=self.caches.workloads(job),
+        )
+
     async def _world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
         policy = policy_name(job, self.platform)
-        claims = tuple([await self._claim(job.namespace, name) for name in claims_to_read(job, pods)])
+        claims = tuple([await self._claim(job.namespace, name) for name in list_claims_to_read(job, pods)])
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         faults = await self._template_faults(job)
         # Nothing is awaited after this point. A host that changes later wakes the job again.
-        return World(
-            pods=pods,
+        return replace(
+            self._known_world(job, pods),
             departed=self.caches.departed(job),
-            deletion_refused=self._deletion_refused(job, pods),
             has_service=self._has(job, "Service", job.name),
             has_budget=self._has(job, "PodDisruptionBudget", job.name),
             policy=policy,
             has_policy=self._has(job, "NetworkPolicy", policy),
             runtime=runtime,
             runtime_offered=runtime_name(),
-            key_mark=self.platform.key_mark,
             has_token=self._tokens.get(JobKey(job.namespace, job.name)) == self.platform.token_secret(job),
             serves_gangs=self.caches.serves_gangs(job),
-            gangs=self.caches.gangs(job),
             serves_queues=self.caches.serves_queues(job.namespace),
             workloads=workloads,
             report=self._report(JobKey(job.namespace, job.name)),
-            report_refused=self._report_refused(JobKey(job.namespace, job.name)),
-            report_seconds=self.report_watch.progress_seconds if self.report_watch is not None else 0.0,
+            report_refused=self.report_watch.refusal(JobKey(job.namespace, job.name)),
+            report_seconds=self.report_watch.progress_seconds,
             claims=claims,
             claim_template=template_mark(job),
             offer=self.classes.offer(job),
-            hosts=self.caches.hosts.hosts,
             problems=faults,
         )
 
@@ -343,7 +342,7 @@ class KubernetesCluster:
                     flavor = await self.rest.request("GET", f"{_KUEUE}/resourceflavors/{name}")
                 except ApiError as error:
                     # Without the flavor, pods would use machines that the quota does not cover.
-                    why = f"it is admitted, and the operator cannot read ResourceFlavor {name}: {error.message}"
+                    why = f"the job is admitted, but the operator cannot read ResourceFlavor {name}: {error.message}"
                     return replace(workload, admitted=False, grant=None, message=why)
                 spec = flavor.get("spec") or {}
                 more = {"tolerations": spec.get("tolerations")}
@@ -370,32 +369,21 @@ class KubernetesCluster:
         if jobs is None or jobs.uid not in found.owner_uids or not _stays_for(job, jobs):
             return ""
         if found.uid not in self._checked:
-            try:
-                body = await self.rest.request("GET", _path("ConfigMap", job.namespace, name))
-            except ApiError as error:
-                if error.status != 404:
-                    raise
+            body = await self._find("ConfigMap", job.namespace, name)
+            if body is None:
                 return ""
             self._check_runtime(body)
         return name if self._checked.get(found.uid) else ""
 
     async def _claim(self, namespace: str, name: str) -> ClaimView:
-        try:
-            return read_claim(await self.rest.request("GET", _path("PersistentVolumeClaim", namespace, name)))
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return ClaimView(name=name, exists=False)
+        found = await self._find("PersistentVolumeClaim", namespace, name)
+        return read_claim(found) if found is not None else ClaimView(name=name, exists=False)
 
     # --- writing: called by apply alone
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
-        body = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "metadata": {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version},
-            "status": status,
-        }
+        meta = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
+        body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
         # It is stored only if the rest of the object is still that of `job`, so up to 1.5 MB of
         # that need not come back. But a different class in the status changes the meaning of the
@@ -519,7 +507,7 @@ class KubernetesCluster:
                 # Two requests collided at a ResourceQuota.
                 raise Unavailable(str(error)) from error
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD) and "namespace" not in error.message:
-                raise Refused(error.status, f"this cluster does not serve it any more: {error.message}") from error
+                raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
             elif error.status == 404:
                 # The namespace is gone, so the job is gone too or soon will be.
                 raise Conflict from error
@@ -554,10 +542,10 @@ class KubernetesCluster:
     def _take_token(self, job: DDPJob, name: str) -> None:
         key = JobKey(job.namespace, job.name)
         if self._tokens.get(key) == name:  # It was made again.
-            self._find(job, "Secret", name)
+            self._note_found(job, "Secret", name)
         self._tokens[key] = name
 
-    def _find(self, job: DDPJob, kind: str, name: str) -> None:
+    def _note_found(self, job: DDPJob, kind: str, name: str) -> None:
         found = self._found.setdefault(JobKey(job.namespace, job.name), {})
         found[job.uid, kind, name] = time.monotonic() + FOUND_FOR
 
@@ -573,13 +561,9 @@ class KubernetesCluster:
             self.caches.take(kind, body)
 
     async def _own_or_taken(self, job: DDPJob, manifest: Json) -> None:
-        try:
-            path = _path(kind_of(manifest), job.namespace, manifest["metadata"]["name"])
-            found = await self.rest.request("GET", path)
-        except ApiError as error:
-            if error.status == 404:
-                raise NameTaken("an object of this name existed a moment ago") from error
-            raise
+        found = await self._find(kind_of(manifest), job.namespace, manifest["metadata"]["name"])
+        if found is None:
+            raise NameTaken("an object with this name existed a moment ago")
         self._made(kind_of(manifest), found)
         if manifest["kind"] == "ConfigMap":
             return  # `_share` judges it.
@@ -591,13 +575,14 @@ class KubernetesCluster:
             if not any(o["uid"] == job.uid for o in owners):
                 raise NameTaken("it belongs to an earlier job of this name and is still being removed")
             if "deletionTimestamp" in found["metadata"]:
-                raise NameTaken("an object of this name is still being removed")
+                raise NameTaken("an object with this name is still being removed")
             if labels.get(LABEL_MANAGED) != MANAGED_BY:
                 # A user has removed the label, so no watch shows the object.
-                self._find(job, manifest["kind"], manifest["metadata"]["name"])
+                self._note_found(job, manifest["kind"], manifest["metadata"]["name"])
             return
         raise NameTaken(
-            "an object of this name exists and does not belong to this job: remove it, or give the job another name"
+            "an object with this name exists and does not belong to this job; remove it, or choose a different name "
+            "for the job"
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
@@ -671,7 +656,7 @@ class KubernetesCluster:
             if error.status not in (404, 409):
                 raise Refused(error.status, error.message) from error
             self.caches.forget("ConfigMap", job.namespace, name)
-            raise _Collected("an object of this name existed a moment ago") from error
+            raise _Collected("an object with this name existed a moment ago") from error
         self.caches.take("ConfigMap", patched)
 
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
@@ -685,7 +670,6 @@ class KubernetesCluster:
         return {j.uid: runtime_owner(j) for j in new if j.uid not in known and j.status.runtime in ("", name)}
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
-        body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         known = self.caches.pod(job, name)
         if self._waits(job, uid, _DELETION):
             return
@@ -693,9 +677,8 @@ class KubernetesCluster:
             if known.deleted_at is not None:
                 return
             grace = None
-        if grace is not None:
-            body["gracePeriodSeconds"] = grace
-        answer, refusal = await self._try_to_delete(job, f"pod {name}", _path("Pod", job.namespace, name), body)
+        options = {"gracePeriodSeconds": grace} if grace is not None else {}
+        answer, refusal = await self._try_to_delete(job, "Pod", f"pod {name}", name, uid, options)
         if refusal is not None:
             return
         meta = (answer or {}).get("metadata", {})
@@ -736,33 +719,27 @@ class KubernetesCluster:
         host = await self._look_at(pod.host)
         return host is None or not host.ready
 
-    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
-        body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        known = self.caches.known(VOLCANO_GANG, job.namespace, name)
-        kind = VOLCANO_GANG if known is not None and known.uid == uid else GANG
-        answer = await self._delete_or_say(job, f"PodGroup {name}", _path(kind, job.namespace, name), body)
-        if answer is not None and answer.get("kind") == GANG:
-            self.caches.take(kind, answer)  # Kubernetes keeps it until none of its pods runs.
-        elif not self._waits(job, uid, _DELETION):
-            self.caches.forget(kind, job.namespace, name)
+    async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
+        """Delete an object, and record an event if it is refused.
 
-    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        answer = await self._delete_or_say(job, f"Workload {name}", _path(WORKLOAD, job.namespace, name), body)
-        if answer is not None and answer.get("kind") == WORKLOAD:
-            self.caches.take(WORKLOAD, answer)  # It has somebody's finalizer.
-        elif not self._waits(job, uid, _DELETION):
-            self.caches.forget(WORKLOAD, job.namespace, name)
+        No condition shows that such an object stays.
+        """
+        if self._waits(job, uid, _DELETION):
+            return
+        volcano = self.caches.known(VOLCANO_GANG, job.namespace, name) if kind == GANG else None
+        served = VOLCANO_GANG if volcano is not None and volcano.uid == uid else kind
+        options = {"propagationPolicy": "Background"}
+        answer, refusal = await self._try_to_delete(job, served, f"{kind} {name}", name, uid, options)
+        if refusal is not None:
+            text = f"the API server refuses the deletion of {kind} {name}: {refusal.message}"
+            event = Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
+            await self.record(job, event)
+        elif kind != KIND and answer is not None and answer.get("kind") == kind:
+            self.caches.take(served, answer)  # A finalizer keeps it, or a pod of the gang that runs.
+        elif kind != KIND:
+            self.caches.forget(served, job.namespace, name)
 
-    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
-        await self._change_workload(
-            job, name, uid, partial(marked, condition=condition, reason=reason, message=message)
-        )
-
-    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        await self._change_workload(job, name, uid, released)
-
-    async def _change_workload(
+    async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
         """Write the Workload that `change` returns for the current one.
@@ -803,60 +780,31 @@ class KubernetesCluster:
             if error.status not in (404, 409):
                 self._keep(job, f"pod {name}", uid, _LABEL, error)  # It trains anyway.
 
-    async def delete_job(self, job: DDPJob) -> None:
-        body = {
-            "apiVersion": "v1",
-            "kind": "DeleteOptions",
-            "preconditions": {"uid": job.uid},
-            "propagationPolicy": "Background",
-        }
-        await self._delete_or_say(job, f"DDPJob {job.name}", _path(KIND, job.namespace, job.name), body)
+    async def _try_to_delete(
+        self, job: DDPJob, kind: str, of: str, name: str, uid: str, options: Json
+    ) -> tuple[Json | None, ApiError | None]:
+        """Return the answer, and the error if the deletion is refused.
 
-    async def _delete_or_say(self, job: DDPJob, of: str, path: str, body: Json) -> Json | None:
-        """Delete like `_delete`, and record an event if it is refused.
-
-        No condition shows that such an object stays.
+        The answer is None if the object is gone or has been replaced. After a refusal each try
+        waits longer than the one before.
         """
-        if self._waits(job, body["preconditions"]["uid"], _DELETION):
-            return None
-        answer, refusal = await self._try_to_delete(job, of, path, body)
-        if refusal is not None:
-            text = f"the API server refuses the deletion of {of}: {refusal.message}"
-            await self.record(
-                job, Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
-            )
-        return answer
-
-    async def _try_to_delete(self, job: DDPJob, of: str, path: str, body: Json) -> tuple[Json | None, ApiError | None]:
-        """Return the answer of `_delete`, and the error if it is refused.
-
-        The next try then waits longer each time.
-        """
-        uid = body["preconditions"]["uid"]
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
+        answer = None
         try:
-            answer = await self._delete(path, body)
-        except ApiError as error:
-            self._keep(job, of, uid, _DELETION, error)
-            return None, error
-        self._pauses_of(job).pop((uid, _DELETION), None)
-        return answer, None
-
-    async def _delete(self, path: str, body: Json) -> Json | None:
-        """Return the answer; None if the object is gone or has been replaced."""
-        try:
-            return await self._change("DELETE", path, body=body)
+            answer = await self._change("DELETE", _path(kind, job.namespace, name), body=body)
         except ApiError as error:
             if error.status not in (404, 409):
-                raise
-            return None
+                self._keep(job, of, uid, _DELETION, error)
+                return None, error
+        self._pauses_of(job).pop((uid, _DELETION), None)
+        return answer, None
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         if endpoint:
             await self.coordinators.notify(target_of(job, self.platform, endpoint), verb, body)
 
     async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
-        if self.notifier is not None:
-            self.notifier.send(JobKey(job.namespace, job.name), id, receiver, body)
+        self.notifier.send(JobKey(job.namespace, job.name), id, receiver, body)
 
     async def record(self, job: DDPJob, event: Event) -> None:
         """Record an event.
@@ -875,13 +823,7 @@ class KubernetesCluster:
             "reason": event.reason,
             "note": event.message.encode()[:1000].decode(errors="ignore"),
             "action": "Reconcile",
-            "regarding": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": job.name,
-                "namespace": job.namespace,
-                "uid": job.uid,
-            },
+            "regarding": {**job.reference, "namespace": job.namespace},
             "reportingController": "ddpjob.io/operator",
             "reportingInstance": self.instance[:128],
         }
@@ -909,5 +851,6 @@ def _path(kind: str, namespace: str, name: str) -> str:
 
 
 _NOT_THE_RUNTIME = (
-    "a ConfigMap of this name exists that is not the operator's, or not as it was made: remove it, and it is made again"
+    "a ConfigMap with this name exists that the operator did not make, or that was changed; remove it, and the "
+    "operator makes it again"
 )

@@ -27,8 +27,8 @@ from ddpjob.controller.host_watch import Hosts
 from ddpjob.controller.job_metrics import SERIES, JobAccounts
 from ddpjob.controller.kube.election import Lease, act_while_elected
 from ddpjob.controller.kube.rest import NoCredentials, Rest
-from ddpjob.controller.kube.workqueue import DelayQueue
-from ddpjob.controller.kubernetes_cluster import KubernetesCluster
+from ddpjob.controller.kube.workqueue import DelayQueue, Turns
+from ddpjob.controller.kubernetes_cluster import CREATIONS, KubernetesCluster
 from ddpjob.controller.namespace_claims import NamespaceClaims
 from ddpjob.controller.notifier import Notifier
 from ddpjob.controller.operator_settings import Settings, SettingsError
@@ -64,19 +64,13 @@ class Leader:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        rest: Rest,
-        coordinators: CoordinatorClient,
-        shard: int = 0,
-        schema: ServedSchema | None = None,
+        self, settings: Settings, rest: Rest, coordinators: CoordinatorClient, shard: int, schema: ServedSchema
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
+        creating = Turns(CREATIONS)
         # Each namespace has its share of the workers; see `_rank` for the order. Pods come before
         # statuses that only report that they exist.
-        self.queue = DelayQueue[JobKey](
-            group=lambda key: key.namespace, rank=self._rank, crowded=lambda: self.cluster.creating.wanted()
-        )
+        self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
         watched, mine = settings.namespaces, self._is_in_shard
@@ -85,10 +79,9 @@ class Leader:
         platform = Platform(
             operator_key=settings.key, operator_peer=settings.peer, metrics_peers=settings.metrics_peers
         )
-        self.cluster = KubernetesCluster(rest, self.caches, coordinators, platform, settings.identity)
-        self.report_watch = self.cluster.report_watch = ReportWatch(self.queue.add)
-        self.cluster.classes = settings.classes
-        self.notifier = self.cluster.notifier = Notifier(settings.receivers, self.queue.add)
+        self.report_watch, self.notifier = ReportWatch(self.queue.add), Notifier(settings.receivers, self.queue.add)
+        helpers = coordinators, platform, self.report_watch, self.notifier
+        self.cluster = KubernetesCluster(rest, self.caches, *helpers, settings.classes, creating, settings.identity)
         release = f"{settings.lease_namespace}/{settings.lease_name}"
         self.claims = NamespaceClaims(rest, release) if settings.lease_namespace else None
 
@@ -126,21 +119,12 @@ class Leader:
         (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
-            if not known:
-                # Forget it, whoever acts in its namespace. If it exists, it comes back with its
-                # next event.
-                return await reconcile(self.cluster, key, outcome=outcomes.append)
-            if not self.caches.complete_in(key.namespace):
+            # A job that is not known is forgotten, whoever acts in its namespace. If it exists, it
+            # comes back with its next event.
+            pause = await self._find_pause(key) if known else 0.0
+            if pause:
                 outcomes.append("left")
-                return INCOMPLETE_SECONDS
-            if self.schema is not None and not self.schema.fits:
-                outcomes.append("left")
-                return INCOMPLETE_SECONDS
-            ours = await self._is_ours(key)
-            self.accounts.acts_on(key, acts=ours)
-            if not ours:
-                outcomes.append("left")
-                return OTHERS_SECONDS
+                return pause
             return await reconcile(self.cluster, key, outcome=outcomes.append)
         except asyncio.CancelledError:
             # The term is over, which is not a defect: another replica reconciles the job.
@@ -149,6 +133,14 @@ class Leader:
         finally:
             result = outcomes[0] if outcomes else "failed"
             metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
+
+    async def _find_pause(self, key: JobKey) -> float:
+        """Return for how many seconds this replica leaves a job alone; 0 if it acts on it."""
+        if not self.caches.complete_in(key.namespace) or not self.schema.fits:
+            return INCOMPLETE_SECONDS
+        ours = await self._is_ours(key)
+        self.accounts.acts_on(key, acts=ours)
+        return 0.0 if ours else OTHERS_SECONDS
 
     async def _is_ours(self, key: JobKey) -> bool:
         """Whether this operator, and no other one, acts on the job."""
@@ -274,7 +266,11 @@ async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIter
         if operator.schema.missing:
             text = f"the DDPJob definition (CRD) in the cluster lacks fields, see the log; {REMEDY}"
             return web.Response(status=503, text=text)
-        return web.Response(text="ok") if operator.ready else web.Response(status=503, text="not all is read yet")
+        return (
+            web.Response(text="ok")
+            if operator.ready
+            else web.Response(status=503, text="the first lists are incomplete")
+        )
 
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
     runner = web.AppRunner(app, access_log=None)

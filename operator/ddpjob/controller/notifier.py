@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -80,7 +81,7 @@ class Receivers:
             raise Unsent("the Secret of the chart's notify.secretName holds no URL for this receiver") from None
         if not usable:
             raise Unsent(
-                "what the Secret of the chart's notify.secretName holds is not a URL that begins with https://"
+                "the value in the Secret of the chart's notify.secretName is not a URL that begins with https://"
             )
         return url
 
@@ -156,14 +157,11 @@ class Notifier:
     def _queue(self, receiver: str) -> DelayQueue[_Id]:
         if receiver not in self._queues:
             queue = DelayQueue[_Id](group=lambda id: id[0].namespace)
-
-            async def attempt(id: _Id) -> float | None:
-                return await self._attempt(id, receiver)
-
+            attempt = partial(self._attempt, receiver)
             self._queues[receiver] = queue, asyncio.create_task(queue.work(attempt, WORKERS))
         return self._queues[receiver][0]
 
-    async def _attempt(self, id: _Id, receiver: str) -> float | None:
+    async def _attempt(self, receiver: str, id: _Id) -> float | None:
         """Try once; return the seconds until the next try, None if there is none."""
         key, name = id
         sending = self._sending.get(key, {}).get(name)

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -21,31 +20,31 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from ddpjob.controller.kube.request_metrics import API_REQUESTS as API_REQUESTS
 from ddpjob.controller.kube.request_metrics import WATCH_ERRORS as WATCH_ERRORS
+from ddpjob.missing_package import installed_version
 
 RECONCILE_SECONDS = Histogram(
     "ddpjob_operator_reconcile_duration_seconds",
-    "Duration of one reconcile, by result: done, conflict (somebody else wrote the status: it is made again), "
-    "unavailable (the API server did not answer), left (not this operator's job, not all is read yet, or the Lease was "
-    "lost meanwhile), "
-    "failed (a defect: the log has its traceback)",
+    "Duration of one reconcile, by result: done, conflict (another client wrote the status, so the reconcile is "
+    "repeated), unavailable (the API server did not answer), left (the job belongs to another operator, the first "
+    "lists are incomplete, or the Lease was lost), failed (a defect; the log has its traceback)",
     ["result"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )
 RESULTS = ("done", "conflict", "unavailable", "left", "failed")
 for _result in RESULTS:
     RECONCILE_SECONDS.labels(_result)
-SHARDS = Gauge("ddpjob_operator_shards", "Shards that there are, as this replica was started with")
+SHARDS = Gauge("ddpjob_operator_shards", "Number of shards with which this replica was started")
 LEADING = Gauge("ddpjob_operator_leader", "Shards for which this replica acts; without shards 1 at the leader, else 0")
 QUEUE_DEPTH = Gauge("ddpjob_operator_queue_depth", "Jobs that are due and wait for a worker")
-QUEUE_AGE = Gauge("ddpjob_operator_queue_age_seconds", "For how long the first of the jobs that are due has waited")
+QUEUE_AGE = Gauge("ddpjob_operator_queue_age_seconds", "Time for which the first due job has waited for a worker")
 LONGEST_TURN = Gauge(
     "ddpjob_operator_longest_loop_turn_seconds",
-    "Longest turn of the event loop within the last minute or two, in which nothing else ran, such as the renewal of "
-    "the Lease",
+    "Longest turn of the event loop within the last minute or two, during which nothing else ran, such as the renewal "
+    "of the Lease",
 )
 MISSING_FIELDS = Gauge(
     "ddpjob_operator_crd_missing_fields",
-    "Status fields that the DDPJob definition in the cluster lacks: above 0 the operator acts on no job",
+    "Status fields that the DDPJob definition in the cluster lacks; if above 0, the operator acts on no job",
 )
 COORDINATORS = Gauge(
     "ddpjob_operator_coordinators",
@@ -54,8 +53,7 @@ COORDINATORS = Gauge(
 )
 NOTIFICATIONS = Counter(
     "ddpjob_operator_notifications",
-    "Tries to notify a receiver, by result: delivered, failed (it is tried again, or given up), and notifications that "
-    "were given_up",
+    "Attempts to notify a receiver, by result: delivered, failed (and then retried or given up), and given_up",
     ["result"],
 )
 for _result in ("delivered", "failed", "given_up"):
@@ -63,14 +61,7 @@ for _result in ("delivered", "failed", "given_up"):
 BUILD_INFO = Gauge("ddpjob_operator_build_info", "Always 1; the versions are labels", ["version", "python_version"])
 
 
-def _version() -> str:
-    try:
-        return version("ddpjob")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-BUILD_INFO.labels(_version(), platform.python_version()).set(1)
+BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 
 
 # --- the event loop ---------------------------------------------------------------------------------------------

@@ -96,8 +96,8 @@ class Settings:
         key = text("KEY", "").encode(errors="surrogateescape")  # A Secret may hold any bytes.
         if len(key) < 16:
             raise SettingsError(
-                f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start: with another one, "
-                "running jobs restart from their checkpoints. The chart generates one and keeps it"
+                f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start; with a different "
+                f"one, running jobs restart from their checkpoints. The chart generates a secret and keeps it"
             )
         shards, lease_namespace = number("SHARDS", cls.shards), text("LEASE_NAMESPACE", "")
         if not 1 <= shards <= MOST_SHARDS:
@@ -158,10 +158,7 @@ def _classes(found: Json) -> JobClasses:
 _STATUSES = ("True", "False", "Unknown")
 _OF_A_HEALTHY_NODE = {
     "Ready": "True",
-    "MemoryPressure": "False",
-    "DiskPressure": "False",
-    "PIDPressure": "False",
-    "NetworkUnavailable": "False",
+    **dict.fromkeys(("MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable"), "False"),
 }
 """Kubernetes' own conditions."""
 
@@ -176,7 +173,7 @@ def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSign
     for text in conditions:
         kind, _, status = text.partition("=")
         if not kind.strip("*") or "*" in kind[:-1] or status not in _STATUSES or kind == "Ready":
-            remedy = "write TYPE=True, TYPE=False or TYPE=Unknown, a * only ends TYPE; Ready is watched anyway"
+            remedy = "write TYPE=True, TYPE=False or TYPE=Unknown, * only at the end of TYPE; Ready is always watched"
             raise SettingsError(f"{PREFIX}NODE_CONDITIONS has {text!r}; {remedy}")
         for known, good in _OF_A_HEALTHY_NODE.items():
             if status == good and HealthSignals(((kind, status),)).against([{"type": known, "status": good}], ()):
@@ -189,6 +186,6 @@ def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSign
         if "*" in key[:-1]:
             raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; a key may have * only at its end")
         if "node.kubernetes.io/".startswith(key.rstrip("*")) or key.startswith("node.kubernetes.io/"):
-            remedy = "those of Kubernetes itself, a cordon among them, say nothing of a node's health"
+            remedy = "Kubernetes' own taints, including a cordon, do not describe a node's health"
             raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; {remedy}")
     return HealthSignals(tuple(pairs), taints)

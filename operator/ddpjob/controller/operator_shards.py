@@ -99,7 +99,7 @@ class Shards:
             found = (await self.rest.request("GET", self.leases[0].collection))["items"]
         except ApiError as error:
             if error.status == HTTPStatus.FORBIDDEN and len(self.leases) == 1:
-                log.warning("Leases of another number of shards are not looked for: %s", error)
+                log.warning("the operator does not look for Leases of a different number of shards: %s", error)
                 return False
             raise
         ours = {lease.name for lease in self.leases}
@@ -109,7 +109,7 @@ class Shards:
                 stranger = self._strangers.setdefault(name, Lease(self.rest, self.namespace, name, ""))
                 stranger.observe(body)
                 if stranger.is_held_by_another(body):
-                    log.info("waits for the Lease %s of another number of shards", name)
+                    log.info("waits for the Lease %s, which belongs to a different number of shards", name)
                     return True
         return False
 

@@ -66,7 +66,7 @@ class ServedSchema:
         while True:
             began = now()
             try:
-                await self._look()
+                await self.look()
                 self._unknown_since = None
             except Unavailable as error:
                 log.info("the served schema is not known: %s", error)
@@ -82,7 +82,8 @@ class ServedSchema:
                 self._judge(self.missing or ())
             await asyncio.sleep(LOOK_SECONDS if self.fits else RETRY_SECONDS)
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Compare the served schema with what the operator writes, once."""
         index = await self.rest.request("GET", INDEX)
         address = str(index["paths"].get(_API, {}).get("serverRelativeURL", ""))
         if not address:
@@ -127,7 +128,7 @@ class ServedSchema:
         metrics.MISSING_FIELDS.set(len(missing))
         if not missing:
             if changed:
-                log.info("the DDPJob definition (CRD) in the cluster holds all fields that this operator writes")
+                log.info("the DDPJob definition (CRD) in the cluster has all fields that this operator writes")
             self._fits.set()
             return
         self._fits.clear()
@@ -136,7 +137,7 @@ class ServedSchema:
             self._logged = now
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             log.error(
-                "this operator does nothing for any job: the DDPJob definition (CRD) in the cluster lacks %s%s, which "
+                "this operator acts on no job, because the DDPJob definition (CRD) in the cluster lacks %s%s, which "
                 "the API server would drop. Running pods are not touched. Apply the definition of this release: %s",
                 *(", ".join(missing[:_SHOWN]), more, REMEDY),
             )

@@ -38,7 +38,7 @@ Place = tuple[str, ...]
 the first missing label on, the Kubernetes node's name replaces the unknown values."""
 
 
-def pods_in_order(view: View) -> tuple[str, ...]:
+def order_pods(view: View) -> tuple[str, ...]:
     """Return names of the pods of slots in the order of their ranks, if their places are known.
 
     Empty without spec.rankOrder, because ranks then follow the indices.
@@ -73,9 +73,9 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
         if lacking:
             some = f"{lacking[0]} and {len(lacking) - 1} more" if len(lacking) > 1 else lacking[0]
             found = f"Kubernetes nodes of the job without a value of {label}: {some}"
-            return False, "LabelsMissing", f"{found}; each is a place of its own: label it, or correct rankOrder"
+            return False, "LabelsMissing", f"{found}; each counts as a place of its own; label it, or correct rankOrder"
     ranked = {pod.name: None for pod in placed}
-    if list(ranked) != [name for name in pods_in_order(view) if name in ranked]:
+    if list(ranked) != [name for name in order_pods(view) if name in ranked]:
         why = "the group formed before the places of its nodes were known, or they or rankOrder have changed since"
         return False, "NextRound", f"{why}; the next round follows"
     values = [f"{len({place[: level + 1] for place in places})} x {label}" for level, label in enumerate(labels)]

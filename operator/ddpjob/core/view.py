@@ -12,7 +12,7 @@ from ddpjob_runtime.protocol import Report
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import JobStatus, Slot, SlotState
-from ddpjob.core.volumes import Unusable, unusable_claim
+from ddpjob.core.volumes import Unusable, find_unusable_claim
 from ddpjob.core.world import PodView, World, coordinator_pod_name, node_pod_name
 
 
@@ -92,7 +92,7 @@ class View:
     @cached_property
     def claim_problem(self) -> Unusable | None:
         """Why the job's claims cannot serve its pods; None if they can."""
-        return unusable_claim(self.job, self.world)
+        return find_unusable_claim(self.job, self.world)
 
     @cached_property
     def has_run(self) -> bool:

@@ -23,7 +23,7 @@ class Unusable:
     message: str
 
 
-def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
+def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     """Return the first claim that cannot serve the job's pods; None if all can.
 
     A claim cannot serve if it does not exist, or if one host would hold it while several need it.
@@ -40,7 +40,7 @@ def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
         if not claim.exists:
             message = (
                 f"storage names the claim {claim.name}, which does not exist in namespace {job.namespace}: "
-                "create it, the job then starts by itself"
+                "create it, and the job then starts by itself"
             )
             return Unusable("ClaimNotFound", message)
         if serves_one(claim.access_modes, job.spec.pods, one_per_node=job.spec.scheduling.one_pod_per_node):
@@ -55,7 +55,7 @@ def unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     return None
 
 
-def missing_claim(job: DDPJob, world: World) -> bool:
+def lacks_claim(job: DDPJob, world: World) -> bool:
     """Whether the claim that the job makes is missing."""
     return any(claim.name == job.made_claim and not claim.exists for claim in world.claims)
 
@@ -65,7 +65,7 @@ def has_claim(job: DDPJob, world: World) -> bool:
     return any(c.name == job.made_claim and c.exists and not _not_ours(job, world, c) for c in world.claims)
 
 
-def claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
+def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
     """Return names of the claims that this reconcile must know.
 
     These are the claims that a pod to be created would mount. A claim's access modes do not change,
@@ -97,7 +97,7 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
     patch = json.dumps({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": job.uid}]}}, separators=(",", ":"))
     message = (
         f"the claim {claim.name} was made with whenDeleted Delete and would be removed with the job, although {FIELD} "
-        f"does not say so any more: to keep it, run kubectl patch pvc {claim.name} --namespace {job.namespace} "
+        f"no longer says so; to keep it, run kubectl patch pvc {claim.name} --namespace {job.namespace} "
         f"--patch '{patch}'; the job then continues by itself"
     )
     return Unusable("ClaimTaken", message)
@@ -115,13 +115,13 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
         why = "exists and is removed with another object, such as an earlier job"
         return Unusable("ClaimTaken", f"{what} {why}: {_WAIT}")
     if claim.deleting:
-        return Unusable("ClaimTaken", f"{what} is being removed; a new one is made when it is gone")
+        return Unusable("ClaimTaken", f"{what} is being removed; a new one is made afterwards")
     if claim.made_for != job.name:
         return Unusable("ClaimTaken", f"{what} exists and was not made by a job of this name: {_USE}")
     if claim.template != world.claim_template:
-        why = "was kept from an earlier job of this name, and made from another claimTemplate"
+        why = "was kept from an earlier job of this name and made from a different claimTemplate"
         if claim.made_by == job.uid:
-            why = "was made by this job from another claimTemplate"
+            why = "was made by this job from a different claimTemplate"
         return Unusable("ClaimTaken", f"{what} {why}: {_USE}")
     return None
 
@@ -134,17 +134,18 @@ def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
     if not (job.status.trained and job.status.claim_made):
         return None
     message = (
-        f"the claim {claim.name}, which {FIELD} has made, is gone, and the checkpoints with it: to train from the "
-        "beginning, delete the job and create it again; to continue from a copy, suspend it and name the copy's claim "
-        "with claimName in place of claimTemplate"
+        f"the claim {claim.name}, which {FIELD} has made, no longer exists, and its checkpoints are lost; to train "
+        f"from the beginning, delete the job and create it again; to continue from a copy, suspend it and name the "
+        f"copy's claim with claimName instead of claimTemplate"
     )
     return Unusable("ClaimNotFound", message)
 
 
 _USE = (
-    "to use it as it is, name it with claimName in place of claimTemplate; else remove it, or give the job another name"
+    "to use it as it is, name it with claimName instead of claimTemplate; otherwise remove it, or choose a different "
+    "name for the job"
 )
-_WAIT = "wait until it is gone, or give the job another name"
+_WAIT = "wait until it is removed, or choose a different name for the job"
 
 
 def _sizes(job: DDPJob) -> str:

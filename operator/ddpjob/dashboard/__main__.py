@@ -45,7 +45,7 @@ async def _serve() -> None:
     gate = Viewers(url, ca, _words("DDPJOB_DASHBOARD_HOSTS"), _words("DDPJOB_DASHBOARD_NAMESPACES"))
     port = _given("DDPJOB_DASHBOARD_PORT")
     if not port.isascii() or not port.isdigit():
-        raise WrongSetting(f"DDPJOB_DASHBOARD_PORT is {port!r}; it must be a port")
+        raise WrongSetting(f"DDPJOB_DASHBOARD_PORT is {port!r}; it must be a port number")
     tls, renewal = None, None
     if folder := os.environ.get("DDPJOB_DASHBOARD_TLS"):
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -69,7 +69,7 @@ async def _renew(tls: ssl.SSLContext, folder: Path) -> None:
         try:
             tls.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         except (OSError, ssl.SSLError) as error:
-            logging.warning("the certificate in %s cannot be read; the previous one stays: %s", folder, error)
+            logging.warning("the certificate in %s cannot be read; the previous one stays in use: %s", folder, error)
 
 
 def _say(port: int) -> None:

@@ -16,14 +16,13 @@ from ddpjob_runtime import protocol
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState, known_time
-from ddpjob.client.backends.backend import Backend, Mistake
+from ddpjob.client.backends.backend import ENDED, Backend, Mistake
 from ddpjob.client.texts.job_text import main_condition, phase
 from ddpjob.core.status.running import STEP_OVERDUE
 from ddpjob.core.view import is_number
 
 Key = tuple[str, str]
 """Namespace and name."""
-ENDED = ("Complete", "Failed", "Interrupted")
 WITHOUT_ETA = (*ENDED, "Suspended", "Queued")
 """States in which the remaining time is unknown: it was reported by a group that no longer
 trains."""

@@ -72,7 +72,7 @@ class FleetView:
         closed: the viewer has left in another window, or has different rights now.
         """
         if self.closed.is_set():
-            raise AccessRefused(401, "Open the page again", "This view was closed while the page was made.")
+            raise AccessRefused(401, "Open the page again", "This view was closed while its page was rendered.")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
@@ -97,15 +97,12 @@ class Gate(Protocol):
 
     async def admit(self, request: web.Request) -> FleetView:
         """Return the view of a request. Raises Refused, or HTTPSeeOther."""
-        ...
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the gate's own paths, which it answers without `admit`."""
-        ...
 
     async def close(self) -> None:
         """End all views."""
-        ...
 
 
 class OneSession:
@@ -166,6 +163,12 @@ def host_name(header: str) -> str:
         return (urlsplit(f"//{header}").hostname or "") if re.fullmatch(r"[\w.:\[\]-]{1,260}", header) else ""
     except ValueError:
         return ""
+
+
+def is_loopback(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
 
 
 def own_port(request: web.Request) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,11 +15,11 @@ from ddpjob_runtime.protocol import CHECKPOINT_TIME, COPY_TIME, is_number
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus
-from ddpjob.client.backends.backend import PodLine
+from ddpjob.client.backends.backend import ENDED, PodLine
 from ddpjob.client.logs.log_follower import ranks_of_pods
 from ddpjob.client.texts.metric_series import MetricSeries
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.dashboard.fleet import ENDED, STATES, CurveSamples, FleetRow
+from ddpjob.dashboard.fleet import STATES, CurveSamples, FleetRow
 
 PER_PAGE = 100
 MOST_SLOTS = 256
@@ -110,9 +111,7 @@ def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
     every = list(rows)
     words = choice.words.lower().split()
     fitting = [row for row in every if all(word in _text(row) for word in words)] if words else every
-    states: dict[str, int] = {}
-    for row in fitting:
-        states[row.state] = states.get(row.state, 0) + 1
+    states = Counter(row.state for row in fitting)
     chosen = fitting
     if choice.state == "active":
         chosen = [row for row in fitting if row.state not in ENDED]
@@ -199,7 +198,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         moment = (restart.time - begin).total_seconds()
         broke = max(at, moment)
         kind = "unknown" if unlisted and position == 0 else "round"
-        what = f"round {number}" if kind == "round" else "earlier restarts, which the status does not list any more"
+        what = f"round {number}" if kind == "round" else "earlier restarts, which the status no longer lists"
         add(at, broke, kind, f"{what}: {duration(broke - at)}")
         breaks = ((later.time - begin).total_seconds() for later in restarts[position + 1 :] if later.round)
         following = max(broke, next(breaks, whole))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import ipaddress
 import logging
 import re
 import secrets
@@ -29,7 +28,7 @@ from ddpjob.client.backends.api_server import ApiRefusal, BearerServer
 from ddpjob.client.backends.backend import Mistake, NotKnown, Unreachable
 from ddpjob.client.backends.cluster_backend import NO_CRD, ClusterBackend
 from ddpjob.dashboard.fleet import Fleet
-from ddpjob.dashboard.gate import AccessRefused, FleetView, host_name, own_port
+from ddpjob.dashboard.gate import AccessRefused, FleetView, host_name, is_loopback, own_port
 
 TRUST_SECONDS = 15.0
 """Seconds for which a token and its rights are not checked again."""
@@ -122,15 +121,13 @@ class Viewers:
         self._watch = self._watch or asyncio.create_task(self._look_after())
         token, session = self._token(request)
         if token is None:
-            raise AccessRefused(401, "Sign in", _WHOSE, form=True)
+            raise _ask_to_sign_in(_WHOSE)
         chosen = _namespaces(request.cookies.get(_CHOICE, "").replace(".", ","))
         try:
             return await self._view(token, chosen)
         except NotKnown as unknown:
             self._sessions.pop(session, None)
-            raise AccessRefused(
-                401, "Sign in", f"The token is not valid, or not any more: {unknown}", form=True
-            ) from unknown
+            raise _ask_to_sign_in(f"The token is invalid or has expired: {unknown}") from unknown
 
     def _private(self, request: web.Request) -> None:
         """Refuse tokens unless they are sent over TLS or through a port-forward.
@@ -139,11 +136,11 @@ class Viewers:
         """
         name = host_name(request.headers.get("Host", ""))
         proxied = name in self._behind and request.headers.get("X-Forwarded-Proto", "").lower() == "https"
-        if not (request.secure or proxied or _loopback(name)):
+        if not (request.secure or proxied or is_loopback(name)):
             raise AccessRefused(
                 403,
-                "Not over an encrypted connection",
-                "A token would be readable on its way. Use https, or `kubectl port-forward`; a proxy that ends TLS "
+                "The connection is not encrypted",
+                "Others could read a token on its way. Use https, or `kubectl port-forward`; a proxy that ends TLS "
                 "must send X-Forwarded-Proto: https, and its host be one of the chart's dashboard.hosts.",
             )
 
@@ -155,7 +152,7 @@ class Viewers:
         if header := request.headers.get("Authorization"):
             kind, _, token = header.partition(" ")
             if kind.lower() != "bearer" or not _TOKEN.fullmatch(token.strip()):
-                raise AccessRefused(401, "Sign in", "The header Authorization must hold a bearer token.", form=True)
+                raise _ask_to_sign_in("The header Authorization must hold a bearer token.")
             return token.strip(), ""
         session = request.cookies.get(_cookie(request), "")
         found = self._sessions.get(session)
@@ -166,7 +163,7 @@ class Viewers:
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
         self._private(request)
-        raise AccessRefused(200, "Sign in", _WHOSE, form=True)
+        raise _ask_to_sign_in(_WHOSE, 200)
 
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
         """Open a session for a token that the API server knows.
@@ -180,13 +177,11 @@ class Viewers:
         moved = web.HTTPSeeOther("/")
         if token:
             if not _TOKEN.fullmatch(token):
-                raise AccessRefused(400, "Sign in", "This is no bearer token: it holds other characters.", form=True)
+                raise _ask_to_sign_in("This is not a bearer token: it contains characters that no token has.", 400)
             try:
                 user = await self._in_turn(lambda: self._judge(token, _user))
             except NotKnown as unknown:
-                raise AccessRefused(
-                    401, "Sign in", f"The API server does not know this token: {unknown}", form=True
-                ) from None
+                raise _ask_to_sign_in(f"The API server does not know this token: {unknown}") from None
             for old in _beyond_limits({name: one.user for name, one in self._sessions.items()}, user):
                 del self._sessions[old]
             while len(self._sessions) >= MOST_SESSIONS:
@@ -196,7 +191,7 @@ class Viewers:
             moved.set_cookie(_cookie(request), session, httponly=True, samesite="Lax", path="/",
                              secure=_cookie(request).startswith("__Host-"))  # fmt: skip
         elif self._token(request)[0] is None:
-            raise AccessRefused(400, "Sign in", "Paste a token.", form=True)
+            raise _ask_to_sign_in("Paste a token.", 400)
         # A comma would be quoted.
         moved.set_cookie(_CHOICE, ".".join(chosen), httponly=True, samesite="Lax", path="/")
         raise moved
@@ -351,7 +346,7 @@ class Viewers:
         greedy = most > owned[_owner(user)] + 1
         closable = [key for key, view in left if (_owner(view.user) == greediest if greedy else not view.streams)]
         if not closable:
-            raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are here already")
+            raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are connected already")
         self._forget(closable[0])
 
     async def _look_after(self) -> None:
@@ -375,6 +370,10 @@ class Viewers:
                         # cannot be judged.
                         _log.exception("the token of %s cannot be judged", opened.view.user)
                         self._forget(key)
+
+
+def _ask_to_sign_in(message: str, status: int = 401) -> AccessRefused:
+    return AccessRefused(status, "Sign in", message, form=True)
 
 
 def _user(api: BearerServer) -> str:
@@ -431,8 +430,12 @@ def _namespaces(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", text[:2000]) if name))
     wrong = [name for name in names if not _LABEL.fullmatch(name)]
     if wrong or len(names) > MOST_NAMESPACES:
-        what = f"{wrong[0][:63]!r} is no name of a namespace" if wrong else f"more than {MOST_NAMESPACES} namespaces"
-        raise AccessRefused(400, "Sign in", f"Namespaces: {what}.", form=True)
+        what = (
+            f"{wrong[0][:63]!r} is not a valid name of a namespace"
+            if wrong
+            else f"more than {MOST_NAMESPACES} namespaces"
+        )
+        raise _ask_to_sign_in(f"Namespaces: {what}.", 400)
     return names
 
 
@@ -441,7 +444,7 @@ def _own_form(request: web.Request) -> None:
     origin = request.headers.get("Origin", "")
     site = request.headers.get("Sec-Fetch-Site")
     if urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower() or site not in (None, "same-origin"):
-        raise AccessRefused(403, "Refused", "Another site has sent this form.")
+        raise AccessRefused(403, "Refused", "This form was sent from another site.")
 
 
 def _cookie(request: web.Request) -> str:
@@ -450,13 +453,7 @@ def _cookie(request: web.Request) -> str:
     Over TLS only this host can set it; on loopback it differs between ports.
     """
     own = own_port(request)
-    return f"ddpjob-{own}" if _loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"
-
-
-def _loopback(name: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(name).is_loopback
-    return name == "localhost"
+    return f"ddpjob-{own}" if is_loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"
 
 
 def _digest(token: str) -> bytes:

@@ -21,8 +21,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import utc_now
 from ddpjob.api.yamltext import write_document
 from ddpjob.client.backends.backend import (
+    ENDED,
     METRICS,
     Backend,
     Happened,
@@ -35,9 +37,9 @@ from ddpjob.client.backends.backend import (
 from ddpjob.client.logs.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
 from ddpjob.client.texts.job_text import phase, restart_counts, took, why
 from ddpjob.client.texts.metric_series import read_metrics
-from ddpjob.core.status.messages import cause_first, count
+from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.shown_progress import duration
-from ddpjob.dashboard.fleet import ENDED, STATES, WITHOUT_ETA, Key, read_job
+from ddpjob.dashboard.fleet import STATES, WITHOUT_ETA, Key, read_job
 from ddpjob.dashboard.gate import AccessRefused, FleetView, Gate, own_host
 from ddpjob.dashboard.job_views import (
     Choice,
@@ -49,7 +51,6 @@ from ddpjob.dashboard.job_views import (
     timeline,
     trained_curves,
 )
-from ddpjob.engine.reconcile import utc_now
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -117,7 +118,7 @@ class Dashboard:
         self._pages.filters |= {
             "duration": duration,
             "plain": plain,
-            "cause_first": cause_first,
+            "cause_first": put_cause_first,
             "counted": count,
             "number": lambda n: f"{n:,}".replace(",", "\u202f"),
         }
@@ -188,7 +189,7 @@ class Dashboard:
             return
         site = request.headers.get("Sec-Fetch-Site", "none")
         if site not in ("none", "same-origin") and request.headers.get("Sec-Fetch-Mode") != "navigate":
-            raise AccessRefused(403, "Refused", "Another site has asked for this.")
+            raise AccessRefused(403, "Refused", "This request came from another site.")
         if request.path not in self._gates_own:
             request[_VIEW] = await self.gate.admit(request)
 
@@ -227,15 +228,9 @@ class Dashboard:
         namespaces = len({row.namespace for row in rows}) > 1 or "all namespaces" in view.where
         goodput, seconds = view.fleet.goodput()
         return self._page(
-            request,
-            "fleet.html",
-            goodput=goodput,
-            seconds=seconds,
-            choice=choice,
-            found=found,
-            link=link,
+            request, "fleet.html", goodput=goodput, seconds=seconds, choice=choice, found=found, link=link,
             namespaces=namespaces,
-        )
+        )  # fmt: skip
 
     async def job_page(self, request: web.Request) -> web.Response:
         key = _key(request)
@@ -301,7 +296,7 @@ class Dashboard:
     async def curves(self, request: web.Request) -> web.Response:
         """Answer with JSON for the page's script.
 
-        On a cluster the trainer's file is read, in a pod, only with `pods=1`.
+        On a cluster, the trainer's file is in a pod and is read only with `pods=1`.
         """
         key, view = _key(request), _view(request)
         in_pods = request.query.get("pods") == "1" and view.commands
@@ -344,7 +339,9 @@ class Dashboard:
         backend = _backend(view, key)
         read = await self._read(view, key)
         if not pod and len(newest_pods(read.pods)) > _LOG_PODS:
-            raise web.HTTPBadRequest(reason=f"of more than {_LOG_PODS} pods only one is read at a time: choose a pod")
+            raise web.HTTPBadRequest(
+                reason=f"of more than {_LOG_PODS} pods only one can be read at a time; choose a pod"
+            )
         view.log_streams += 1
         stop = threading.Event()
         lines: queue.Queue[str | None] = queue.Queue(_BATCH)
@@ -406,20 +403,15 @@ def _backend(view: FleetView, key: Key) -> Backend:
 def _read_now(view: FleetView, key: Key) -> Read:
     backend = _backend(view, key)
     body = backend.job(key[1])
-    pods, events, faults = list[PodLine](), list[Happened](), dict[str, str]()
-    try:
-        pods = backend.pods(key[1])
-    except Unreachable:
-        raise
-    except Mistake as mistake:  # A viewer may be allowed to read jobs, but not their pods.
-        faults["pods"] = str(mistake)
-    try:
-        events = backend.events(key[1])
-    except Unreachable:
-        raise
-    except Mistake as mistake:
-        faults["events"] = str(mistake)
-    return Read(body, pods, events, faults)
+    found, faults = dict[str, Any](), dict[str, str]()
+    for part, read in (("pods", backend.pods), ("events", backend.events)):
+        try:
+            found[part] = read(key[1])
+        except Unreachable:
+            raise
+        except Mistake as mistake:  # A viewer may be allowed to read jobs, but not their pods.
+            faults[part] = str(mistake)
+    return Read(body, found.get("pods", []), found.get("events", []), faults)
 
 
 def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
@@ -429,21 +421,16 @@ def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
             series = read_metrics(backend.metrics(key[1]))
             drawn = trained_curves(series)
             if drawn["curves"]:
-                note = series.after_last_loss()
-                return {**drawn, "source": METRICS, "more": False, "note": note}
+                return {**drawn, "source": METRICS, "more": False, "note": series.after_last_loss()}
         except Unreachable:
             raise
         except Mistake as mistake:
             note = str(mistake) if in_pods else ""
     row = view.fleet.row(key)
     unit = "steps/s" if row is not None and "steps" in row.speed else "samples/s"
-    source = "what the job has reported since the dashboard was started"
-    return {
-        **reported_curves(view.fleet.samples(key), unit),
-        "source": source,
-        "more": view.commands and not backend.local,
-        "note": note,
-    }
+    source = "values that the job has reported since the dashboard was started"
+    more = view.commands and not backend.local
+    return {**reported_curves(view.fleet.samples(key), unit), "source": source, "more": more, "note": note}
 
 
 class _EventStream:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
-from ddpjob.api.job import DDPJob
+from ddpjob.api.job import KIND, DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import JobStatus
 from ddpjob.core.decision import (
@@ -68,10 +68,12 @@ from ddpjob.engine.ports import Cluster, NameTaken, Refused
 from ddpjob.objects.budget import build_budget
 from ddpjob.objects.claim import build_claim
 from ddpjob.objects.isolation import build_policy, build_token
+from ddpjob.objects.pod_group import KIND as GANG
 from ddpjob.objects.pod_group import build_gang
 from ddpjob.objects.pods import as_non_root, build_coordinator, build_node
 from ddpjob.objects.service import build_runtime, build_service
-from ddpjob.objects.workload import build_workload
+from ddpjob.objects.workload import KIND as WORKLOAD
+from ddpjob.objects.workload import build_workload, marked, released
 
 CONCURRENT = 16
 """How many requests of one reconcile run at the same time."""
@@ -113,13 +115,14 @@ async def _perform(cluster: Cluster, job: DDPJob, action: Change | NotifyCoordin
         case DeletePod(name, uid, grace):
             await cluster.delete_pod(job, name, uid, grace)
         case DeleteGang(name, uid):
-            await cluster.delete_gang(job, name, uid)
+            await cluster.delete(job, GANG, name, uid)
         case DeleteWorkload(name, uid):
-            await cluster.delete_workload(job, name, uid)
+            await cluster.delete(job, WORKLOAD, name, uid)
         case MarkWorkload(name, uid, condition, reason, message):
-            await cluster.mark_workload(job, name, uid, condition, reason, message)
+            change = partial(marked, condition=condition, reason=reason, message=message)
+            await cluster.change_workload(job, name, uid, change)
         case ReleaseWorkload(name, uid):
-            await cluster.release_workload(job, name, uid)
+            await cluster.change_workload(job, name, uid, released)
         case LabelPod(name, uid, role):
             await cluster.label_pod(job, name, uid, role)
         case NotifyCoordinator(endpoint, verb, body):
@@ -127,7 +130,7 @@ async def _perform(cluster: Cluster, job: DDPJob, action: Change | NotifyCoordin
         case SendNotification(id, receiver, content):
             await cluster.send_notification(job, id, receiver, content)
         case DeleteJob():
-            await cluster.delete_job(job)
+            await cluster.delete(job, KIND, job.name, job.uid)
         case _:
             assert_never(action)
 

@@ -24,7 +24,7 @@ from yarl import URL
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.engine.reconcile import utc_now
+from ddpjob.api.job_status import utc_now
 from ddpjob.objects.platform import Platform
 
 log = logging.getLogger("ddpjob.coordinator")
@@ -251,7 +251,7 @@ def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) 
         placed: Report = _on_our_clock(report, received, ahead)
         return placed
     except RecursionError:
-        raise ValueError("its JSON is nested deeper than Python reads") from None
+        raise ValueError("its JSON is nested too deeply") from None
     except OverflowError as error:
         raise ValueError(f"a number or a time is out of bounds: {error}") from None
 

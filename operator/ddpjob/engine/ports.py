@@ -5,7 +5,9 @@ A reconcile reads and writes through it alone. Why: docs/decisions/0005.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import NamedTuple, Protocol
 
 from ddpjob.api.job import DDPJob
@@ -78,18 +80,15 @@ class Cluster(Protocol):
 
     async def observe(self, key: JobKey) -> Observation | None:
         """Return the job and everything that belongs to it; None if it does not exist."""
-        ...
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
         """Replace the status, and return the job as written.
 
         The job must still have `job.resource_version`. Raises Conflict, Refused.
         """
-        ...
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         """Create an object; succeed if this job has it already. Raises NameTaken, Refused."""
-        ...
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         """Request a pod's deletion with a grace period in seconds (None: the pod's own).
@@ -97,55 +96,40 @@ class Cluster(Protocol):
         Succeed if the pod is gone or has a different uid. A refusal is not an error: the next
         observation shows it, and the deletion is tried again after a while.
         """
-        ...
 
-    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
-        """Request a PodGroup's deletion; succeed if it is gone or has a different uid."""
-        ...
+    async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
+        """Request the deletion of a PodGroup, a Workload or the job itself.
 
-    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        """Request a Workload's deletion; succeed if it is gone or has a different uid."""
-        ...
-
-    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
-        """Set a condition of a Workload to True; succeed if it is gone or has a different uid.
-
-        A refusal is not an error either. Raises Conflict.
+        Succeed if it is gone or has a different uid. Kubernetes' garbage collector removes what a
+        job owns.
         """
-        ...
 
-    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        """Give back the quota of a Workload; succeed if it is gone or not evicted.
+    async def change_workload(
+        self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
+    ) -> None:
+        """Write the Workload that `change` returns for the current one; None needs no change.
 
-        A refusal is not an error either. Raises Conflict.
+        Succeed if it is gone or has a different uid. A refusal is not an error either. Raises
+        Conflict.
         """
-        ...
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Set a pod's role label; succeed if the pod is gone or has a different uid.
 
         A refusal is not an error either.
         """
-        ...
-
-    async def delete_job(self, job: DDPJob) -> None:
-        """Delete the job; Kubernetes' garbage collector removes what it owns."""
-        ...
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         """Send `POST /v1/VERB` to the coordinator at `host:port`.
 
         An empty or unreachable endpoint is not an error.
         """
-        ...
 
     async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
         """Queue a notification for the receiver without waiting for its delivery.
 
         A known id changes nothing.
         """
-        ...
 
     async def record(self, job: DDPJob, event: Event) -> None:
         """Record an event on the job."""
-        ...

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 
 from ddpjob_runtime.protocol import escaped
 
+from ddpjob.api.job_status import utc_now
 from ddpjob.core.decide import decide
 from ddpjob.core.decision import BLOCKED_POLL, Decision, Event
 from ddpjob.core.status.messages import event_text
@@ -30,11 +31,6 @@ log = logging.getLogger("ddpjob.reconcile")
 CONFLICT_RETRY = 0.05
 NAME_RETRY = 1.0
 UNAVAILABLE_RETRY = 2.0
-
-
-def utc_now() -> datetime:
-    """Return the current time, timezone-aware."""
-    return datetime.now(UTC)
 
 
 async def reconcile(
@@ -83,13 +79,13 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
 
 def _failed(defect: Exception) -> Event:
     what = escaped(f"{type(defect).__name__}: {defect}")
-    whose = "a defect of the operator, whose log has the traceback"
+    whose = "a defect of the operator; its log has the traceback"
     if isinstance(defect, Refused):
         what, whose = (
             f"the API server refuses the job's status: {defect}",
-            "an admission policy, or a right that is missing",
+            "an admission policy or a missing right",
         )
-    advice = f"{whose}; the job stays as it is until a later try succeeds"
+    advice = f"{whose}; the job stays as it is until a retry succeeds"
     return Event(True, "ReconcileFailed", event_text(what, advice), once=True)
 
 

@@ -191,27 +191,21 @@ def _data(spec: JobSpec, folder: JobFolder, options: Options) -> Path | None:
     volume = spec.storage.data
     if volume is None:
         return None
-    if volume.host_path and Path(volume.host_path).is_dir():
+    if volume.host_path and _is_here(volume):
         return Path(volume.host_path) / (volume.sub_path or "")
     return folder.data / volume.fetched_folder if volume.url else folder.data
 
 
+def _is_here(volume: DataVolume) -> bool:
+    return bool(volume.host_path) and Path(str(volume.host_path)).is_dir()
+
+
 def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[str]:
     volume = spec.storage.data
-    if (
-        volume is None
-        or volume.url
-        or options.data is not None
-        or (volume.host_path and Path(volume.host_path).is_dir())
-    ):
+    if volume is None or volume.url or options.data is not None or _is_here(volume):
         return
-    where = (
-        f"hostPath {volume.host_path}"
-        if volume.host_path
-        else f"claim {volume.claim_name}"
-        if volume.claim_name
-        else "NFS share"
-    )
+    names = {"hostPath": volume.host_path, "claim": volume.claim_name}
+    where = next((f"{kind} {name}" for kind, name in names.items() if name), "NFS share")
     remedy = "name another folder with --data DIR"
     yield f"spec.storage.data: the {where} is not on this machine: data is read from {data}; {remedy}"
 
@@ -224,9 +218,9 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
         yield f"{named}: no such folder on this machine; name another one with --workdir DIR"
     elif spec.script and "$(" not in spec.script and not (working_dir / spec.script).exists():
         if Path(spec.script).is_absolute():
-            remedy = "is not on this machine; write its path here, or one that is relative to --workdir DIR"
+            remedy = "is not on this machine; write its path on this machine, or a path relative to --workdir DIR"
         else:
-            remedy = f"is not in {working_dir.absolute()}; name the folder that it is in with --workdir DIR"
+            remedy = f"is not in {working_dir.absolute()}; name its folder with --workdir DIR"
         yield f"spec.script: {spec.script} {remedy}"
 
 
@@ -241,7 +235,7 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
         return
     python = shlex.quote(sys.executable)
     yield (
-        f"this Python, {sys.executable}, runs the job and has no torch: install it there (`{python} -m pip install"
+        f"this Python, {sys.executable}, runs the job and has no torch; install torch there (`{python} -m pip install"
         " torch`), or install ddpjob in the environment that has it"
     )
 
@@ -258,7 +252,7 @@ def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
         if importlib.util.find_spec(top) is not None:
             return
         where = f"neither in {working_dir.absolute()} nor among the packages of this Python"
-        yield f"spec.module: {spec.module} is {where}; name the folder that it is in with --workdir DIR"
+        yield f"spec.module: {spec.module} is {where}; name its folder with --workdir DIR"
 
 
 def _rights_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
@@ -316,16 +310,16 @@ def _ignored(spec: JobSpec) -> Iterator[str]:
     if spec.image:
         yield f"spec.image: {spec.image} is not used: this Python runs the job"
     if spec.class_name:
-        given = "what it gives (env, podTemplate, ...) is missing here, and its limits do not hold"
+        given = "its values (env, podTemplate, ...) are missing here, and its limits do not apply"
         yield f"spec.className: {spec.class_name} is not used: classes belong to a cluster's operator; {given}"
     if spec.managed_elsewhere:
         yield f"spec.managedBy: {spec.managed_by} is not asked: the job runs here"
     if spec.scheduling.gang:
         yield "spec.scheduling.gang: without effect on this machine, where no scheduler places pods"
     if spec.rank_order:
-        yield "spec.rankOrder: without effect on this machine, which is one place: ranks follow the indices"
+        yield "spec.rankOrder: without effect on this machine, which is a single place; ranks follow the indices"
     if spec.notify:
-        yield "spec.notify: nobody is notified of a run on this machine: receivers belong to a cluster's operator"
+        yield "spec.notify: without effect on this machine, because receivers belong to a cluster's operator"
     for position, source in enumerate(spec.env_from):
         kind = "secretRef" if "secretRef" in source else "configMapRef"
         name = source[kind]["name"]
@@ -337,7 +331,7 @@ def _ignored(spec: JobSpec) -> Iterator[str]:
     for kind in ("containers", "initContainers"):
         for position, container in enumerate(pod.get(kind) or ()):
             if container["name"] != TRAINER_CONTAINER:
-                why = "does not run on this machine, which runs no images"
+                why = "is not started, because this machine runs no images"
                 yield f"spec.podTemplate.spec.{kind}[{position}]: {container['name']} {why}"
     if pod.get("volumes"):
-        yield "spec.podTemplate.spec.volumes: not mounted on this machine; paths are this machine's own"
+        yield "spec.podTemplate.spec.volumes: not mounted on this machine; paths refer to this machine"

@@ -81,8 +81,8 @@ def free_ports() -> tuple[int, socket.socket]:
             return port, mark
         mark.close()
     raise NoFreePorts(
-        f"no three neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free, which a job needs;"
-        " end programs that listen there (`ss -ltn` lists them)"
+        f"no three neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free, and a job needs them; end "
+        f"programs that listen there (`ss -ltn` lists them)"
     )
 
 

@@ -32,42 +32,38 @@ def runs_folder() -> Path:
     return folder.resolve() if ".." in folder.parts else folder
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """The folder of one run: logs, termination messages, and the manifest as it was read."""
+class _Below:
+    """A file or folder of this name in a folder."""
 
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: _Folder, owner: type[_Folder]) -> Path:
+        return folder.path / self._name
+
+
+@dataclass(frozen=True)
+class _Folder:
     path: Path
 
     @property
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def pods(self) -> Path:
-        return self.path / "pods"
 
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
+@dataclass(frozen=True)
+class RunFolder(_Folder):
+    """The folder of one run: logs, termination messages, and the manifest as it was read."""
 
-    @property
-    def manifest(self) -> Path:
-        return self.path / "job.json"
-
-    @property
-    def torchrun_python(self) -> Path:
-        """The program by which torchrun in a `command` starts its workers."""
-        return self.path / "torchrun-python"
-
-    @property
-    def earlier(self) -> Path:
-        """The checkpoints of earlier runs, if this run began from scratch (--fresh)."""
-        return self.path / "earlier-checkpoints"
-
-    @property
-    def disposable(self) -> Path:
-        """A file that exists if the earlier checkpoints were disposable (see `JobFolder`)."""
-        return self.path / _DISPOSABLE
+    pods = _Below("pods")
+    events = _Below("events.jsonl")
+    manifest = _Below("job.json")
+    torchrun_python = _Below("torchrun-python")
+    """The program by which torchrun in a `command` starts its workers."""
+    earlier = _Below("earlier-checkpoints")
+    """The checkpoints of earlier runs, if this run began from scratch (--fresh)."""
+    disposable = _Below(_DISPOSABLE)
+    """A file that exists if the earlier checkpoints were disposable (see `JobFolder`)."""
 
     def log(self, pod: str, container: str) -> Path:
         """Return the log of one container.
@@ -83,33 +79,24 @@ class RunFolder:
 
 
 @dataclass(frozen=True)
-class JobFolder:
+class JobFolder(_Folder):
     """The folder of a job, which every run shares.
 
     It has the job's record, lock, requests, code, checkpoints and data.
     """
 
-    path: Path
+    status = _Below("status.json")
+    lock = _Below("lock")
+    requests = _Below("requests")
+    checkpoints = _Below("checkpoints")
+    disposable = _Below(_DISPOSABLE)
+    """A file that exists while all these checkpoints are disposable.
 
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def status(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def requests(self) -> Path:
-        return self.path / "requests"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    Every run with them had a claimTemplate with whenDeleted Delete.
+    """
+    data = _Below("data")
+    code = _Below("code")
+    """Code that was submitted as text, not as a file."""
 
     def has_checkpoints(self) -> bool:
         """Return whether a run has left more there than its record of rounds. Raises OSError."""
@@ -122,23 +109,6 @@ class JobFolder:
         """
         more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
         return holds_checkpoints(self.checkpoints, but=() if more else (_CURVES.parent.name,))
-
-    @property
-    def disposable(self) -> Path:
-        """A file that exists while all these checkpoints are disposable.
-
-        Every run with them had a claimTemplate with whenDeleted Delete.
-        """
-        return self.path / _DISPOSABLE
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data"
-
-    @property
-    def code(self) -> Path:
-        """Code that was submitted as text, not as a file."""
-        return self.path / "code"
 
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.path / name)

@@ -21,11 +21,10 @@ from ddpjob_runtime.protocol import Report
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import format_time
+from ddpjob.api.job_status import format_time, utc_now
 from ddpjob.core.decision import Event
 from ddpjob.core.world import NODE_ROLES, Role, World
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.local import processes
 from ddpjob.local.adapt_spec import LocalSpec
 from ddpjob.local.environment import inherited
@@ -219,28 +218,21 @@ class ProcessCluster:
         del self.pods[pod.name]
         self.changed.set()
 
-    async def delete_gang(self, job: DDPJob, name: str, uid: str) -> None:
-        raise AssertionError("one machine serves no gangs")
+    async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
+        raise AssertionError(f"one machine serves no gangs and no queues, and its jobs have no time to live: {kind}")
+
+    async def change_workload(
+        self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
+    ) -> None:
+        raise AssertionError("one machine has no queues")
 
     async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
         raise AssertionError("one machine has no receivers")
-
-    async def delete_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        raise AssertionError("one machine has no queues")
-
-    async def mark_workload(self, job: DDPJob, name: str, uid: str, condition: str, reason: str, message: str) -> None:
-        raise AssertionError("one machine has no queues")
-
-    async def release_workload(self, job: DDPJob, name: str, uid: str) -> None:
-        raise AssertionError("one machine has no queues")
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         pod = self.pods.get(name)
         if pod is not None and pod.uid == uid:
             pod.role = role
-
-    async def delete_job(self, job: DDPJob) -> None:
-        raise AssertionError("a job of the process backend has no time to live")
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:
         if endpoint:

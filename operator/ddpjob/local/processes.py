@@ -60,8 +60,9 @@ def find(marks: Mapping[str, str]) -> list[int]:
 def _environment(process: str) -> bytes:
     """Return a process' environment. Raises OSError if it has ended, or is another user's.
 
-    A process that is just executing a new program (exec) has no environment yet, so this waits. If
-    it were overlooked, it would outlive the processes that are found and killed.
+    A process that is just executing a new program (exec) has no environment yet, so this
+    waits. Otherwise the process would be overlooked, and would survive when the job's processes
+    are killed.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
@@ -90,10 +91,8 @@ def end_all(marks: Mapping[str, str], seconds: float = 5.0) -> list[int]:
 
 def send(pid: int, number: signal.Signals) -> None:
     """Send a signal. It is not an error if the process has ended."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def kill(pids: Iterable[int]) -> None:
@@ -105,10 +104,8 @@ def kill(pids: Iterable[int]) -> None:
 
 def send_group(leader: int, number: signal.Signals) -> None:
     """Send a signal to a process group. It is not an error if the group has ended."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(leader, number)
-    except ProcessLookupError:
-        return
 
 
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:

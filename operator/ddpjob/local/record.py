@@ -145,7 +145,7 @@ def read_record(folder: JobFolder) -> Json | None:
     except OSError as error:
         raise ValueError(f"{folder.status} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{folder.status} is damaged, or another tool's ({error})") from error
+        raise ValueError(f"{folder.status} is damaged or was written by another tool ({error})") from error
     record: Json = read if isinstance(read, dict) else {}
     parts = [record.get(part) for part in ("metadata", "spec", "local")]
     parts.append(record.get("status") or {})

@@ -20,10 +20,10 @@ from typing import Protocol
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import ConditionType, JobStatus, format_time
+from ddpjob.api.job_status import ConditionType, JobStatus, format_time, utc_now
 from ddpjob.core.status.messages import count
 from ddpjob.engine.ports import JobKey
-from ddpjob.engine.reconcile import reconcile, utc_now
+from ddpjob.engine.reconcile import reconcile
 from ddpjob.local import processes, watchdog
 from ddpjob.local.adapt_spec import LocalSpec, too_many_nodes
 from ddpjob.local.paths import JobFolder, RunFolder, memory_folder
@@ -209,11 +209,9 @@ class Runner:
             await reconcile(self.cluster, self.key)
 
     async def _sleep(self, seconds: float) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.cluster.changed.wait()
-        except TimeoutError:
-            return
 
     def _is_over(self) -> bool:
         self.cluster.collect()
@@ -297,13 +295,8 @@ class Runner:
             {"name": pod.name, "role": str(pod.role), "state": _state(pod), "logs": [str(log) for log in pod.logs()]}
             for pod in self.cluster.pods.values()
         ]
-        local = {
-            "run": self.run_folder.name,
-            "folder": str(self.run_folder.path),
-            "pods": pods,
-            "stallSeconds": self.cluster.stalls,
-        }
-        record = {**self.cluster.body, "local": local}
+        local = {"run": self.run_folder.name, "folder": str(self.run_folder.path), "pods": pods}
+        record = {**self.cluster.body, "local": {**local, "stallSeconds": self.cluster.stalls}}
         if record == self._recorded:
             return
         try:
@@ -311,7 +304,8 @@ class Runner:
         except OSError as error:
             if not self._unrecorded:
                 self._note(
-                    f"{self.folder.status}: {error.strerror}: training continues; other commands see what was before"
+                    f"{self.folder.status}: {error.strerror}: training continues; other commands see the previous "
+                    f"status"
                 )
             self._unrecorded = True
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.core.world import LABEL_BUDGET, LABEL_ROLE, LABEL_UID, Role
-from ddpjob.objects.service import metadata
+from ddpjob.objects.service import make_object, metadata
 
 
 def build_budget(job: DDPJob) -> Json:
@@ -17,14 +17,10 @@ def build_budget(job: DDPJob) -> Json:
     Kubernetes takes the expected number of pods from the job's scale subresource, `spec.nodes`; if
     spares were selected, it would allow two evictions at once.
     """
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(job, job.name),
-        "spec": {
-            "maxUnavailable": 1,
-            # A broken job must not block the drain of a Kubernetes node.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE), LABEL_BUDGET: "true"}},
-        },
+    spec = {
+        "maxUnavailable": 1,
+        # A broken job must not block the drain of a Kubernetes node.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE), LABEL_BUDGET: "true"}},
     }
+    return make_object("policy/v1", "PodDisruptionBudget", metadata(job, job.name), spec=spec)

@@ -8,7 +8,7 @@ import json
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.core.world import ANNOTATION_TEMPLATE
-from ddpjob.objects.service import job_labels
+from ddpjob.objects.service import job_labels, make_object
 
 
 def template_mark(job: DDPJob) -> str:
@@ -40,4 +40,4 @@ def build_claim(job: DDPJob) -> Json:
     }
     if template.when_deleted is WhenDeleted.DELETE:
         metadata["ownerReferences"] = [job.owner_reference]
-    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": template.spec}
+    return make_object("v1", "PersistentVolumeClaim", metadata, spec=template.spec)

@@ -9,7 +9,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.core.world import LABEL_ISOLATED, LABEL_UID
 from ddpjob.objects.platform import Platform
-from ddpjob.objects.service import metadata
+from ddpjob.objects.service import make_object, metadata
 
 TOKEN_KEY = "token"
 """The token's key in the Secret."""
@@ -20,14 +20,9 @@ def build_token(job: DDPJob, platform: Platform) -> Json:
 
     The operator creates it and never reads it: its name stands for its content.
     """
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata(job, platform.token_secret(job)),
-        "type": "Opaque",
-        "immutable": True,
-        "stringData": {TOKEN_KEY: platform.token(job)},
-    }
+    data = {TOKEN_KEY: platform.token(job)}
+    meta = metadata(job, platform.token_secret(job))
+    return make_object("v1", "Secret", meta, type="Opaque", immutable=True, stringData=data)
 
 
 def token_variable(job: DDPJob, platform: Platform) -> Json:
@@ -55,12 +50,8 @@ def build_policy(job: DDPJob, platform: Platform) -> Json:
 
     It admits the job's own pods everywhere, and the operator to the coordinator's port.
     """
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(job, policy_name(job, platform)),
-        "spec": _policy(job, platform),
-    }
+    meta = metadata(job, policy_name(job, platform))
+    return make_object("networking.k8s.io/v1", "NetworkPolicy", meta, spec=_policy(job, platform))
 
 
 def _policy(job: DDPJob, platform: Platform) -> Json:

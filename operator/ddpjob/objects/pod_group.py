@@ -12,7 +12,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json, Placement
 from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import gang_name
-from ddpjob.objects.service import metadata
+from ddpjob.objects.service import make_object, metadata
 
 API_VERSION, KIND = "scheduling.k8s.io/v1alpha2", "PodGroup"
 VOLCANO_API = "scheduling.volcano.sh/v1beta1"
@@ -57,9 +57,5 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     priority = (template.get("spec") or {}).get("priorityClassName") or job.spec.scheduling.priority_class_name
     if priority:
         spec["priorityClassName"] = priority
-    return {
-        "apiVersion": VOLCANO_API if volcano else API_VERSION,
-        "kind": KIND,
-        "metadata": metadata(job, gang_name(job, status.rendezvous.generation)),
-        "spec": spec,
-    }
+    meta = metadata(job, gang_name(job, status.rendezvous.generation))
+    return make_object(VOLCANO_API if volcano else API_VERSION, KIND, meta, spec=spec)

@@ -16,12 +16,12 @@ from ddpjob.api.merging import mounted_at
 from ddpjob.api.schema import without_nulls
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
 
-_NOT_RESTARTED = "what ends is replaced by the operator and counted, not restarted by the kubelet"
+_NOT_RESTARTED = "the operator replaces and counts ended pods; the kubelet does not restart them"
 _OWNED_SPEC = {
     "restartPolicy": _NOT_RESTARTED,
     "hostname": "names carry the attempt",
     "subdomain": "it is the job's service",
-    "nodeName": "use nodeSelector or affinity; a pod bound by name could not leave a lost Kubernetes node",
+    "nodeName": "use nodeSelector or affinity, because a pod bound by name could not leave a lost Kubernetes node",
     "activeDeadlineSeconds": "use spec.runPolicy.activeDeadlineSeconds",
     "schedulerName": "use spec.scheduling.schedulerName",
     "priorityClassName": "use spec.scheduling.priorityClassName",
@@ -34,7 +34,7 @@ _OWNED_CONTAINER = {
     "args": "use spec.args",
     "envFrom": "use spec.envFrom",
     "workingDir": "use spec.workingDir",
-    "resources": "use spec.resources, spec.gpusPerNode and spec.gpuResource; only claims may stand here",
+    "resources": "use spec.resources, spec.gpusPerNode and spec.gpuResource; only claims are allowed here",
     "restartPolicy": _NOT_RESTARTED,
     "restartPolicyRules": _NOT_RESTARTED,
 }
@@ -51,7 +51,7 @@ _OWNED_MOUNTS = {
 MOST_FAULTS = 20
 """How many faults of one template are looked for. Each unknown field costs a comparison with all
 known ones."""
-MORE_FAULTS = f"spec.podTemplate: has more faults than these {MOST_FAULTS}; correct them, then check it again"
+MORE_FAULTS = f"spec.podTemplate: has more than {MOST_FAULTS} faults; correct these, then check it again"
 _SHOWN = 100
 """How many characters of a name or a value are shown."""
 
@@ -180,4 +180,4 @@ def _unknown_in_model(value: Any, type_name: str, path: str) -> Iterator[str]:
         else:
             near = difflib.get_close_matches(_cut(name), attributes, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(attributes)[:12])}, ..."
-            yield f"{path}.{_cut(name)}: no such field{hint}"
+            yield f"{path}.{_cut(name)}: there is no such field{hint}"

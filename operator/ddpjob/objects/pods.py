@@ -32,7 +32,7 @@ from ddpjob.objects.isolation import token_variable
 from ddpjob.objects.platform import COORDINATOR_HOSTNAME, Platform
 from ddpjob.objects.pod_template import SNAPSHOT_PATH
 from ddpjob.objects.quantities import amount
-from ddpjob.objects.service import RUNTIME_FOLDER, metadata
+from ddpjob.objects.service import RUNTIME_FOLDER, make_object, metadata
 from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node, trainer_of
 
 RUNTIME_VOLUME, SNAPSHOT_VOLUME = "ddpjob-runtime", "ddpjob-snapshots"
@@ -141,7 +141,7 @@ def _pod(job: DDPJob, status: JobStatus, name: str, spec: Json, labels: dict[str
     meta = metadata(job, name, labels)
     if status.gang_waits and job.spec.scheduling.by_volcano:
         meta["annotations"] = {ANNOTATION_GROUP: gang_name(job, status.rendezvous.generation)}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+    return make_object("v1", "Pod", meta, spec=spec)
 
 
 def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, attempt: int) -> dict[str, str]:
@@ -171,6 +171,8 @@ def as_non_root(pod: Json) -> Json | None:
 def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
     spec = job.spec
     patience = spec.recovery.node_lost_after_seconds + _TAINT_MARGIN
+    # Kubernetes' own default is 300 s.
+    lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": patience}
     basics: Json = {
         "restartPolicy": "Never",
         "hostname": name,
@@ -178,16 +180,7 @@ def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": DEFAULT_GRACE,
-        "tolerations": [
-            # Kubernetes' own default is 300 s.
-            {
-                "key": f"node.kubernetes.io/{taint}",
-                "operator": "Exists",
-                "effect": "NoExecute",
-                "tolerationSeconds": patience,
-            }
-            for taint in ("unreachable", "not-ready")
-        ],
+        "tolerations": [{"key": f"node.kubernetes.io/{taint}", **lost} for taint in ("unreachable", "not-ready")],
         # Not runAsNonRoot: the kubelet would refuse the many images that run as root.
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
     }
@@ -205,11 +198,13 @@ def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
 def _affinity(job: DDPJob, status: JobStatus) -> Json:
     affinity: Json = {}
     if job.spec.scheduling.one_pod_per_node and job.spec.pods > 1:
-        affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_apart(job)]}
+        apart = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.topology_key}
+        affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
     if job.spec.scheduling.same_topology and job.spec.pods > 1:
         # While no pod of the job is placed, the scheduler lets a pod that matches its own selector
         # choose the domain.
-        affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_together(job)]}
+        together = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.same_topology}
+        affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [together]}
     if status.avoided_nodes:
         affinity |= _elsewhere(status)
     return affinity
@@ -223,14 +218,6 @@ def _elsewhere(status: JobStatus) -> Json:
     ]
     elsewhere = {"weight": 100, "preference": {"matchFields": fields}}
     return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [elsewhere]}}
-
-
-def _apart(job: DDPJob) -> Json:
-    return {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.topology_key}
-
-
-def _together(job: DDPJob) -> Json:
-    return {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.same_topology}
 
 
 def _node_pods(job: DDPJob) -> Json:
@@ -305,46 +292,30 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
 
     Reasons: docs/architecture.md, "Rendezvous settings".
     """
-    nodes = job.spec.nodes
-    if job.spec.fast:
-        return _fast_settings(job, status, platform)
+    spec = job.spec
+    store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")
+    # In mode Fast the coordinator forms the group: there is no store, and nothing to wait for.
+    fast = ("ddpjob", platform.coordinator_host(job, status), spec.rendezvous.endpoint_port, "0.02")
+    backend, host, port, interval = fast if spec.fast else store
+    waits = [
+        *_store_elsewhere(job),
+        "keep_alive_interval=1",
+        "keep_alive_max_attempt=10800",
+        "last_call_timeout=1",
+        f"join_timeout={spec.rendezvous.join_timeout_seconds}",
+        "read_timeout=60",
+    ]
     return {
-        "nnodes": f"{nodes}:{nodes}",
-        "nproc-per-node": str(job.spec.procs_per_node),
-        "rdzv-backend": "c10d",
-        "rdzv-endpoint": f"{platform.store_host(job, status)}:{job.spec.rendezvous.port}",
+        "nnodes": f"{spec.nodes}:{spec.nodes}",
+        "nproc-per-node": str(spec.procs_per_node),
+        "rdzv-backend": backend,
+        "rdzv-endpoint": f"{host}:{port}",
         "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
-        "rdzv-conf": ",".join(
-            [
-                *_store_elsewhere(job),
-                "keep_alive_interval=1",
-                "keep_alive_max_attempt=10800",
-                "last_call_timeout=1",
-                f"join_timeout={job.spec.rendezvous.join_timeout_seconds}",
-                "read_timeout=60",
-            ]
-        ),
+        **({} if spec.fast else {"rdzv-conf": ",".join(waits)}),
         # In a `command` nothing reports restarts by torchrun itself, so it ends and the operator
         # decides.
-        "max-restarts": str(MAX_RESTARTS if job.spec.under_torchrun else 0),
-        "monitor-interval": "0.1",
-        "local-addr": "$(POD_IP)",
-    }
-
-
-def _fast_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
-    """Return torchrun's options in mode Fast.
-
-    The coordinator forms the group: there is no store, and nothing to wait for.
-    """
-    return {
-        "nnodes": f"{job.spec.nodes}:{job.spec.nodes}",
-        "nproc-per-node": str(job.spec.procs_per_node),
-        "rdzv-backend": "ddpjob",
-        "rdzv-endpoint": f"{platform.coordinator_host(job, status)}:{job.spec.rendezvous.endpoint_port}",
-        "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
-        "max-restarts": str(MAX_RESTARTS),
-        "monitor-interval": "0.02",
+        "max-restarts": str(MAX_RESTARTS if spec.fast or spec.under_torchrun else 0),
+        "monitor-interval": interval,
         "local-addr": "$(POD_IP)",
     }
 

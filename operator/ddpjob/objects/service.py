@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from ddpjob_runtime import protocol
@@ -23,7 +24,8 @@ from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
 """The package `ddpjob_runtime`; job pods run it by its path."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""The package next to it that training scripts import; it needs `ddpjob_bucket` and `ddpjob_pod`."""
+"""The package next to it that training scripts import; it needs `ddpjob_bucket` and `ddpjob_pod`.
+"""
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
@@ -36,13 +38,13 @@ def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyTyp
 
     `labels` are added to those of all its objects.
     """
-    owners = [job.owner_reference]
-    return {
-        "name": name,
-        "namespace": job.namespace,
-        "labels": job_labels(job) | dict(labels),
-        "ownerReferences": owners,
-    }
+    meta = {"name": name, "namespace": job.namespace, "labels": job_labels(job) | dict(labels)}
+    return {**meta, "ownerReferences": [job.owner_reference]}
+
+
+def make_object(api_version: str, kind: str, meta: Json, **parts: Any) -> Json:
+    """Return an object with these parts, such as its spec."""
+    return {"apiVersion": api_version, "kind": kind, "metadata": meta, **parts}
 
 
 def build_service(job: DDPJob) -> Json:
@@ -50,20 +52,16 @@ def build_service(job: DDPJob) -> Json:
 
     It publishes pods that are not ready, because the rendezvous happens before they are.
     """
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job, job.name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {LABEL_UID: job.uid},
-            "ports": [
-                {"name": "rendezvous", "port": job.spec.rendezvous.port},
-                {"name": "coordinator", "port": job.spec.rendezvous.endpoint_port},
-            ],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {LABEL_UID: job.uid},
+        "ports": [
+            {"name": "rendezvous", "port": job.spec.rendezvous.port},
+            {"name": "coordinator", "port": job.spec.rendezvous.endpoint_port},
+        ],
     }
+    return make_object("v1", "Service", metadata(job, job.name), spec=spec)
 
 
 @cache
@@ -135,7 +133,7 @@ def runtime_owner(job: DDPJob) -> Json:
 
     The object is deleted with the last one.
     """
-    return {key: value for key, value in job.owner_reference.items() if key != "controller"}
+    return {**job.reference, "blockOwnerDeletion": False}
 
 
 def runtime_jobs_name(runtime: str) -> str:
@@ -165,4 +163,4 @@ def build_runtime(job: DDPJob) -> Json:
 
 def _shared(job: DDPJob, name: str, owners: Iterable[Json]) -> Json:
     meta = {"name": name, "namespace": job.namespace, "labels": {LABEL_MANAGED: MANAGED_BY}}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**meta, "ownerReferences": list(owners)}}
+    return make_object("v1", "ConfigMap", {**meta, "ownerReferences": list(owners)})

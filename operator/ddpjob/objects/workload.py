@@ -11,7 +11,7 @@ from ddpjob.api.job_status import JobStatus, Slot, format_time
 from ddpjob.core.plan.queue import shape_of
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pods import build_coordinator, build_node
-from ddpjob.objects.service import metadata
+from ddpjob.objects.service import make_object, metadata
 
 API_VERSION, KIND = "kueue.x-k8s.io/v1beta2", "Workload"
 NODE_SET, COORDINATOR_SET = "node", "coordinator"
@@ -41,12 +41,7 @@ def build_workload(job: DDPJob, platform: Platform, name: str, replaces: str) ->
     if replaces:
         annotations["kueue.x-k8s.io/workload-slice-replacement-for"] = f"{job.namespace}/{replaces}"
     spec: Json = {"queueName": job.queue, "podSets": sets, **_priority(job)}
-    return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": {**metadata(job, name, labels), "annotations": annotations},
-        "spec": spec,
-    }
+    return make_object(API_VERSION, KIND, {**metadata(job, name, labels), "annotations": annotations}, spec=spec)
 
 
 def _priority(job: DDPJob) -> Json:

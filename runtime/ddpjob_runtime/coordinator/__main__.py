@@ -131,15 +131,19 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, required=True, help="nodes of a whole group")
     parser.add_argument("--min-nodes", type=int, help="nodes with which the group continues (default: --nodes)")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.STANDARD, help="spec.recovery.mode")
-    parser.add_argument("--attempt", type=int, default=0, help="how many coordinators this generation had before")
+    parser.add_argument("--attempt", type=int, default=0, help="number of earlier coordinators of this generation")
     parser.add_argument("--store-port", type=int, help="also host a c10d store here (mode Standard)")
     parser.add_argument(
-        "--hang-after", type=seconds, help="seconds without a step that are a hang (default: nothing is one)"
+        "--hang-after",
+        type=seconds,
+        help="seconds without a step after which the group counts as hanging (default: never)",
     )
     parser.add_argument(
-        "--backoff", type=backoff, default=(1.0, 60.0), help="waits of a crash loop in seconds, INITIAL:MAXIMUM"
+        "--backoff", type=backoff, default=(1.0, 60.0), help="back-off of a crash loop in seconds, INITIAL:MAXIMUM"
     )
-    parser.add_argument("--host", default="", help="address to listen on (default: all; the store's: POD_IP)")
+    parser.add_argument(
+        "--host", default="", help="address to listen on (default: all addresses; for the store, POD_IP)"
+    )
     arguments = parser.parse_args()
     arguments.store_host = arguments.host or os.environ.get("POD_IP", "")
     settings = read_settings(parser, arguments)

@@ -136,7 +136,7 @@ class Coordinator:
 
     def _replace(self, old: Member, pod: str) -> None:
         if old.pod == pod:
-            self.rounds.remove(old, "it came back without the workers of its round")
+            self.rounds.remove(old, "it reconnected without the workers of its round")
             return
         why = f"{pod} takes this index"
         self.members.dismiss(old.pod, why)
@@ -253,7 +253,8 @@ class Coordinator:
         self.rounds.watch.forgive(seconds)
 
     def set_order(self, pods: list[str]) -> None:
-        """Number ranks in the order of these pods from the next round on. An empty list: by index.
+        """Number ranks in the order of these pods from the next round on. An empty list means
+        by index.
 
         Raises:
             ValueError: the message names the field and states the rule.

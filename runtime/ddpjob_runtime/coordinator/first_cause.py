@@ -165,22 +165,22 @@ def first_cause(
     first_loss = min(losses, key=lambda e: e.time) if losses else None
     consequences = len(failures) + len(losses) - 1
     if first_loss is not None and (first_failure is None or first_loss.time <= first_failure.time):
-        return _lost(first_loss, consequences)
+        return _judge_loss(first_loss, consequences)
     if first_failure is None:
         return None
     if _suspicion(first_failure, ended_at) and finishes:
-        return _finished_early(min(finishes, key=lambda e: e.time), consequences + 1)
+        return _judge_early_finish(min(finishes, key=lambda e: e.time), consequences + 1)
     sure = _suspicion(first_failure, ended_at) == 0 and not first_failure.stepped_aside
-    alike = _alike(first_failure, failures, ended_at) if not losses else set()
-    return _failed(first_failure, consequences, alike, sure=sure)
+    alike = _find_alike(first_failure, failures, ended_at) if not losses else set()
+    return _judge_failure(first_failure, consequences, alike, sure=sure)
 
 
-def _lost(loss: MemberLoss, consequences: int) -> Verdict:
+def _judge_loss(loss: MemberLoss, consequences: int) -> Verdict:
     details = {"pod": loss.source.pod, "index": loss.source.index, "message": loss.why}
     return Verdict(IncidentKind.LEFT if loss.leaving else IncidentKind.PEER_LOST, loss.time, details, consequences)
 
 
-def _finished_early(finish: Finish, consequences: int) -> Verdict:
+def _judge_early_finish(finish: Finish, consequences: int) -> Verdict:
     ended = "ended with exit code 0 before the others"
     which = "" if finish.node is None else f" (group rank {finish.node})"
     details = {
@@ -195,7 +195,9 @@ def _finished_early(finish: Finish, consequences: int) -> Verdict:
     return Verdict(IncidentKind.WORKER_FAILED, finish.time, details, consequences, sure=False)
 
 
-def _alike(cause: WorkerFailure, failures: list[WorkerFailure], ended_at: float | None) -> set[tuple[str, int | None]]:
+def _find_alike(
+    cause: WorkerFailure, failures: list[WorkerFailure], ended_at: float | None
+) -> set[tuple[str, int | None]]:
     """Return (pod, rank) of each failure with the cause's error.
 
     Empty if one has a different error of its own.
@@ -206,7 +208,9 @@ def _alike(cause: WorkerFailure, failures: list[WorkerFailure], ended_at: float 
     return set() if differ else {(f.source.pod, f.rank) for f in same}
 
 
-def _failed(failure: WorkerFailure, consequences: int, alike: set[tuple[str, int | None]], sure: bool) -> Verdict:
+def _judge_failure(
+    failure: WorkerFailure, consequences: int, alike: set[tuple[str, int | None]], sure: bool
+) -> Verdict:
     details = {
         "pod": failure.source.pod,
         "index": failure.source.index,

@@ -114,7 +114,7 @@ class HangWatch:
 
     @property
     def limit(self) -> float | None:
-        """After how many seconds the next step is overdue; None while the pace is not known."""
+        """Seconds after which the next step is overdue; None while the pace is unknown."""
         if self.hang_after is not None:
             return self.hang_after
         if self._reports < LEAST_REPORTS:
@@ -172,7 +172,7 @@ class HangDump:
             return next(iter(failed.values())) if len(failed) == 1 else None
         places: dict[int, set[str]] = {}
         for rank, member in self._members.items():
-            places.setdefault(member.index, set()).add(_stands(self._stacks[rank]))
+            places.setdefault(member.index, set()).add(_describe_place(self._stacks[rank]))
         apart = [i for i, own in places.items() if all(own.isdisjoint(p) for j, p in places.items() if j != i)]
         if len(places) < LEAST_MEMBERS or len(apart) != 1:
             return None
@@ -197,23 +197,23 @@ class HangDump:
         ranks = sorted(self._stacks, key=lambda rank: (not self._stacks[rank].startswith(over), rank))
         if not ranks:
             return "no rank gave its stack", ""
-        named = [f"rank {rank} {_stands(self._stacks[rank])}" for rank in ranks[:NAMED_RANKS]]
+        named = [f"rank {rank} {_describe_place(self._stacks[rank])}" for rank in ranks[:NAMED_RANKS]]
         more = f" and {len(ranks) - NAMED_RANKS} more ranks" if len(ranks) > NAMED_RANKS else ""
         share = max(200, protocol.MAX_TRACEBACK // len(ranks) - 20)
         texts = [f"rank {rank}:\n{protocol.clip(self._stacks[rank].strip(), share)}\n" for rank in ranks]
         return f"{'; '.join(named)}{more}", protocol.clip("\n".join(texts), protocol.MAX_TRACEBACK)
 
 
-def _stands(text: str) -> str:
+def _describe_place(text: str) -> str:
     if text == protocol.RANK_ENDED:
         return "has ended"
     if text.startswith(protocol.RANK_FAILED):
         error = text.partition("\n")[0].removeprefix(protocol.RANK_FAILED)
         return f"has failed, and its process has not ended ({protocol.clip(error, 200)})"
-    return f"in {innermost(text) or 'no Python frame'}"
+    return f"in {find_innermost(text) or 'no Python frame'}"
 
 
-def innermost(text: str) -> str:
+def find_innermost(text: str) -> str:
     """Return where the main thread is, as `FUNCTION (FILE:LINE)`; empty without a frame."""
     frames = list(FRAME.finditer(_main_thread(text)))
     if not frames:

@@ -142,7 +142,7 @@ def _report(report: Report) -> str:
     text, allowed = _json(report), protocol.MAX_TEXTS
     if _bytes(text) > allowed:
         allowed += _bytes(text) - _bytes(_json(replace(report, members=(), lost=())))
-    for shorten in (_as_the_operator_keeps_it, _in_brief, _without_texts):
+    for shorten in (_shorten_for_operator, _shorten, _drop_texts):
         if _bytes(text) > allowed:
             text = _json(shorten(report))
     return text
@@ -156,19 +156,19 @@ def _bytes(text: str) -> int:
     return len(text.encode(errors="backslashreplace"))
 
 
-def _as_the_operator_keeps_it(report: Report) -> Report:
+def _shorten_for_operator(report: Report) -> Report:
     overdue = report.overdue and replace(
         report.overdue, traceback=protocol.clip(report.overdue.traceback, protocol.MAX_STACKS)
     )
     return replace(report, incidents=protocol.shortened(report.incidents), overdue=overdue)
 
 
-def _in_brief(report: Report) -> Report:
+def _shorten(report: Report) -> Report:
     short = protocol.shortened(report.incidents, detailed=0)
     return replace(report, incidents=short, overdue=report.overdue and replace(report.overdue, traceback=""))
 
 
-def _without_texts(report: Report) -> Report:
+def _drop_texts(report: Report) -> Report:
     """Keep only names and numbers, for texts whose every character takes six in JSON."""
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")

@@ -14,7 +14,7 @@ from ddpjob_runtime.protocol import FromMember, whole_number
 LONGEST_AGE = 600.0
 """The most seconds between a failure and its report; a longer time means that a clock was set."""
 LONGEST_CHECK = 4 * 3600
-"""The most seconds for which a round may check its links."""
+"""The maximum number of seconds for which a round may check its links."""
 
 
 def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ FAMILIES = {
     "ddpjob_training_overdue": ("gauge", "1 while the group's next step is overdue, else 0"),
     "ddpjob_last_recovery_seconds": (
         "gauge",
-        "Time from the last break to the next step; to the next round while no step has ever been reported",
+        "Time from the last break to the next step, or to the next round if no step has ever been reported",
     ),
     "ddpjob_train_epoch": ("gauge", "Epoch that the script has reported"),
     "ddpjob_train_step": (
@@ -48,13 +48,13 @@ FAMILIES = {
     ),
     "ddpjob_train_copy_timestamp_seconds": (
         "gauge",
-        "Unix time at which the newest checkpoint that is in the bucket was saved, as reported",
+        "Unix time at which the newest checkpoint in the bucket was saved, as reported",
     ),
     "ddpjob_train_copy_behind_seconds": (
         "gauge",
-        "For how long a checkpoint has been on its machine alone while none reached the bucket, as reported",
+        "Time for which a checkpoint has existed only on its machine while none reached the bucket, as reported",
     ),
-    "ddpjob_progress_metric": ("gauge", "Further figures that the script reports, by their names"),
+    "ddpjob_progress_metric": ("gauge", "Other figures that the script reports, by name"),
 }  # fmt: skip
 """Type and meaning of each family. Operator and trainer use the same names for the same figures."""
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}

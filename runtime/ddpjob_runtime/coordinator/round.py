@@ -138,7 +138,8 @@ class Round:
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
-            # Members mostly end in the order of their ranks, so the search from the other end is short.
+            # Members mostly end in the order of their ranks, so the search from the other end is
+            # short.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
 

@@ -188,7 +188,7 @@ class Server:
         gap = time.monotonic() - before - TICK_SECONDS
         if gap > STALL_SECONDS:
             self._stood_still = time.monotonic()
-            log(f"this coordinator stood still for {gap:.1f} s")
+            log(f"this coordinator was stalled for {gap:.1f} s")
             self.coordinator.stood_still(gap)
         self.watch_for_stalls()
 
@@ -363,9 +363,9 @@ class Server:
                 log(f"node {member.pod} sent a bad line: {error}")
                 send(ToMember.ERROR, {"why": str(error)})
             except Exception as defect:
-                return f"it sent a line that cannot be taken in: {_unexpected(defect)}"
+                return f"it sent a line that cannot be processed: {_unexpected(defect)}"
             if member.given_up:
-                return "it is heard again, and has to come back"  # with a new hello, because this member is lost
+                return "it is heard again and has to reconnect"  # with a new hello, because this member is lost
             if writer.is_closing() and reader.exception() is None:  # `send` closed it; a reset raises at the next read
                 return "it did not read what was sent to it"
 
@@ -382,7 +382,7 @@ class Server:
             if probed == member.heard and not self._lives(member, writer):
                 raise MemberSilent(f"silent for {now() - member.heard:.0f} s")
             if probed != member.heard:
-                log(f"node {member.pod} is silent; looks whether it lives")
+                log(f"node {member.pod} is silent; checking whether it is alive")
             send(ToMember.HEARTBEAT, {})
             probed, seconds = member.heard, PROBE_SECONDS
 

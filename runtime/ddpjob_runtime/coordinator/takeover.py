@@ -92,7 +92,7 @@ class Takeover:
         self._opened = False
         self._gone: set[str] = set()
         self._until: float | None = None
-        """Until when to wait for members; None: no wait."""
+        """Time until which to wait for members; None means not to wait."""
 
     def arrive(self) -> None:
         """Begin to hold at the first hello, unless this is the first coordinator."""

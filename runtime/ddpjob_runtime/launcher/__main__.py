@@ -27,6 +27,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from ddpjob_pod.job_environment import JobEnvironment
@@ -91,7 +92,7 @@ def main() -> NoReturn:
     try:
         torchrun(sys.argv[1:], client, shutdown, mode, fork_server, cold, preflight, data)
         if not client.done:
-            raise RuntimeError("torchrun has given up, and the group has not finished")
+            raise RuntimeError("torchrun gave up before the group finished")
         shutdown.exit(protocol.EXIT_DONE, "Done", "")
     except InitFailure as error:
         if client.wait_welcome(REPORT_SECONDS):
@@ -115,7 +116,7 @@ def grace_seconds() -> float:
     try:
         return max(0.5, float(text) - 2.0)
     except ValueError:
-        log(f"DDPJOB_GRACE_SECONDS must be a number of seconds, not {text!r}; takes 30")
+        log(f"DDPJOB_GRACE_SECONDS must be a number of seconds, not {text!r}; using 30")
         return 28.0
 
 
@@ -207,7 +208,7 @@ def torchrun(
         pass_node(preflight, client, shutdown)
     if data is not None:
         fetch_data(data, client, shutdown)
-    patch_torch(run, client, shutdown, mode, preflight)
+    patch_torch(client, shutdown, mode, preflight)
     if mode == Mode.FAST:
         reported: list[str] = []
 
@@ -241,11 +242,12 @@ def data_to_fetch() -> Any:
     """
     if not JobEnvironment.read().data_url:
         return None
-    from ddpjob_runtime.launcher import fetch_data as fetching
+    from ddpjob_runtime.launcher.fetch_data import FetchSettings
+    from ddpjob_runtime.launcher.s3_reader import BucketRefusal
 
     try:
-        return fetching.FetchSettings.take()
-    except fetching.Refused as error:
+        return FetchSettings.take()
+    except BucketRefusal as error:
         raise InitFailure(f"storage.data: {error}") from None
 
 
@@ -254,18 +256,19 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
     The coordinator hears from this node all the while.
     """
-    from ddpjob_runtime.launcher import fetch_data as fetching
+    from ddpjob_runtime.launcher.fetch_data import Fetch, FetchAbandoned, Unfit
+    from ddpjob_runtime.launcher.s3_reader import BucketRefusal
 
     def report(text: str) -> None:
         client.note(protocol.DATA, text)
 
     try:
-        fetching.Fetch(data, lambda: shutdown.begun or client.done, report).run()
-    except fetching.Refused as error:
+        Fetch(data, lambda: shutdown.begun or client.done, report).run()
+    except BucketRefusal as error:
         raise InitFailure(f"storage.data: {error}") from None
-    except fetching.Unfit as error:
+    except Unfit as error:
         shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", f"storage.data: {error}")
-    except fetching.FetchAbandoned:
+    except FetchAbandoned:
         shutdown.block_if_begun()
 
 
@@ -294,7 +297,9 @@ def processes_per_node() -> int:
 
 
 def torchrun_options() -> str:
-    """Return the arguments before `--`, without the script, whose own options may have the same names."""
+    """Return the arguments before `--`, without the script, whose own options may have the same
+    names.
+    """
     options = sys.argv[1:]
     return " ".join(options[: options.index("--")] if "--" in options else options)
 
@@ -302,7 +307,7 @@ def torchrun_options() -> str:
 def why_cold(parsed: Any) -> str:
     """Return why the arguments do not allow workers to be forked; empty if they do."""
     if parsed.no_python:
-        return "with --no-python every worker starts a program of its own; name a Python script or module instead"
+        return "with --no-python every worker starts a separate program; name a Python script or module instead"
     if parsed.run_path:
         return "with --run-path torchrun starts the workers itself; remove it"
     return ""
@@ -313,18 +318,13 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
 
     Return why this version of torch cannot.
     """
-    import torch
-    import torch.distributed.elastic.multiprocessing.api as processes
-    from torch.distributed.elastic.multiprocessing import subprocess_handler
-
-    base = getattr(subprocess_handler, "SubprocessHandler", None)
-    if not hasattr(processes, "get_subprocess_handler") or not hasattr(base, "_popen"):
-        return f"torch {torch.__version__} starts its workers in an unknown way; use another version from 2.6 on"
     from ddpjob_runtime.launcher import forkserver
 
-    warm_handler = forkserver.handler_class(base, fork_server, WORKER, report_cold)
-    processes.get_subprocess_handler = lambda *args, **kwargs: warm_handler(*args, **kwargs)
-    return ""
+    if torch_parts.use_worker_handler(lambda base: forkserver.handler_class(base, fork_server, WORKER, report_cold)):
+        return ""
+    import torch
+
+    return f"torch {torch.__version__} starts its workers in an unknown way; use a different version, 2.6 or later"
 
 
 def require_torchrun() -> Any:
@@ -345,7 +345,7 @@ def require_torchrun() -> Any:
         import torch
 
         why = f"this torch is not supported: {torch.__version__} has no {', '.join(lacks)}"
-        raise InitFailure(f"{why}; use an earlier version from 2.6 on, or a later release of DDPJob")
+        raise InitFailure(f"{why}; use an earlier version (2.6 or later), or a later release of DDPJob")
     return run
 
 
@@ -375,43 +375,45 @@ def check_entry_point(parsed: Any) -> None:
         check_script(parsed.training_script)
 
 
-def patch_torch(
-    run: Any, client: MemberClient, shutdown: Shutdown, mode: Mode, preflight: NodePreflight | None
-) -> None:
+def patch_torch(client: MemberClient, shutdown: Shutdown, mode: Mode, preflight: NodePreflight | None) -> None:
     """Replace torchrun's agent, entry point and signal handling with the launcher's."""
-    import torch.distributed.elastic.multiprocessing.api as processes
-    import torch.distributed.launcher.api as launcher_api
-
     from ddpjob_runtime.launcher import agent, rendezvous
 
     configs: list[Any] = []
-    launcher_api.LocalElasticAgent = agent.agent_class(
-        client, shutdown, mode, lambda: agent.rendezvous_parameters(configs[-1]), preflight
-    )
-    agent.tolerate_error_files()
-    if mode == Mode.FAST:
-        rendezvous.register_fast(client, shutdown, preflight)
-    processes._terminate_process_handler = (
-        ignore_signal  # set by torchrun for the signals that watch_signals has seen already
-    )
-    configure = run.config_from_args
 
-    def config_from_args(parsed: Any) -> Any:
-        if not parsed.run_path:
-            kind = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
-            parsed.training_script_args = [kind, parsed.training_script, *parsed.training_script_args]
-            parsed.training_script, parsed.module, parsed.no_python = WORKER, False, False
-        try:
-            made = configure(parsed)
+    def wrap(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def config_from_args(parsed: Any) -> Any:
+            run_worker(parsed)
+            try:
+                made = configure(parsed)
+            except OSError as error:
+                remedy = "; give the container a writable /tmp" if "temporary directory" in str(error) else ""
+                raise InitFailure(f"torchrun cannot start: {error}{remedy}") from error
+            except (ValueError, AssertionError, RuntimeError) as error:
+                raise InitFailure(f"torchrun refuses its arguments: {error}") from error
             configs.append(made[0])
             return made
-        except OSError as error:
-            remedy = "; give the container a writable /tmp" if "temporary directory" in str(error) else ""
-            raise InitFailure(f"torchrun cannot start: {error}{remedy}") from error
-        except (ValueError, AssertionError, RuntimeError) as error:
-            raise InitFailure(f"torchrun refuses its arguments: {error}") from error
 
-    run.config_from_args = config_from_args
+        return config_from_args
+
+    torch_parts.wrap_configuration(wrap)
+    torch_parts.use_agent(
+        partial(
+            agent.CoordinatedAgent, client, shutdown, mode, lambda: agent.rendezvous_parameters(configs[-1]), preflight
+        )
+    )
+    torch_parts.tolerate_error_files()
+    torch_parts.use_signal_handler(ignore_signal)  # watch_signals has seen these signals already.
+    if mode == Mode.FAST:
+        rendezvous.register_fast(client, shutdown, preflight)
+
+
+def run_worker(parsed: Any) -> None:
+    """Have torchrun's arguments start worker.py, which starts the program that they name."""
+    if not parsed.run_path:
+        kind = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
+        parsed.training_script_args = [kind, parsed.training_script, *parsed.training_script_args]
+        parsed.training_script, parsed.module, parsed.no_python = WORKER, False, False
 
 
 def classify(error: BaseException) -> tuple[str, int]:

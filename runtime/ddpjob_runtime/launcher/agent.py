@@ -14,12 +14,12 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.elastic.multiprocessing.errors as errors
 from ddpjob_pod.job_environment import JobEnvironment
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -35,8 +35,8 @@ from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
 
 POLL_SECONDS = 0.005
 ABORTED = (
-    ": a library gave up, and the pod's log ends with its reason. With GPUs it is mostly NCCL's watchdog: a device has"
-    " failed, or a collective took longer than its time-out"
+    ": a library gave up, and the pod's log ends with its reason. With GPUs it is usually NCCL's watchdog, because a "
+    "device failed or a collective timed out"
 )
 """Added to the message of a worker that ended by SIGABRT without an exception. The reason is
 only in its output."""
@@ -46,232 +46,241 @@ that it had set (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader reports in the worker that one of its own processes was killed."""
 GONE_SECONDS = 60.0
-"""How long workers may take to be gone after SIGKILL. The kernel needs its time for much memory,
-or for a device."""
+"""How long workers may take to end after SIGKILL. The kernel needs time to release much memory
+or a device.
+"""
 TRACKER_SECONDS = 1.0
 """How long resource trackers may take to end. One stays while a process outside its session uses
 it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""How long workers may take to be gone when this node ends. The end of its container removes
+"""How long workers may take to end when this node ends. The end of its container removes
 leftover processes."""
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 """Seconds between SIGTERM and SIGKILL when the round is broken, because its step can no longer
 be completed."""
 
 
-def agent_class(
-    client: MemberClient, shutdown: Shutdown, mode: Mode, parameters: Any, preflight: NodePreflight | None = None
-) -> type[Any]:
-    """Return a LocalElasticAgent for one launcher.
+class CoordinatedAgent(LocalElasticAgent):
+    """torchrun's agent for one launcher.
 
-    `parameters()` returns the parameters of torchrun's own rendezvous (mode Standard).
+    `parameters()` returns the parameters of torchrun's own rendezvous (mode Standard). The other
+    arguments are those that torchrun gives its agent.
     """
 
-    class Agent(LocalElasticAgent):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._round: int | None = None
-            self._remaining_restarts: int
-            self._grace = RESTART_GRACE[mode]
-            self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that we did not end
-            self._ending: dict[int, int] = {}  # the same for those whose program had ended before their process
-            self._oom_kills = 0
-            self._activity = stacks.Activity()
-            shutdown.stop_workers = self._stop_for_good
-            client.on_dump, client.on_hurry = self._dump, self._hurry
-            spec = self._worker_group.spec
-            if not isinstance(spec.rdzv_handler, FastRendezvous):
-                spec.rdzv_handler = StandardRendezvous(
-                    client, shutdown, str(spec.local_addr or ""), parameters(), preflight
-                )
+    def __init__(
+        self,
+        client: MemberClient,
+        shutdown: Shutdown,
+        mode: Mode,
+        parameters: Callable[[], Any],
+        preflight: NodePreflight | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._client, self._node_shutdown, self._mode = client, shutdown, mode
+        self._round: int | None = None
+        self._remaining_restarts: int
+        self._grace = RESTART_GRACE[mode]
+        self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that we did not end
+        self._ending: dict[int, int] = {}  # the same for those whose program had ended before their process
+        self._oom_kills = 0
+        self._activity = stacks.Activity()
+        shutdown.stop_workers = self._stop_for_good
+        client.on_dump, client.on_hurry = self._dump, self._hurry
+        spec = self._worker_group.spec
+        if not isinstance(spec.rdzv_handler, FastRendezvous):
+            spec.rdzv_handler = StandardRendezvous(
+                client, shutdown, str(spec.local_addr or ""), parameters(), preflight
+            )
 
-        # ---- rendezvous
+    # ---- rendezvous
 
-        def _rendezvous(self, worker_group: Any) -> None:
-            self._round = None
-            while True:
-                try:
-                    super()._rendezvous(worker_group)
-                    break
-                except dist.DistStoreError as error:  # a node died between the rendezvous and its first key
-                    log(f"the round came apart ({str(error)[:200]}); waits for the next one")
-            self._round = worker_group.spec.rdzv_handler.number
+    def _rendezvous(self, worker_group: Any) -> None:
+        self._round = None
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                break
+            except dist.DistStoreError as error:  # a node died between the rendezvous and its first key
+                log(f"the round broke ({str(error)[:200]}); waiting for the next one")
+        self._round = worker_group.spec.rdzv_handler.number
 
-        # ---- workers
+    # ---- workers
 
-        def _start_workers(self, worker_group: Any) -> Any:
-            shutdown.block_if_begun()
+    def _start_workers(self, worker_group: Any) -> Any:
+        self._node_shutdown.block_if_begun()
+        assert self._round is not None
+        # Equal on all nodes, whatever their history: scripts and stores use
+        # TORCHELASTIC_RESTART_COUNT.
+        self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
+        os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
+        self._oom_kills = oom.oom_kills()
+        pids: Any = {}
+        with self._node_shutdown.starting:  # not blocked in here: the shutdown waits for this lock
+            if not self._node_shutdown.begun:
+                self._ended, self._ending, self._grace = {}, {}, RESTART_GRACE[self._mode]
+                pids = super()._start_workers(worker_group)
+                self._wrap_close(self._pcontext)
+        self._node_shutdown.block_if_begun()
+        self._client.joined(self._round)
+        return pids
+
+    def _wrap_close(self, context: Any) -> None:
+        """Have the context close with this node's grace, not with torchrun's 30 s."""
+        close = context.close
+        seen: list[bool] = []
+
+        def close_with_grace(death_sig: Any = None, timeout: float = 30) -> None:
+            if not seen:
+                seen.append(True)
+                self._note_ended(context)
+            if self._end_workers(context, death_sig or signal.SIGTERM):
+                close(death_sig, self._grace)  # Only the log files are left to close.
+
+        context.close = close_with_grace
+
+    def _note_ended(self, context: Any) -> None:
+        handlers = getattr(context, "subprocess_handlers", {})
+        self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
+        if protocol.EXIT_STEPPED_ASIDE in self._ended.values():
+            self._let_step_aside(handlers)
+        left = {rank: read_error_file(path).exit_code for rank, path in _error_files(context).items()}
+        self._ending = {r: code for r, code in left.items() if code is not None and r not in self._ended}
+
+    def _let_step_aside(self, handlers: Any) -> None:
+        """Wait for this node's other workers, which may still be saving."""
+        deadline = time.monotonic() + self._node_shutdown.grace_seconds
+        while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers.values()):
+            time.sleep(0.05)
+        self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
+
+    def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
+        """End the workers. Return whether they and their children are gone.
+
+        They get SIGTERM, the grace, and SIGKILL. No worker may begin while one of an earlier
+        round, or its child, still holds the device. After SIGKILL torch itself waits without
+        end (2.6) or gives up after the grace (2.15), and it never waits for children.
+        """
+        handlers = list(context.subprocess_handlers.values())
+        for handler in handlers:
+            if handler.proc.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    _ask_to_end(handler, death_sig)
+        _wait(handlers, time.monotonic() + self._grace)
+        killed, passed = time.monotonic(), 0.0
+        while left := _kill_sessions(context, spare_trackers=passed < TRACKER_SECONDS) | _find_running(handlers):
+            passed = time.monotonic() - killed
+            if self._node_shutdown.begun and passed >= LAST_SECONDS:
+                return False
+            if passed >= GONE_SECONDS:
+                what = f"workers, or their children, still run {GONE_SECONDS:.0f} s after SIGKILL ({sorted(left)})"
+                self._node_shutdown.exit(1, "Error", f"{what}: a driver or a file system of this node hangs")
+            time.sleep(min(0.1, max(POLL_SECONDS, passed / 10)))
+        return True
+
+    def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
+        self._node_shutdown.block_if_begun()
+        if self._client.is_planned(self._round):
+            self._grace = self._node_shutdown.grace_seconds
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _hurry(self, number: int) -> None:
+        """End a planned restart's grace. A peer that would have saved too is gone."""
+        if number == self._round and self._pcontext is not None:
+            _kill_sessions(self._pcontext, spare_trackers=True)
+
+    def _stop_for_good(self, grace: float) -> None:
+        self._grace = grace
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM)
+
+    # ---- the group
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        self._node_shutdown.block_if_begun()
+        if self._client.must_restart(self._round):
+            return self._restart_for_peer(worker_group)
+        result = super()._monitor_workers(worker_group)
+        self._node_shutdown.block_if_begun()
+        if result.state == WorkerState.FAILED:
+            self._report(self._pcontext, self._round, _ranks(worker_group))
+            self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
+        elif result.state == WorkerState.UNHEALTHY:
+            self._remaining_restarts = max(self._remaining_restarts, 1)
+        elif result.state == WorkerState.SUCCEEDED:
             assert self._round is not None
-            # Equal on all nodes, whatever their history: scripts and stores use TORCHELASTIC_RESTART_COUNT.
-            self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
-            os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
-            self._oom_kills = oom.oom_kills()
-            pids: Any = {}
-            with shutdown.starting:  # not blocked in here: the shutdown waits for this lock
-                if not shutdown.begun:
-                    self._ended, self._ending, self._grace = {}, {}, RESTART_GRACE[mode]
-                    pids = super()._start_workers(worker_group)
-                    self._wrap_close(self._pcontext)
-            shutdown.block_if_begun()
-            client.joined(self._round)
-            return pids
-
-        def _wrap_close(self, context: Any) -> None:
-            """Have the context close with this node's grace, not with torchrun's 30 s."""
-            close = context.close
-            seen: list[bool] = []
-
-            def close_with_grace(death_sig: Any = None, timeout: float = 30) -> None:
-                if not seen:
-                    seen.append(True)
-                    self._note_ended(context)
-                if self._end_workers(context, death_sig or signal.SIGTERM):
-                    close(death_sig, self._grace)  # Only the log files are left to close.
-
-            context.close = close_with_grace
-
-        def _note_ended(self, context: Any) -> None:
-            handlers = getattr(context, "subprocess_handlers", {})
-            self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
-            if protocol.EXIT_STEPPED_ASIDE in self._ended.values():
-                self._let_step_aside(handlers)
-            left = {rank: read_error_file(path).exit_code for rank, path in _error_files(context).items()}
-            self._ending = {r: code for r, code in left.items() if code is not None and r not in self._ended}
-
-        def _let_step_aside(self, handlers: Any) -> None:
-            """Wait for this node's other workers, which may still be saving."""
-            deadline = time.monotonic() + shutdown.grace_seconds
-            while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers.values()):
-                time.sleep(0.05)
-            self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
-
-        def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
-            """End the workers. Return whether they and their children are gone.
-
-            They get SIGTERM, the grace, and SIGKILL. No worker may begin while one of an earlier
-            round, or its child, still holds the device. After SIGKILL torch itself waits without
-            end (2.6) or gives up after the grace (2.15), and it never waits for children.
-            """
-            handlers = list(context.subprocess_handlers.values())
-            for handler in handlers:
-                if handler.proc.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        _ask_to_end(handler, death_sig)
-            _wait(handlers, time.monotonic() + self._grace)
-            killed, passed = time.monotonic(), 0.0
-            while left := _kill_sessions(context, spare_trackers=passed < TRACKER_SECONDS) | _running(handlers):
-                passed = time.monotonic() - killed
-                if shutdown.begun and passed >= LAST_SECONDS:
-                    return False
-                if passed >= GONE_SECONDS:
-                    what = f"workers, or their children, still run {GONE_SECONDS:.0f} s after SIGKILL ({sorted(left)})"
-                    shutdown.exit(1, "Error", f"{what}: a driver or a file system of this node hangs")
-                time.sleep(min(0.1, max(POLL_SECONDS, passed / 10)))
-            return True
-
-        def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
-            shutdown.block_if_begun()
-            if client.is_planned(self._round):
-                self._grace = shutdown.grace_seconds
-            super()._stop_workers(worker_group, *args, **kwargs)
-
-        def _hurry(self, number: int) -> None:
-            """End a planned restart's grace. A peer that would have saved too is gone."""
-            if number == self._round and self._pcontext is not None:
-                _kill_sessions(self._pcontext, spare_trackers=True)
-
-        def _stop_for_good(self, grace: float) -> None:
-            self._grace = grace
-            if self._pcontext is not None:
-                self._pcontext.close(signal.SIGTERM)
-
-        # ---- the group
-
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            shutdown.block_if_begun()
-            if client.must_restart(self._round):
+            log("all workers of this node have finished; waiting for the other nodes")
+            if not self._client.wait_verdict(self._round):
                 return self._restart_for_peer(worker_group)
-            result = super()._monitor_workers(worker_group)
-            shutdown.block_if_begun()
-            if result.state == WorkerState.FAILED:
-                self._report(self._pcontext, self._round, _ranks(worker_group))
-                self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
-            elif result.state == WorkerState.UNHEALTHY:
-                self._remaining_restarts = max(self._remaining_restarts, 1)
-            elif result.state == WorkerState.SUCCEEDED:
-                assert self._round is not None
-                log("all workers of this node have finished; waits for the other nodes")
-                if not client.wait_verdict(self._round):
-                    return self._restart_for_peer(worker_group)
-            return result
+        return result
 
-        def _restart_for_peer(self, worker_group: Any) -> Any:
-            log(f"restarts its workers: {client.why}")
-            context, number, ranks = self._pcontext, self._round, _ranks(worker_group)
-            self._stop_workers(worker_group)
-            for local_rank, path in _error_files(context).items():
-                if local_rank not in self._ended and read_error_file(path).exit_code is not None:
-                    self._ending.setdefault(local_rank, context.subprocess_handlers[local_rank].proc.returncode)
-            self._report(context, number, ranks)
-            self._initialize_workers(worker_group)
-            return RunResult(state=WorkerState.HEALTHY)
+    def _restart_for_peer(self, worker_group: Any) -> Any:
+        log(f"restarts its workers: {self._client.why}")
+        context: Any
+        context, number, ranks = self._pcontext, self._round, _ranks(worker_group)
+        self._stop_workers(worker_group)
+        for local_rank, path in _error_files(context).items():
+            if local_rank not in self._ended and read_error_file(path).exit_code is not None:
+                self._ending.setdefault(local_rank, context.subprocess_handlers[local_rank].proc.returncode)
+        self._report(context, number, ranks)
+        self._initialize_workers(worker_group)
+        return RunResult(state=WorkerState.HEALTHY)
 
-        def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
-            """Report the workers that this launcher did not end because of their peers.
+    def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
+        """Report the workers that this launcher did not end because of their peers.
 
-            A worker whose exception is in its error file may still wait for a thread of its own, or
-            for a device. One that has ended with 0 explains the errors of the peers that it left.
-            """
-            codes = {**self._ending, **self._ended}
-            if not any(codes.values()) and len(codes) == len(ranks):
-                return  # All have finished, and the coordinator knows that.
-            for local_rank, code in codes.items():
-                path = _error_files(context)[local_rank]
-                self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
+        A worker whose exception is in its error file may still wait for a thread of its own, or
+        for a device. One that has ended with 0 explains the errors of the peers that it left.
+        """
+        codes = {**self._ending, **self._ended}
+        if not any(codes.values()) and len(codes) == len(ranks):
+            return  # All have finished, and the coordinator knows that.
+        for local_rank, code in codes.items():
+            path = _error_files(context)[local_rank]
+            self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
 
-        def _send_failure(self, number: Any, rank: int, local_rank: int, pid: int, code: int, error_file: str) -> None:
-            kernel_killed = oom.oom_kills() > self._oom_kills
-            send_failure(client, number, rank, local_rank, pid, code, error_file, kernel_killed)
+    def _send_failure(self, number: Any, rank: int, local_rank: int, pid: int, code: int, error_file: str) -> None:
+        kernel_killed = oom.oom_kills() > self._oom_kills
+        send_failure(self._client, number, rank, local_rank, pid, code, error_file, kernel_killed)
 
-        # ---- hangs
+    # ---- hangs
 
-        def _dump(self, number: int) -> None:
-            if number == self._round:
-                threading.Thread(target=self._send_stacks, args=(number,), name="ddpjob-stacks", daemon=True).start()
+    def _dump(self, number: int) -> None:
+        if number == self._round:
+            threading.Thread(target=self._send_stacks, args=(number,), name="ddpjob-stacks", daemon=True).start()
 
-        def _send_stacks(self, number: int) -> None:
-            context, workers = self._pcontext, self._worker_group.workers
-            if context is None:
-                return
-            pids = context.pids()
-            local = {worker.global_rank: worker.local_rank for worker in workers}
-            files = _error_files(context)
-            idle = {rank: self._activity.idle(pids[i]) for rank, i in local.items()}
-            collected = stacks.collect({rank: pids[i] for rank, i in local.items()})
-            self._activity.remember(pids.values())
-            for rank in local:
-                found = collected.get(rank, stacks.NONE)
-                error, text = read_error_file(files.get(local[rank], "")), found
-                if error.exit_code is not None and found != protocol.RANK_ENDED:
-                    said = error.message.partition("\n")[0]
-                    text = f"{protocol.RANK_FAILED}{said}\n{found}"
-                client.send(
-                    FromMember.STACKS,
-                    round=number,
-                    rank=rank,
-                    localRank=local[rank],
-                    text=protocol.clip(text, protocol.MAX_TRACEBACK),
-                    idle=True if found == protocol.RANK_ENDED else idle[rank],
-                )
+    def _send_stacks(self, number: int) -> None:
+        context, workers = self._pcontext, self._worker_group.workers
+        if context is None:
+            return
+        pids = context.pids()
+        local = {worker.global_rank: worker.local_rank for worker in workers}
+        files = _error_files(context)
+        idle = {rank: self._activity.idle(pids[i]) for rank, i in local.items()}
+        collected = stacks.collect({rank: pids[i] for rank, i in local.items()})
+        self._activity.remember(pids.values())
+        for rank in local:
+            found = collected.get(rank, stacks.NONE)
+            error, text = read_error_file(files.get(local[rank], "")), found
+            if error.exit_code is not None and found != protocol.RANK_ENDED:
+                said = error.message.partition("\n")[0]
+                text = f"{protocol.RANK_FAILED}{said}\n{found}"
+            self._client.send(
+                FromMember.STACKS,
+                round=number,
+                rank=rank,
+                localRank=local[rank],
+                text=protocol.clip(text, protocol.MAX_TRACEBACK),
+                idle=True if found == protocol.RANK_ENDED else idle[rank],
+            )
 
-        def _exit_barrier(self) -> None:
-            """Do nothing, since `_monitor_workers` waits.
+    def _exit_barrier(self) -> None:
+        """Do nothing, since `_monitor_workers` waits.
 
-            A barrier would not notice a lost peer.
-            """
-
-    return Agent
+        A barrier would not notice a lost peer.
+        """
 
 
 def restarts_before(number: int) -> int:
@@ -349,14 +358,14 @@ def _ranks(worker_group: Any) -> dict[int, int]:
     return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
 
-def _running(handlers: list[Any]) -> set[int]:
+def _find_running(handlers: list[Any]) -> set[int]:
     """Return the pids of the workers that have not ended yet."""
     return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
 
 
 def _wait(handlers: list[Any], until: float) -> None:
     """Wait until all workers have ended, or until `until` (monotonic seconds)."""
-    while time.monotonic() < until and _running(handlers):
+    while time.monotonic() < until and _find_running(handlers):
         time.sleep(POLL_SECONDS)
 
 
@@ -406,24 +415,6 @@ def send_failure(
         message=protocol.clip(message), traceback=protocol.clip(error.traceback, protocol.MAX_TRACEBACK),
         time=error.time or now, sent=now, oom=out_of_memory, init=error.init,
     )  # fmt: skip
-
-
-def tolerate_error_files() -> None:
-    """Have torch ignore an error file that it cannot read, which would end the launcher otherwise.
-
-    A full disk leaves an empty file, and a kill leaves half of one.
-    """
-    read: Any = errors.ProcessFailure.__post_init__
-
-    def read_or_leave(failure: Any) -> None:
-        try:
-            read(failure)
-        except Exception:
-            path, failure.error_file = failure.error_file, ""
-            read(failure)
-            failure.error_file = path  # For `read_error_file`, which reports what is wrong with it.
-
-    errors.ProcessFailure.__post_init__ = read_or_leave
 
 
 def signal_name(code: int) -> str | None:

@@ -23,7 +23,7 @@ LOOKUP_SECONDS = 10.0
 coordinator that the operator has replaced, because its kubelet is dead or its host is
 unreachable, may still run and send."""
 FIRST_SECONDS = 60.0
-"""After this long without a coordinator, attempts become rarer."""
+"""Time without a coordinator after which attempts become rarer."""
 MAX_UNSENT = 1000
 """The most lines that wait for a connection. A node of many ranks reports each of them, and one
 may be the cause."""
@@ -398,7 +398,7 @@ class MemberClient:
 
     def _move(self, stream: socket.socket, place: tuple[int, int]) -> None:
         """Leave the current coordinator, which then exits so that the other members leave too."""
-        log("the coordinator of generation {}, attempt {}, has taken over: connects to it".format(*place))
+        log("the coordinator of generation {}, attempt {}, has taken over; connecting to it".format(*place))
         self._place = place
         self.send_now(FromMember.REPLACED, generation=place[0], attempt=place[1])
         with contextlib.suppress(OSError):

@@ -150,7 +150,7 @@ class NodePreflight:
         began = self._until - self.settings.seconds
         problem = str(self._checks[0].wait(self._until, cancelled)["problem"])
         took = time.monotonic() - began
-        log(f"preflight: {problem}" if problem else f"preflight: this node is well ({took:.1f} s)")
+        log(f"preflight: {problem}" if problem else f"preflight: this node passed ({took:.1f} s)")
         return problem
 
     def kill(self) -> None:
@@ -228,7 +228,7 @@ class NodePreflight:
 
 def _collect(store: Any, stage: str, rank: int, until: float, cancelled: Cancelled) -> NodeResult:
     text = _await(store, f"{stage}/{rank}", until, cancelled)
-    return NodeResult(**json.loads(text)) if text else NodeResult(f"of rank {rank}", problem="it has left no result")
+    return NodeResult(**json.loads(text)) if text else NodeResult(f"of rank {rank}", problem="it reported no result")
 
 
 def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
@@ -328,7 +328,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
     first = min(faults)
     alone = results.get("alone", group if world == 1 else {})
     culprits = {
-        rank: f"the ranks of {result.name} fail among themselves: {fault}"
+        rank: f"the ranks of {result.name} fail among each other: {fault}"
         for rank, result in alone.items()
         if (fault := result.fault(least))
     }
@@ -348,12 +348,12 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
         (a, b), why = next(iter(left.items()))
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         link = f"the link between {group[a].name} and {group[b].name}{more} fails: {why}"
-        return LinkVerdict(failed=f"{link}; nothing shows which of the two it is", ends=max(a, b))
+        return LinkVerdict(failed=f"{link}; it is unknown which of the two is at fault", ends=max(a, b))
     if world > 2 and not any(result.problem for result in group.values()):
         return LinkVerdict(
             passed=f"{_summary(world, procs, group)}, although each pair of nodes reaches {least:.0f} MB/s"
         )
-    why = "; nothing shows which of the two it is" if world == 2 else ", although each pair of nodes is well"
+    why = "; it is unknown which of the two is at fault" if world == 2 else ", although each pair of nodes passes"
     return LinkVerdict(failed=what + why, ends=world - 1)
 
 

@@ -85,7 +85,7 @@ class FetchSettings:
     def take(cls) -> FetchSettings | None:
         """Read the variables DDPJOB_DATA_*, and remove the keys so that no worker gets them.
 
-        Returns None if there is nothing to fetch. Raises Refused.
+        Returns None if there is nothing to fetch. Raises BucketRefusal.
         """
         job, known = JobEnvironment.read(), os.environ.get
         keys = {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_DATA_{name}", ""))}
@@ -115,11 +115,11 @@ class Fetch:
     def run(self) -> None:
         """Fetch until the folder has every object of the bucket.
 
-        Raises Refused, Unfit, Abandoned, OSError.
+        Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._alone():
+            with self._hold_lock():
                 self._fetch()
         except OSError as error:
             if error.errno in _NO_ROOM:
@@ -136,7 +136,7 @@ class Fetch:
                 self._report("")
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Hold the folder's lock.
 
         It depends on no clock, and the kernel frees that of a killed holder.
@@ -160,14 +160,16 @@ class Fetch:
             try:
                 return self._fetch_listed()
             except Changed as error:
-                log(f"data: {error}: the bucket is listed again")
+                log(f"data: {error}; listing the bucket again")
                 self._pause(min(LONGEST_PAUSE, 2.0**attempt), self._cancelled)
-        raise BucketRefusal(f"{self._url} changes all the time; name a folder whose objects stay as they are")
+        raise BucketRefusal(
+            f"{self._url} keeps changing while it is listed; point storage.data.url at a folder that nothing writes to"
+        )
 
     def _fetch_listed(self) -> None:
         reader = Reader(self._settings.place, self._settings.credentials)
         try:
-            objects = self._patiently(lambda: list(reader.objects()), self._cancelled)
+            objects = self._retry(lambda: list(reader.objects()), self._cancelled)
         finally:
             reader.close()
         check_names(objects, self._url)
@@ -238,7 +240,7 @@ class Fetch:
 
         It names this boot as well, so that a file cut by a power failure is never resumed.
         """
-        text = f"{remote.name}\0{remote.etag}\0{_boot()}"
+        text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
 
     def _clear_parts(self, wanted: set[str]) -> None:
@@ -296,7 +298,7 @@ class Fetch:
     def _download(self, reader: Reader, remote: Remote) -> None:
         for tried in range(1, WRONG_TRIES + 1):
             part = self._part(remote)
-            problem = self._patiently(partial(self._fill, reader, remote, part), self._stop.is_set)
+            problem = self._retry(partial(self._fill, reader, remote, part), self._stop.is_set)
             if not problem:
                 return self._keep(remote, part)
             part.unlink()
@@ -308,7 +310,7 @@ class Fetch:
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
         """Complete the part. Returns what is wrong with it, empty if nothing.
 
-        Raises Away, Changed, Refused, OSError.
+        Raises Away, Changed, BucketRefusal, OSError.
         """
         sums, counted = Sums(remote), 0
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
@@ -334,7 +336,7 @@ class Fetch:
                             raise FetchAbandoned
                 if counted < remote.size:
                     reader.close()
-                    raise Away(f"{self._url}/{remote.name} has ended after {counted} of {remote.size} bytes")
+                    raise Away(f"{self._url}/{remote.name} ended after {counted} of {remote.size} bytes")
                 file.flush()
                 os.fsync(file.fileno())
             except BaseException:
@@ -363,10 +365,10 @@ class Fetch:
 
     # --- patience
 
-    def _patiently(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
+    def _retry(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
         """Return the result of `act`, retried while the bucket is unreachable.
 
-        Raises Refused, Changed, Abandoned, OSError.
+        Raises BucketRefusal, Changed, FetchAbandoned, OSError.
         """
         failures = 0
         while True:
@@ -380,11 +382,11 @@ class Fetch:
                 if not known or failures > 3:  # Only one of eight downloads logs it.
                     log(f"data: {error}; tries again in {pause:.0f} s")
                 if not self._total:
-                    self._say(f"waits for the bucket with the data: {error}")
+                    self._say(f"waiting for the bucket with the data: {error}")
             self._pause(pause, ended)
 
     def _pause(self, seconds: float, ended: Callable[[], bool]) -> None:
-        """Sleep, unless `ended()` becomes true. Raises Abandoned if it does."""
+        """Sleep, unless `ended()` becomes true. Raises FetchAbandoned if it does."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if ended():
@@ -446,12 +448,12 @@ class Sums:
         for kind, found in (("sha256", self._sha256.digest()), ("crc32", self._crc32.to_bytes(4, "big"))):
             text, own = said(f"x-amz-checksum-{kind}", ""), base64.b64encode(found).decode()
             if text and "-" not in text and said("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT" and text != own:
-                return f"its {kind.upper()} is {own}, and the server says {text[:100]}"
+                return f"its {kind.upper()} is {own}, and the server reports {text[:100]}"
         return ""
 
 
 def check_names(objects: list[Remote], url: str) -> None:
-    """Raise Refused unless each object can be a file of its own below a folder."""
+    """Raise BucketRefusal unless each object can be a file of its own below a folder."""
     if not objects:
         raise BucketRefusal(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
     names = set[str]()
@@ -482,7 +484,7 @@ def why_not_a_file(name: str) -> str:
     if any(part in ("", ".", "..") for part in parts):
         return "its name has an empty part, '.' or '..'"
     if parts[0].startswith(OWN):
-        return f"names that begin with {OWN} are the runtime's own"
+        return f"names that begin with {OWN} are reserved for the runtime"
     if any(len(part.encode(errors="surrogatepass")) > 255 for part in parts):
         return "a part of its name has more than 255 bytes"
     return ""
@@ -497,7 +499,7 @@ def size_text(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

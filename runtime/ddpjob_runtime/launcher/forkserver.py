@@ -66,7 +66,7 @@ from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, lo
 PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
-"""After this long without an order, the fork server imports torch's compiler, which some scripts
+"""Seconds without an order after which the fork server imports torch's compiler, which some scripts
 need (see late_dynamo). An order that arrives meanwhile has to wait, and losses are not rare in a
 job's first seconds."""
 POLL_SECONDS = 0.002
@@ -83,7 +83,7 @@ devices, opens neither."""
 
 def preload() -> None:
     """Import what every worker needs. Raises ImportError, or any error of a broken torch."""
-    with _traces_removed():
+    with _remove_traces():
         import_torchrun()
         for name in PRELOADED:
             importlib.import_module(name)
@@ -91,7 +91,7 @@ def preload() -> None:
 
 
 @contextlib.contextmanager
-def _traces_removed() -> Iterator[None]:
+def _remove_traces() -> Iterator[None]:
     """Undo what imports of torch set in the environment, and record what they add to sys.path."""
     before, paths = dict(os.environ), list(sys.path)
     try:
@@ -135,7 +135,10 @@ class ForkServer:
         self._ended: dict[int, int] = {}
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
-            self._refusal = f"Python runs threads when it starts in this image ({threads}), and no fork survives that"
+            self._refusal = (
+                f"Python starts threads at its start in this image ({threads}), and forked "
+                f"processes do not survive that"
+            )
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
         """Wait until it has imported everything.
@@ -150,7 +153,7 @@ class ForkServer:
             try:
                 self._hear(block=True)
             except ForkServerEnded:
-                self._refusal = f"importing {self._importing or 'torch'} (DDPJOB_PRELOAD) has ended the process"
+                self._refusal = f"importing {self._importing or 'torch'} (DDPJOB_PRELOAD) ended the process"
         if self._refusal:
             self.close()
         return self._refusal
@@ -321,8 +324,8 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 
     Return why workers must not be forked from this process; empty if they can be.
     """
-    if why := _unfit():
-        return f"{why} when Python starts or torch is imported in this image, and no fork survives that"
+    if why := _find_obstacle():
+        return f"{why} when Python starts or torch is imported in this image, and forked processes do not survive that"
     asked = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"  # torch.cuda.is_available() then asks without initializing CUDA
     for name in modules:
@@ -333,8 +336,11 @@ def _import(modules: list[str], orders: socket.socket) -> str:
             log(f"DDPJOB_PRELOAD: {name} cannot be imported: {error}")
         except BaseException as error:
             return f"importing {name} (DDPJOB_PRELOAD) fails: {type(error).__name__}: {error}"
-        if why := _unfit():
-            return f"{why} when {name} is imported, and no fork survives that; remove it from DDPJOB_PRELOAD"
+        if why := _find_obstacle():
+            return (
+                f"{why} when {name} is imported, and forked processes do not survive that; remove it "
+                f"from DDPJOB_PRELOAD"
+            )
     del os.environ[NVML_CHECK]
     if asked is not None:
         os.environ[NVML_CHECK] = asked
@@ -347,19 +353,22 @@ def _import_compiler(orders: socket.socket) -> None:
     Refuse to serve if no fork survives that.
     """
     try:
-        with _traces_removed():
+        with _remove_traces():
             late_dynamo.load()
     except BaseException as error:  # Scripts that need it fail too, as they would anyway.
         log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
     gc.freeze()
     try:
-        if why := _unfit():
-            _send(orders, ready=f"{why} when torch._dynamo is imported in this image, and no fork survives that")
+        if why := _find_obstacle():
+            _send(
+                orders,
+                ready=f"{why} when torch._dynamo is imported in this image, and forked processes do not survive that",
+            )
     except OSError as error:  # The script has too many processes now, which must not end running workers.
-        _send(orders, ready=f"it is not known whether a fork survives torch._dynamo: {error}")
+        _send(orders, ready=f"it is unknown whether a forked process survives torch._dynamo: {error}")
 
 
-def _unfit() -> str:
+def _find_obstacle() -> str:
     """Return what in this process does not survive a fork; empty if nothing.
 
     Raises OSError if it cannot fork at all.

@@ -112,8 +112,8 @@ def read_again(changed: Iterable[str]) -> None:
     if left:
         with contextlib.suppress(OSError):  # A full disk.
             sys.stderr.write(
-                "ddpjob: set before `import torch`, but without effect on what recovery.mode Fast has imported already:"
-                f" {', '.join(sorted(left))}; set it in spec.env\n"
+                f"ddpjob: these variables were set before `import torch`, but recovery.mode Fast had imported torch "
+                f"already, so they have no effect: {', '.join(sorted(left))}; set it in spec.env\n"
             )
 
 

@@ -36,6 +36,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined, unused-ignore]
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -95,9 +96,9 @@ class CoordinatedRendezvous(RendezvousHandler):
                 return info
             except CAME_APART as error:
                 if self._client.must_restart(self.number):
-                    log(f"round {self.number} is over before it began: {self._client.why}")
+                    log(f"round {self.number} ended before it began: {self._client.why}")
                 else:
-                    log(f"round {self.number} came apart: {str(error)[:200]}")
+                    log(f"round {self.number} broke: {str(error)[:200]}")
 
     def _check_links(self, preflight: NodePreflight, info: Any) -> None:
         """Check the links before the workers start.
@@ -108,7 +109,7 @@ class CoordinatedRendezvous(RendezvousHandler):
         def over() -> bool:
             return self._shutdown.begun or self._client.must_restart(self.number)
 
-        notes = dist.PrefixStore("preflight/", info.store)
+        notes = PrefixStore("preflight/", info.store)
         try:
             verdict = preflight.check_links(notes, info.rank, info.world_size, self._host, over)
         except Abandoned:
@@ -196,9 +197,9 @@ class StandardRendezvous(CoordinatedRendezvous):
         _, of_all = c10d_rendezvous_backend.create_backend(known)
         if self._client.must_restart(self.number):
             raise RendezvousClosedError(self._client.why)
-        of_round = dist.PrefixStore(f"{known.run_id}-{self.number}/", of_all)
+        of_round = PrefixStore(f"{known.run_id}-{self.number}/", of_all)
         of_round.set_timeout(timedelta(seconds=STORE_SECONDS))
-        ranks = dist.PrefixStore("ranks/", of_round)
+        ranks = PrefixStore("ranks/", of_round)
         if rank > 0:
             self._wait_for_first(ranks)
         first = RendezvousStoreInfo.build(rank, ranks, host, int(self._server.port) if rank == 0 else None)
@@ -252,16 +253,14 @@ class FastRendezvous(CoordinatedRendezvous):
         else:
             self._server, self._store = None, self._connect(host, port)
         return RendezvousInfo(
-            dist.PrefixStore("agent/", self._store), rank, int(go["world"]), RendezvousStoreInfo(host, port)
+            PrefixStore("agent/", self._store), rank, int(go["world"]), RendezvousStoreInfo(host, port)
         )
 
     def _connect(self, host: str, port: int) -> Any:
         began, wait = time.monotonic(), CONNECT_SECONDS
         while True:
             try:
-                found = dist.TCPStore(
-                    host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait)
-                )
+                found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait))
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 # Before it connects, torch looks up the name of the address, and counts that time.
                 wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS

@@ -55,7 +55,7 @@ class RoundLog:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
-            log(f"{self._path} takes no lines: one is lost")
+            log(f"{self._path} cannot be written, so a line is lost")
 
     def _work(self) -> None:
         while True:

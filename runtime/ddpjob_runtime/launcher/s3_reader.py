@@ -33,7 +33,7 @@ PIECE = 2**20
 """How many bytes one download keeps in memory."""
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""After this long without a single byte, a connection is given up. A slow one is kept."""
+"""Seconds without a single byte after which a connection is given up. A slow one is kept."""
 _MOST_PAGES = 10_000
 _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024
@@ -89,7 +89,7 @@ class BucketPlace:
         """Return the place of s3://BUCKET/PREFIX.
 
         `endpoint`: the server's URL (empty: AWS); `region`: empty means us-east-1. Raises
-        Refused.
+        BucketRefusal.
         """
         split = urlsplit(url)
         if split.scheme != "s3" or not split.netloc:
@@ -122,7 +122,7 @@ class Credentials:
         self._lock = threading.Lock()
 
     def keys(self) -> Keys | None:
-        """Return the current keys; None if there are none. Raises Refused, Away."""
+        """Return the current keys; None if there are none. Raises BucketRefusal, Away."""
         with self._lock:
             if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
                 self._keys = self._read()
@@ -145,7 +145,7 @@ class Credentials:
             return Keys(access, secret, known("AWS_SESSION_TOKEN", ""))
         role, file = known("AWS_ROLE_ARN", ""), known("AWS_WEB_IDENTITY_TOKEN_FILE", "")
         if role and file:
-            return self._of_role(role, _text_of(file))
+            return self._fetch_role_keys(role, _text_of(file))
         uri = known("AWS_CONTAINER_CREDENTIALS_FULL_URI", "")
         if uri:
             file = known("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "")
@@ -158,11 +158,11 @@ class Credentials:
             return _keys_of(found, "Token", "EKS Pod Identity")
         if access or secret:
             here, missing = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")[:: 1 if access else -1]
-            text = f"AWS_{missing} is missing or empty beside AWS_{here}"
+            text = f"AWS_{missing} is missing or empty, although AWS_{here}"
             raise BucketRefusal(f"{text}: set both in the Secret of storage.data.secretName, or in env without it")
         return None
 
-    def _of_role(self, role: str, token: str) -> Keys:
+    def _fetch_role_keys(self, role: str, token: str) -> Keys:
         query = {
             "Action": "AssumeRoleWithWebIdentity",
             "Version": "2011-06-15",
@@ -193,7 +193,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
         with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
             body = bytes(answer.read(_ERROR_BYTES))
             if len(body) < _ERROR_BYTES and answer.length:
-                raise Away(f"no credentials by {what}: the answer has broken off")
+                raise Away(f"no credentials by {what}: the answer was cut off")
             return body
     except urllib.error.HTTPError as error:
         text = error.read(_ERROR_BYTES).decode(errors="replace")
@@ -216,7 +216,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 class Reader:
     """A connection to a place, which is renewed when it breaks.
 
-    Methods raise Refused, Away, Changed.
+    Methods raise BucketRefusal, Away, Changed.
     """
 
     def __init__(self, place: BucketPlace, credentials: Credentials) -> None:
@@ -256,7 +256,7 @@ class Reader:
             raise BucketRefusal(f"{self._place.server} does not speak S3: its listing is too large")
         if response.length:
             self.close()
-            raise Away(f"{self._place.server} has broken off: {response.length} bytes of a listing are missing")
+            raise Away(f"{self._place.server} closed the connection: {response.length} bytes of a listing are missing")
         found = _xml(body, self._place.server)
         if _tag(found) != "ListBucketResult":
             raise BucketRefusal(f"{self._place.server} does not speak S3: its answer is a {_tag(found)[:100]}")
@@ -273,12 +273,15 @@ class Reader:
             self.close()
             text = f"{self._place.url}/{remote.name} is stored with Content-Encoding gzip, which Google's server undoes"
             raise BucketRefusal(
-                f"{text}: it is not what is listed. Store it without, or with Cache-Control no-transform"
+                f"{text}: its content differs from the listing. Store it without gzip, or with Cache-Control "
+                f"no-transform"
             )
         expected = f"bytes {offset}-{remote.size - 1}/{remote.size}"
         if offset and (response.status != 206 or response.getheader("Content-Range") != expected):
             self.close()
-            raise Changed(f"{self._place.url}/{remote.name}: asked for {expected}, the server has something else")
+            raise Changed(
+                f"{self._place.url}/{remote.name}: expected {expected}, but the server has a different object"
+            )
         return {name.lower(): value for name, value in response.getheaders()}, self._pieces(response)
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
@@ -294,7 +297,7 @@ class Reader:
             return read(size)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            raise Away(f"{self._place.server} has broken off: {_why(error)}") from None
+            raise Away(f"{self._place.server} closed the connection: {_explain(error)}") from None
 
     def close(self) -> None:
         """Close the connection. The next request opens a new one."""
@@ -323,7 +326,7 @@ class Reader:
             raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file of its authority") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            raise Away(f"{place.server} does not answer: {_why(error)}") from None
+            raise Away(f"{place.server} does not answer: {_explain(error)}") from None
         if response.status in (200, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
@@ -349,7 +352,7 @@ class Reader:
             return BucketRefusal(f"{text}; the bucket is in another region: set storage.data.region to {region}")
         if status in (401, 403):
             hint = "check the keys in storage.data.secretName and what they may read (s3:ListBucket, s3:GetObject)"
-            none = "there are no credentials, so that the request was not signed: set storage.data.secretName"
+            none = "there are no credentials, so the request was not signed; set storage.data.secretName"
             return BucketRefusal(f"{text}; {none if keys is None else hint}")
         return BucketRefusal(f"{text}; check storage.data.url, endpoint and region")
 
@@ -406,7 +409,7 @@ def _object(element: ET.Element, place: BucketPlace, *, quoted: bool) -> Remote:
     values = {_tag(child): child.text or "" for child in element}
     if values.get("ETag", "").startswith("W/"):
         text = f"{place.server} has weak ETags ({values['ETag'][:100]})"
-        raise BucketRefusal(f"{text}, which do not say that an object is the same; use a server with strong ones")
+        raise BucketRefusal(f"{text}, which cannot show that an object is unchanged; use a server with strong ETags")
     try:
         key, size = values["Key"], int(values["Size"])
         key = unquote(key.replace("+", " "), errors="strict") if quoted else key
@@ -427,12 +430,12 @@ def _xml(body: bytes, server: str) -> ET.Element:
             raise ValueError("it defines entities")
         return ET.fromstring(body)
     except (ET.ParseError, ValueError) as error:
-        raise BucketRefusal(f"{server} does not speak S3: its answer is no XML of S3 ({error})") from None
+        raise BucketRefusal(f"{server} does not speak S3: its answer is not XML of S3 ({error})") from None
 
 
 def _tag(element: ET.Element) -> str:
     return str(element.tag).rpartition("}")[2]
 
 
-def _why(error: BaseException) -> str:
+def _explain(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:300]

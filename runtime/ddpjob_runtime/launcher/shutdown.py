@@ -43,7 +43,9 @@ class Shutdown:
         grace: float = 0.0,
         announce: Callable[[], None] | None = None,
     ) -> NoReturn:
-        """End the workers (SIGTERM, `grace` seconds, SIGKILL), write the termination log, exit with `code`."""
+        """End the workers (SIGTERM, `grace` seconds, SIGKILL), write the termination log, exit with
+        `code`.
+        """
         if not self._once.acquire(blocking=False):
             wait_for_the_end()
         self.begun = True
@@ -87,7 +89,8 @@ def wait_for_the_end() -> NoReturn:
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
     """Call `on_signal` on a thread of its own as soon as the process is asked to end.
 
-    A Python handler would wait for the main thread, which may be in a store's blocking C++ call for a minute.
+    A Python handler would wait for the main thread, which may be in a store's blocking C++ call for
+    a minute.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)

@@ -7,18 +7,17 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.stack_signal import FOLDER, SIGNAL
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
-SIGNAL = signal.SIGRTMIN + 7  # neither Python nor torch nor a batch system uses it
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
@@ -36,14 +35,14 @@ def prepare() -> None:
     try:
         for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):  # of launchers that were killed
             with contextlib.suppress(OSError):
-                descriptor = _locked(old)
+                descriptor = _lock(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
         made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # no other launcher removes this name before it is locked
-        prepare.lock = _locked(made)  # type: ignore[attr-defined]
+        prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:
-        log(f"no stacks of hanging workers: {error}; give the pod a writable /tmp")
+        log(f"stacks of hanging workers cannot be written: {error}; give the pod a writable /tmp")
 
 
 def remove() -> None:
@@ -53,7 +52,7 @@ def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _locked(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     """Lock the folder until this process ends, and return the descriptor.
 
     Raises OSError if it is locked already.
@@ -72,7 +71,7 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
 
     They are also logged, and kept in the checkpoint folder.
     """
-    folder = os.environ.get(ENVIRONMENT)
+    folder = JobEnvironment.read().stacks_dir
     if not folder:
         return {}
     files = {rank: Path(folder) / f"{rank}.txt" for rank in ranks}
@@ -88,13 +87,13 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
     found = {}
     for rank, path in files.items():
         text = path.read_bytes()[before[rank] :].decode(errors="replace") if path.exists() else ""
-        found[rank] = of_the_script(text) or (protocol.RANK_ENDED if rank in ended else NONE)
+        found[rank] = strip_runtime_frames(text) or (protocol.RANK_ENDED if rank in ended else NONE)
         log(f"stacks of rank {rank}:\n{found[rank]}")
     _keep(found)
     return found
 
 
-def of_the_script(text: str) -> str:
+def strip_runtime_frames(text: str) -> str:
     """Return the stack without the frames of the runtime and of `python -m`."""
     lines = text.splitlines(keepends=True)
     kept = [line for line in lines if not _OWN_FRAME.match(line)]
@@ -145,7 +144,9 @@ def _counters(pid: int) -> tuple[float, int, float] | None:
 
 
 def _processor_ticks(path: Path, session: int) -> int:
-    """Return the ticks of a process of the session and its ended children; 0 for others and for one that is gone."""
+    """Return the ticks of a process of the session and its ended children; 0 for others and for one
+    that is gone.
+    """
     try:
         fields = path.read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -154,9 +155,7 @@ def _processor_ticks(path: Path, session: int) -> int:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process handles the signal, which would end it otherwise.
-
-    It does not before it is prepared, nor while it runs a different program. Raises
+    """Whether the process handles the signal, which would otherwise end it. Raises
     FileNotFoundError or ProcessLookupError if there is no such process.
     """
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.M)
@@ -173,7 +172,7 @@ def _keep(found: Mapping[int, str]) -> None:
     if not root or not Path(root).is_dir():
         return
     mark = job.fence or "0.0"
-    folder = Path(root) / "stacks"
+    folder = Path(root) / FOLDER
     try:
         folder.mkdir(exist_ok=True)
         for rank, text in found.items():

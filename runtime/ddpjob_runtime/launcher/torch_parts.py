@@ -1,15 +1,33 @@
-"""Checks the private parts of torch that both recovery modes need.
+"""The private parts of torch that the launcher needs: what it replaces, and a check of all of them.
 
-A torch that lacks one is refused at the start, and the message names the part. Otherwise the
+torchrun has no hooks for an agent of one's own, so the launcher replaces five of its names, each by
+a function of this module, and nowhere else. All are there since torch 2.6, the oldest supported.
+
+    torch.distributed.                                  replaced, so that
+    launcher.api.LocalElasticAgent                      the coordinator drives the agent
+    run.config_from_args                                workers start by worker.py
+    elastic.multiprocessing.api.
+        _terminate_process_handler                      signals reach the launcher alone
+        get_subprocess_handler                          workers are forked (mode Fast)
+    elastic.multiprocessing.errors.ProcessFailure.
+        __post_init__                                   a damaged error file does not end it
+
+The other names of NAMES, SET and CALLED are overridden or called by agent.py and rendezvous.py. A
+torch that lacks one is refused at the start, and the message names it (`missing`). Otherwise the
 launcher would end with an AttributeError in the middle of a job, or torchrun's own handler or
-barrier would be used unnoticed. Parts that have a fallback are checked where they are used: see
-`warm_workers` and the modules `late_*.py`.
+barrier would be used unnoticed. Only `get_subprocess_handler` has a fallback: workers are then
+started cold, and a line of the log says so.
+
+worker.py replaces one more name, because it knows no other module: `FileBaton.try_acquire`. The
+modules `late_*.py` call what they can find, and report what they cannot. The trainer has a module
+of its own, `ddpjob_trainer/private_torch.py`; neither may import the other.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -61,6 +79,71 @@ def missing() -> list[str]:
         if not _takes(_find(module, name), count):
             lacks.append(f"{module}.{name} with {count} argument{'s' * (count > 1)}")
     return lacks
+
+
+# ---- replacing
+
+
+def use_agent(agent: Callable[..., Any]) -> None:
+    """Have torchrun make its agent by `agent`."""
+    _replace("torch.distributed.launcher.api", "LocalElasticAgent", lambda _: agent)
+
+
+def use_signal_handler(handler: Callable[..., None]) -> None:
+    """Have torchrun install `handler` for the signals that would end it."""
+    _replace(ELASTIC + "multiprocessing.api", "_terminate_process_handler", lambda _: handler)
+
+
+def wrap_configuration(wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
+    """Have torchrun read its parsed arguments by the function that `wrap` makes of its own."""
+    _replace("torch.distributed.run", "config_from_args", wrap)
+
+
+def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
+    """Have torchrun start workers by `make(SubprocessHandler)`.
+
+    Return False if this torch starts them in an unknown way.
+    """
+    base = _find(ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler")
+    if not hasattr(base, "_popen") or _find(ELASTIC + "multiprocessing.api", "get_subprocess_handler") is None:
+        return False
+    handler = make(base)
+    _replace(
+        ELASTIC + "multiprocessing.api", "get_subprocess_handler", lambda _: lambda *a, **named: handler(*a, **named)
+    )
+    return True
+
+
+def tolerate_error_files() -> None:
+    """Have torch ignore an error file that it cannot read, which would end the launcher otherwise.
+
+    A full disk leaves an empty file, and a kill leaves half of one.
+    """
+
+    def tolerate(read: Callable[[Any], None]) -> Callable[[Any], None]:
+        def read_or_leave(failure: Any) -> None:
+            try:
+                read(failure)
+            except Exception:
+                path, failure.error_file = failure.error_file, ""
+                read(failure)
+                failure.error_file = path  # For `read_error_file`, which reports what is wrong with it.
+
+        return read_or_leave
+
+    _replace(ELASTIC + "multiprocessing.errors", "ProcessFailure.__post_init__", tolerate)
+
+
+def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a name by what `make` returns for its present value. `missing` has found it."""
+    *owners, attribute = name.split(".")
+    place: Any = importlib.import_module(module)
+    for owner in owners:
+        place = getattr(place, owner, None)
+    present = getattr(place, attribute, None)
+    if present is None:
+        raise RuntimeError(f"this torch has no {module}.{name}; use an earlier version from 2.6 on")
+    setattr(place, attribute, make(present))
 
 
 def _find(module: str, name: str) -> Any:

@@ -55,9 +55,7 @@ def test_what_is_published_is_fetched(store: Any, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "there").iterdir()] == [fetched.name]
 
 
-def test_an_upload_that_was_cut_off_does_not_exist_and_is_swept_by_the_next_incarnation(
-    store: Any, tmp_path: Path
-) -> None:
+def test_an_interrupted_upload_is_deleted_by_the_next_incarnation(store: Any, tmp_path: Path) -> None:
     bucket = begun(store)
     bucket.publish(saved(tmp_path, 5), 5)
     obstore.put(store, "data/000000001-000000009-0123abcd/step-000000009.pt", b"half")
@@ -426,7 +424,8 @@ def test_what_is_removed_before_it_is_uploaded_is_given_up(
     uploads.offer(Waiting(tmp_path / "checkpoint", 1))
     assert uploads.wait(20) and uploads.lost and uploads.newest is None and uploads.behind_seconds == 0
     assert (
-        len(said) == 1 and "was removed before it was in memory://; the checkpoint of step 1 is not copied" in said[0]
+        len(said) == 1
+        and "was removed before it was copied to memory://; the checkpoint of step 1 is not copied" in said[0]
     )
     uploads.offer(Waiting(saved(tmp_path, 2), 2))
     assert uploads.wait(20) and not uploads.lost

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddpjob_bucket import Bucket, BucketError, Damaged, Stored
+from ddpjob_bucket import Bucket, BucketError, Damaged, Stored, patience
 from ddpjob_trainer.checkpoints import bucket as module
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.config.sections import CheckpointConfig, Metric
@@ -37,7 +37,7 @@ def opened(tmp_path: Path, pod: str = "pod", incarnation: int = 1, **settings: A
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_bucket_that_fails_for_a_moment_costs_no_step(name: str, two: Path, mo
 
 
 @pytest.mark.parametrize("name", ["manifest", "fetch"])
-def test_a_bucket_that_is_away_ends_a_start_and_an_older_copy_does_not_take_the_newest_one_s_place(
+def test_an_unreachable_bucket_ends_a_start_instead_of_taking_an_older_copy(
     name: str, two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fails(monkeypatch, name, BucketError("503 Service Unavailable"), 5)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddpjob_bucket import Bucket, BucketError, CopyManifest, Stored
+from ddpjob_bucket import Bucket, BucketError, CopyManifest, Stored, patience
 from ddpjob_trainer.checkpoints import bucket as module
 from ddpjob_trainer.checkpoints import dcp
 from ddpjob_trainer.checkpoints.bucket import Copies, Offered, Share
@@ -299,7 +299,7 @@ def test_a_part_that_cannot_be_fetched_ends_the_start_and_no_older_copy_is_taken
             raise fault
         fetch(self, manifest, file, to)
 
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(Bucket, "fetch_file", fails)
     with pytest.raises(CheckpointError, match=said):
         opened(url, tmp_path / "empty").newest()

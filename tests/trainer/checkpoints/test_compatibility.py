@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ddpjob_trainer.checkpoints import compatibility, torch_file
-from ddpjob_trainer.checkpoints.compatibility import differences, load_weights, read_whole, weights_in
+from ddpjob_trainer.checkpoints.compatibility import list_differences, load_weights, read_whole, weights_in
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.commands import evaluate_checkpoint
 from ddpjob_trainer.config.sections import CheckpointConfig
@@ -45,7 +45,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def test_differences() -> None:
     saved = {"a": torch.zeros(2, 3), "old": torch.zeros(()), "same": torch.zeros(1)}
     wanted = {"a": torch.zeros(3, 2), "new": torch.zeros(4), "same": torch.ones(1)}
-    assert differences(saved, wanted) == [
+    assert list_differences(saved, wanted) == [
         "a is (2, 3) in the checkpoint and (3, 2) in the model",
         "new (4,) is not in the checkpoint",
         "old () is not in the model",
@@ -55,9 +55,10 @@ def test_differences() -> None:
 def test_another_model_is_named_by_its_tensors_and_by_the_keys_to_set(trained: Path) -> None:
     before = {path: path.read_bytes() for path in trained.glob("*.pt")}
     message = (
-        r"the checkpoint of step 8 in .* is of another model: features.0.weight is \(4, 1, 3, 3\) in the checkpoint and"
+        r"the checkpoint of step 8 in .* belongs to a different model: features.0.weight is \(4, 1, 3, "
+        r"3\) in the checkpoint and"
         r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume from it set model.width=4, with which it was made;"
-        r" to start from scratch set checkpoint.dir to another folder"
+        r" to start from scratch set checkpoint.dir to a different folder"
     )
     folder = f"checkpoint.dir={trained}"
     refused(message, folder, "model.width=8")
@@ -81,16 +82,14 @@ def test_another_seed_is_refused(trained: Path) -> None:
 def test_a_checkpoint_of_a_loop_of_ones_own_is_refused(tmp_path: Path) -> None:
     snapshot = {"step": 3, "model": {}, "optimizer": {}, "sampler": ElasticSampler(10, 4).state_dict()}
     torch_file.write(tmp_path / "step-000000003.pt", snapshot, Metadata(3))
-    message = (
-        r"the newest checkpoint in .* has no config: a training loop of your own has saved it, .* to another folder"
-    )
+    message = r"the newest checkpoint in .* has no config: your own training loop saved it, .* to a different folder"
     refused(message, f"checkpoint.dir={tmp_path}")
 
 
 def test_every_rank_ends_with_the_message(trained: Path) -> None:
     ends = run(2, [*ONE_EPOCH, f"checkpoint.dir={trained}", "model.width=8"])
     assert [end.code for end in ends] == [1, 1]
-    assert all("is of another model" in end.error for end in ends)
+    assert all("belongs to a different model" in end.error for end in ends)
 
 
 @pytest.mark.parametrize("source", ["file", "best", "folder", "plain", "wrapped", "compiled"])
@@ -154,7 +153,7 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
         CheckpointError, match=r"load_except: no tensor .* matches 'haed\.\*', .*the model has features"
     ):
         load_weights(trained, ("features.0.*", "haed.*"), model, Group())
-    with pytest.raises(ConfigError, match=r"checkpoint.load_except=head\.\*: of the weights in checkpoint.load, .*not"):
+    with pytest.raises(ConfigError, match=r"checkpoint.load_except=head\.\*: applies to checkpoint.load, .*not"):
         CheckpointConfig(load_except=("head.*",)).check()
 
 
@@ -235,8 +234,8 @@ def test_a_wrong_file_ends_every_rank_before_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"hello", r"is no file of torch.save, or a damaged one"),
-        (b'{"a": 1}', r"is no file of torch.save, or a damaged one$"),
+        (b"hello", r"is damaged, or torch.save did not write it"),
+        (b'{"a": 1}', r"is damaged, or torch.save did not write it$"),
         ([1, 2], r"holds no state dict"),
         ({"model": {"a": 1}}, r"holds no state dict"),
         ("folder", r"is a folder without a checkpoint"),
@@ -268,7 +267,10 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
             return os.mkdir, (str(tmp_path / "owned"),)
 
     torch.save({"model": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(CheckpointError, match=r"evil.pt holds a posix.mkdir, .*; give a file of the state dict alone"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"evil.pt holds a posix.mkdir, .*; give a file that contains only the state dict",
+    ):
         read_whole(tmp_path / "evil.pt")
     assert not (tmp_path / "owned").exists()
 

@@ -23,7 +23,7 @@ from ddpjob_trainer.errors import CheckpointError, LedgerError, TrainingError
 from ddpjob_trainer.lifecycle.fence import Claim
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ddpjob_trainer.reporting.ledger import Ledger
-from ddpjob_trainer.reporting.reporter import MetricsLog
+from ddpjob_trainer.reporting.reporter import open_log
 from ranks import TINY, good, metrics, run
 
 FORMATS = pytest.mark.parametrize("format", ["torch", "dcp"])
@@ -141,7 +141,7 @@ def failing(first: int, last: int) -> Any:
 def test_the_metrics_log_of_a_full_disk_loses_lines_and_not_the_training(
     volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = MetricsLog(volume)
+    log = open_log(volume)
     log.write("step", step=1)
     with (volume / "ballast").open("wb", buffering=0) as ballast:
         while ballast.write(b"x" * 4096) == 4096 and os.statvfs(volume).f_bavail:
@@ -161,7 +161,7 @@ def test_metrics_that_cannot_be_continued_are_named(tmp_path: Path) -> None:
     """Such as those of another user. Root may write all files, so that a folder stands for them."""
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(TrainingError, match=r"metrics.jsonl cannot be continued \(Is a directory\): .* train.run_dir"):
-        MetricsLog(tmp_path)
+        open_log(tmp_path)
 
 
 ARGUMENTS = [*TINY, "checkpoint.every_steps=1", "checkpoint.every_epochs=0"]

@@ -196,7 +196,9 @@ def test_a_folder_in_the_place_of_the_link_to_the_best_stops_no_removal(
         save(folder, step, accuracy=accuracy)
     assert [path.name for path in tmp_path.glob("step*")] == ["step-000000020.dcp"]
     assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000020.dcp"
-    assert "best.dcp is no link and stays" in capsys.readouterr().err and not list(tmp_path.glob(".best*"))
+    assert "best.dcp is not a link, so it is left in place" in capsys.readouterr().err and not list(
+        tmp_path.glob(".best*")
+    )
 
 
 @pytest.mark.parametrize("later", [{"keep_best": 0}, {"keep_best": 1, "best_by": Metric.LOSS}])

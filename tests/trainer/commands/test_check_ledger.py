@@ -136,11 +136,11 @@ def test_command_line_prints_a_table_and_names_what_is_missing(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no step yet"),
-        (b'{"time": 1, "li', "holds no step yet"),
+        (b"", "contains no step yet"),
+        (b'{"time": 1, "li', "contains no step yet"),
         (b"\xff\xfe\n", r"rank-0-a.jsonl, line 1 is damaged"),
-        (b'{"a": 1}\n', "line 1 is damaged: it is no line of a ledger"),
-        (b"12\n", "line 1 is damaged: it is no line of a ledger"),
+        (b'{"a": 1}\n', "line 1 is damaged: it is not a line of a ledger"),
+        (b"12\n", "line 1 is damaged: it is not a line of a ledger"),
     ],
 )
 def test_what_is_no_ledger_or_none_yet_is_named(content: bytes, message: str, tmp_path: Path) -> None:

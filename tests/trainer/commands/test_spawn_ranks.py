@@ -150,7 +150,7 @@ ledger.Ledger.step = step
         ),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            r"rank 1 was ended by SIGKILL; the kernel does that when memory is short",
+            r"rank 1 was ended by SIGKILL; the kernel kills processes when memory is short",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_second_signal_ends_ranks_that_do_not_answer(tmp_path: Path) -> None:
     (path,) = ledger.glob("rank-1-*.jsonl")
     os.kill(int(path.stem.split("-")[-2]), signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    until(lambda: "SIGTERM: ranks save and leave; a second signal kills them" in output(tmp_path))
+    until(lambda: "SIGTERM: ranks save and exit; a second signal kills them" in output(tmp_path))
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.wait(20 * slowness()) == 128 + signal.SIGTERM

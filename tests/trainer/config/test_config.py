@@ -125,7 +125,10 @@ def test_mistakes_are_named_with_the_remedy(argument: str, message: str) -> None
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--batch_size=256", "did you mean 'data.batch'? (there it is per process, here it is of all ranks together"),
+        (
+            "--batch_size=256",
+            "did you mean 'data.batch'? (there it is per process, here it is for all ranks together, so",
+        ),
         ("--batch-size", "did you mean 'data.batch'? (there it is per process"),
         ("-b", "did you mean 'data.batch'?"),
         ("--lr", "did you mean 'optim.lr'?"),
@@ -212,7 +215,7 @@ def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
 
 def test_parts_of_a_batch_are_given_once() -> None:
     with pytest.raises(
-        ConfigError, match=r"train.accumulate=2: has no effect beside data.micro_batches=4, .* raise that"
+        ConfigError, match=r"train.accumulate=2: has no effect with data.micro_batches=4, .* raise data.micro_batches"
     ):
         config.load(None, ["train.accumulate=2", "data.micro_batches=4"])
 

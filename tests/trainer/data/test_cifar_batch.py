@@ -80,7 +80,7 @@ def test_a_forged_dtype_reaches_no_array(tmp_path: Path) -> None:
     write_cifar_python(tmp_path)
     path = tmp_path / "cifar-10-batches-py" / "test_batch"
     path.write_bytes(pickle.dumps({"data": pixels(1), "labels": Forged()}, protocol=2))
-    with pytest.raises(DataError, match=r"test_batch is not a whole CIFAR batch \(.* not of uint8\).* binary version"):
+    with pytest.raises(DataError, match=r"test_batch is not a whole CIFAR batch \(.* not uint8\).* binary version"):
         open_data(config.load(None, ["data.name=cifar10", f"data.dir={tmp_path}"]).data)
 
 
@@ -88,7 +88,7 @@ def test_a_forged_dtype_reaches_no_array(tmp_path: Path) -> None:
 def test_other_types_of_elements_are_refused(code: str) -> None:
     data = np.zeros((1, 4), np.dtype(code))
     for protocol in range(2, 6):
-        with pytest.raises(ValueError, match=r"not of uint8|no array or dtype|no dtype|does not belong"):
+        with pytest.raises(ValueError, match=r"not uint8|no array or dtype|no dtype|does not belong"):
             read_batch(pickle.dumps({"data": data}, protocol), "data")
 
 

@@ -87,7 +87,7 @@ def test_a_broken_image_is_named_and_the_others_continue(folder: Path, capsys: p
     reported = capsys.readouterr().err
     assert (
         f"image {path} cannot be read (" in reported
-        and "flower.jpg/2.jpg cannot be read (of no known image format)" in reported
+        and "flower.jpg/2.jpg cannot be read (not a known image format)" in reported
     )
 
 

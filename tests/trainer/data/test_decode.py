@@ -259,5 +259,5 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_undecoded(monkeypatch: pytest.M
 @pytest.mark.parametrize("kind", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
 def test_formats_that_are_not_documented_are_not_opened(kind: str) -> None:
     """Pillow has some forty, chosen by a file's bytes; that of EPS runs Ghostscript."""
-    with pytest.raises(UnreadableImage, match=r"^of no known image format \(JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM\)$"):
+    with pytest.raises(UnreadableImage, match=r"^not a known image format \(JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM\)$"):
         middle(encoded(Image.new("RGB", (64, 64)), kind), 8)

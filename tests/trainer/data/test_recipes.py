@@ -10,7 +10,7 @@ import pytest
 import torch
 from ddpjob_trainer import config
 from ddpjob_trainer.config.sections import DataConfig, OptimConfig
-from ddpjob_trainer.data.augment import Cutout, RandAugment, RandomErasing, erasers
+from ddpjob_trainer.data.augment import Cutout, RandAugment, RandomErasing, build_erasers
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.dataset import Batch
 from ddpjob_trainer.data.decode import middle
@@ -83,16 +83,16 @@ def test_cutout_is_the_papers() -> None:
 @pytest.mark.parametrize(
     ("keys", "shape", "message"),
     [
-        ({"erase": 1.5}, (3, 8, 8), r"data.erase: 1.5 is no probability"),
+        ({"erase": 1.5}, (3, 8, 8), r"data.erase: 1.5 is not a probability"),
         ({"erase": 0.1}, (5,), r"data.erase=0.1: erases a part of images"),
-        ({"cutout": 3}, (3, 8, 8), r"data.cutout: 3 is no even number"),
+        ({"cutout": 3}, (3, 8, 8), r"data.cutout: 3 is not an even number"),
         ({"cutout": 4}, (5,), r"data.cutout=4: erases a part of images"),
     ],
 )
 def test_wrong_values(keys: dict[str, float], shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        erasers(DataConfig(**keys), shape)  # type: ignore[arg-type]
-    assert erasers(DataConfig(), (5,)) == []
+        build_erasers(DataConfig(**keys), shape)  # type: ignore[arg-type]
+    assert build_erasers(DataConfig(), (5,)) == []
 
 
 def test_what_is_erased_does_not_depend_on_the_ranks(tmp_path: object) -> None:

@@ -132,7 +132,7 @@ def test_labels_that_were_mended_are_read_again(kept: str, packed: Path, tmp_pat
     assert images(opened(f"data.dir={packed}", *more), 16) == {image: 1 - label for image, label in before.items()}
 
 
-def test_an_index_that_was_copied_to_a_store_is_believed_until_the_store_knows_better() -> None:
+def test_an_index_copied_to_a_store_is_believed_until_the_store_knows_better() -> None:
     columns = {name: np.zeros(1, dtype=np.int64) for name in ("lengths", "shard", "offsets", "sizes", "labels")}
 
     def index(stamp: str) -> shard_index.Index:
@@ -229,7 +229,7 @@ def test_a_server_without_an_index_is_scanned_and_the_index_kept(packed: Path, s
     assert not Ranges.requests, "read from the folder"
 
 
-def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_stays_away_is_no_corrupt_image(
+def test_a_failing_server_is_asked_again_and_is_never_a_corrupt_image(
     server: str,
 ) -> None:
     data = opened(f"data.url={server}")
@@ -338,7 +338,7 @@ def test_a_shard_of_which_tarfile_would_read_a_part_is_refused(shard: Path) -> N
             opened(f"data.dir={shard.parents[1]}")
     shard.write_bytes(whole * 2)
     with pytest.raises(
-        DataError, match=r"s.tar continues after a tar's mark of the end, .*Give each a file of its own"
+        DataError, match=r"s.tar continues after a tar's mark of the end, .*put each into a separate file"
     ):
         opened(f"data.dir={shard.parents[1]}")
     shard.write_bytes(whole)
@@ -348,7 +348,10 @@ def test_a_shard_of_which_tarfile_would_read_a_part_is_refused(shard: Path) -> N
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"b.gif": b"GIF", "b.cls": b"0"}, r"s.tar: /?b.cls has no image beside it \(1 such files; images are jpg, "),
+        (
+            {"b.gif": b"GIF", "b.cls": b"0"},
+            r"s.tar: /?b.cls has no image with the same key \(1 such files; images are jpg, ",
+        ),
         ({"b.v1.jpg": b"", "b.v1.cls": b"0"}, r"s.tar: b.v1.cls belongs to no image \(1 such files\): .*first dot"),
     ],
 )
@@ -425,7 +428,7 @@ def test_an_index_that_cannot_be_kept_is_named(packed: Path, monkeypatch: pytest
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha'])
 def test_a_damaged_plan_is_named(text: str, folder: Path, packed: Path) -> None:
     (packed / "train" / "plan.json").write_text(text)
-    with pytest.raises(DataError, match=r"plan.json is damaged .*: remove .*train, or give another folder"):
+    with pytest.raises(DataError, match=r"plan.json is damaged .*: remove .*train, or give a different folder"):
         pack_shards.pack(folder, packed, 20_000)
 
 
@@ -457,9 +460,9 @@ def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkey
 
 
 def test_packing_refuses_a_folder_of_other_shards_and_bad_sizes(folder: Path, packed: Path) -> None:
-    with pytest.raises(DataError, match=r"holds shards of other images or of another --size: remove it"):
+    with pytest.raises(DataError, match=r"holds shards of other images or with a different --size; remove it"):
         pack_shards.pack(folder, packed, 50_000)
-    with pytest.raises(ConfigError, match=r"--size: 'big' is no size; write for example 256MB"):
+    with pytest.raises(ConfigError, match=r"--size: 'big' is not a size; write for example 256MB"):
         pack_shards.main([str(folder), str(packed), "--size", "big"])
     assert [pack_shards._bytes(text) for text in ("256MB", "1.5 GiB", "4096", "2k")] == [
         256 * 10**6,

@@ -269,7 +269,7 @@ def test_curves_per_rank_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Average precision is no mean over ranks: without the gathering the comparison with scikit-learn fails."""
     data = scores(57, 8)
     wanted = as_scikit_learn(data)["macroAP"]
-    monkeypatch.setattr(curves, "_gathered", lambda mine, group: mine.flatten())
+    monkeypatch.setattr(curves, "_gather", lambda mine, group: mine.flatten())
     (result, *_) = on_ranks(2, lambda group: evaluated(group, data, EXACT).curves)
     assert abs(result.macro - wanted) > 1e-4
 
@@ -349,7 +349,7 @@ def test_files_and_pictures(classes: int, tmp_path: Path) -> None:
 def test_thinning_keeps_the_ends_and_the_best_of_each_recall() -> None:
     data = scores(3000, 2)
     whole = curves.curve(data._logits[:, 1].contiguous(), data._labels == 1)
-    thin = whole.thinned(100)
+    thin = whole.thin(100)
     assert len(thin.thresholds) <= 100 and len(thin.recall) == len(thin.thresholds) + 1
     assert (thin.recall[0], thin.recall[-1], thin.precision[-1]) == (1.0, 0.0, 1.0)
     best_at_full_recall = whole.precision[whole.recall == 1.0].max()
@@ -431,7 +431,7 @@ def test_the_command_on_three_ranks_gives_the_same(
 
 def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
     path = str(trained / "step-000000016.pt")
-    with pytest.raises(CheckpointError, match=r"is of another model: .*Set model\.\*"):
+    with pytest.raises(CheckpointError, match=r"belongs to a different model: .*Set model\.\*"):
         evaluate_checkpoint.main([path, "model.width=8"])
     with pytest.raises(CheckpointError, match=r"cannot be read: No such file or directory; give an existing file"):
         evaluate_checkpoint.main([str(tmp_path / "none.pt")])
@@ -444,8 +444,11 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_evaluation(
 ) -> None:
     """A traceback was all that was left of it."""
     (tmp_path / "file").touch()
-    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"or set --output to another folder"):
-        patched.setattr(evaluate_checkpoint, "_evaluated", None)
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(CheckpointError, match=r"or set --output to a different folder"),
+    ):
+        patched.setattr(evaluate_checkpoint, "_evaluate", None)
         evaluate_checkpoint.main([str(trained), "-o", str(tmp_path / "file" / "eval")])
 
     def full(*_: Any, **__: Any) -> Path:

@@ -24,7 +24,7 @@ def test_the_process_group_is_bound_to_the_ranks_one_device(
     monkeypatch.setattr(init_method.dist, "init_process_group", lambda *_, **more: given.update(more))
     monkeypatch.setattr(init_method.dist, "destroy_process_group", lambda: None)
     placement = RankPlacement(torch.device(device), "cpu:gloo,cuda:nccl")
-    with init_method.joined(Group(1, 2), placement, 60, one_device=one_device):
+    with init_method.join_group(Group(1, 2), placement, 60, one_device=one_device):
         pass
     assert {key: value for key, value in given.items() if key == "device_id"} == expected
 
@@ -63,7 +63,7 @@ def test_a_node_whose_gpus_are_gone_does_not_train_on_the_cpu(
         if value is not None:
             monkeypatch.setenv(name, value)
     if fails:
-        with pytest.raises(DeviceError, match=f"this node was given {gpus}, and torch sees no device"):
+        with pytest.raises(DeviceError, match=f"this node has {gpus}, but torch sees no device; check"):
             devices.choose("auto", 0)
     else:
         assert devices.choose("auto", 0).device.type == "cpu"

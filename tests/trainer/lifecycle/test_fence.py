@@ -160,7 +160,7 @@ def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
 
     ends = run(2, [*TINY, "train.epochs=50", "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"], prepare=prepare)
     assert all(end.error.startswith("FencedError: ") for end in ends), ends
-    assert "(generation 7, round 0)" in ends[0].error and "its message says why" in ends[1].error
+    assert "(generation 7, round 0)" in ends[0].error and "see its message for the reason" in ends[1].error
     assert max(steps(tmp_path), default=0) <= 4  # None at all where the first was still being written.
 
 

@@ -1,5 +1,6 @@
-"""Stacks of a rank at SIGUSR1, also while it is blocked, and of all ranks when no step ends; a
-profile of chosen steps.
+"""Stacks of a rank at a signal, also while it is blocked, and of all ranks if no step ends.
+
+Also the profile of chosen steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddpjob_pod.stack_signal import SIGNAL
+from ddpjob_runtime.worker import show_stacks_on_signal
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
 from ranks import TINY, finish, good, metrics, start, until
 
@@ -23,7 +26,7 @@ def stacks(folder: Path, rank: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_sigusr1_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> None:
+def test_the_signal_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> None:
     """Rank 1 is stopped: rank 0 waits for it inside a collective, and reports where."""
     ranks = start(2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"])
     pids = [process.pid for process, _ in ranks]
@@ -32,7 +35,7 @@ def test_sigusr1_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> Non
         os.kill(pids[1], signal.SIGSTOP)
         time.sleep(0.5)
         before = len(metrics(tmp_path / "run", "step"))
-        os.kill(pids[0], signal.SIGUSR1)
+        os.kill(pids[0], SIGNAL)
         until(lambda: "train.py" in stacks(tmp_path, 0))
         written = stacks(tmp_path, 0)
         assert "in _train_epoch" in written
@@ -83,12 +86,34 @@ def test_the_signal_ends_no_rank_that_is_about_to_leave(tmp_path: Path) -> None:
 
     def leave() -> None:
         StackDumps(tmp_path, 0, 60).close()
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), SIGNAL)
 
     rank = multiprocessing.get_context("fork").Process(target=leave)
     rank.start()
     rank.join()
     assert rank.exitcode == 0
+
+
+def test_under_a_launcher_a_rank_answers_its_signal_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the file that worker.py has registered."""
+    monkeypatch.setenv("DDPJOB_STACKS_DIR", str(tmp_path))
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+
+    def leave() -> None:
+        show_stacks_on_signal()
+        dumps = StackDumps(tmp_path / "run", 3, 60)
+        os.kill(os.getpid(), SIGNAL)
+        dumps.close()
+        os.kill(os.getpid(), SIGNAL)
+
+    rank = multiprocessing.get_context("fork").Process(target=leave)
+    rank.start()
+    rank.join()
+    assert rank.exitcode == 0 and (tmp_path / "3.txt").read_text().count("in leave") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["3.txt"]
 
 
 def test_a_training_that_goes_well_leaves_no_stacks(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> 
     assert len(losses[0]) == 16
 
 
-def test_a_model_in_evaluation_mode_trains_from_the_first_step_as_after_an_evaluation(own: str, tmp_path: Path) -> None:
+def test_a_model_in_evaluation_mode_trains_as_after_an_evaluation(own: str, tmp_path: Path) -> None:
     """As models with weights of somebody's are returned. Its first epoch, and the rest of one after a restart, had
     other statistics and no dropout.
     """
@@ -254,7 +254,7 @@ def test_a_weight_that_a_later_step_leaves_out_is_refused_before_its_update(own:
     good(2, [*keys, "ddp.ordered=true", f"checkpoint.dir={tmp_path / 'ordered'}"])
 
 
-def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_any_number_of_ranks(own: str, tmp_path: Path) -> None:
+def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_all_ranks(own: str, tmp_path: Path) -> None:
     """On several ranks it was decayed, which one rank does not do."""
     keys = [*TINY, f"model.name={own}:idle", "ddp.ordered=true", "data.micro_batches=4", "optim.weight_decay=0.1"]
     weights = []

@@ -18,7 +18,7 @@ from ddpjob_trainer import config, train
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model import sync_batchnorm
 from ddpjob_trainer.model.models import build_model, is_tied_to_micro_batches
-from ddpjob_trainer.model.sync_batchnorm import CpuSyncBatchNorm, synchronized
+from ddpjob_trainer.model.sync_batchnorm import CpuSyncBatchNorm, synchronize
 from ddpjob_trainer.strategies.strategy import Strategy
 from machine import free_port
 from ranks import TINY, final_losses, good, run, stop_at
@@ -48,7 +48,7 @@ def _rank(rank: int, shares: list[list[int]], port: int, momentum: float | None,
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(shares))
-    module = synchronized(nn.Sequential(layer(momentum, affine)), torch.device("cpu"))
+    module = synchronize(nn.Sequential(layer(momentum, affine)), torch.device("cpu"))
     given = images()[shares[rank]].requires_grad_()
     for _ in range(2):
         outputs = module(given)
@@ -181,7 +181,7 @@ def test_what_does_not_go_with_it(key: str, tmp_path: Path) -> None:
 def test_one_value_per_channel_has_no_variance() -> None:
     os.environ.pop("RANK", None)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        synchronized(nn.Sequential(nn.BatchNorm1d(3)), torch.device("cpu"))(torch.ones(1, 3))
+        synchronize(nn.Sequential(nn.BatchNorm1d(3)), torch.device("cpu"))(torch.ones(1, 3))
 
 
 def test_an_empty_share_is_sent_by_torchs_layer_as_the_others_are() -> None:
@@ -195,7 +195,7 @@ def test_an_empty_share_is_sent_by_torchs_layer_as_the_others_are() -> None:
                 formats.append(arguments[0].dtype)
             return function(*arguments, **(more or {}))
 
-    model = synchronized(nn.Sequential(nn.BatchNorm2d(3)), torch.device("cuda"))
+    model = synchronize(nn.Sequential(nn.BatchNorm2d(3)), torch.device("cuda"))
     with Given():
         outputs = [model(torch.ones(count, 3, 4, 4, dtype=torch.bfloat16)) for count in (0, 2)]
     assert formats == [torch.float32, torch.bfloat16]
@@ -214,5 +214,5 @@ class NormAndActivation(nn.BatchNorm2d):
 
 
 def test_a_normalization_that_does_more_is_refused() -> None:
-    with pytest.raises(ConfigError, match="NormAndActivation of this model does more than to normalize"):
-        synchronized(nn.Sequential(NormAndActivation(3)), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="NormAndActivation of this model does more than normalize"):
+        synchronize(nn.Sequential(NormAndActivation(3)), torch.device("cpu"))

@@ -15,7 +15,7 @@ from ddpjob_trainer.checkpoints import torch_file
 from ddpjob_trainer.config import config
 from ddpjob_trainer.config.sections import ModelConfig, OptimConfig, OptimizerName
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.model.depths import depths, shares
+from ddpjob_trainer.model.depths import depths, describe_shares
 from ddpjob_trainer.model.models import SmallCnn, build_model
 from ddpjob_trainer.optim.optimizers import build_optimizer, set_learning_rate
 from ranks import TINY, good
@@ -129,11 +129,13 @@ class HeadFirst(nn.Module):
 
 def test_the_ends_are_said_so_that_a_head_in_the_wrong_place_is_seen() -> None:
     model = torchvision.models.VisionTransformer(16, 8, 4, 2, 8, 16, num_classes=3)
-    assert shares(depths(model), 0.5) == (
+    assert describe_shares(depths(model), 0.5) == (
         "optim.layer_decay=0.5: 6 groups, from 0.0312 of optim.lr (class_token, conv_proj.weight, ...) to all of it"
         " (encoder.ln.weight, encoder.ln.bias, ...)"
     )
-    assert "from 0.125 of optim.lr (head.weight, head.bias) to all of it (blocks.2." in shares(depths(HeadFirst()), 0.5)
+    assert "from 0.125 of optim.lr (head.weight, head.bias) to all of it (blocks.2." in describe_shares(
+        depths(HeadFirst()), 0.5
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -21,7 +21,7 @@ from ddpjob_trainer.data.sampler import Micro
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.models import build_model
-from ddpjob_trainer.optim.precision import Precision, _dtype, _loss_scale, chosen
+from ddpjob_trainer.optim.precision import Precision, _dtype, _loss_scale, choose_amp
 from ddpjob_trainer.strategies.registry import open_strategy
 from ddpjob_trainer.strategies.strategy import Strategy
 from ranks import TINY, final_losses, good, metrics, run, stop_at
@@ -522,7 +522,7 @@ def test_the_level_follows_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
-    found = chosen(AmpConfig(**keys), torch.device(device))
+    found = choose_amp(AmpConfig(**keys), torch.device(device))
     assert (found.level, _dtype(found, torch.device(device))) == expected
     assert _loss_scale(found, expected[1]) == (None if expected[1] is torch.float16 else 1.0)
 
@@ -536,14 +536,14 @@ def test_auto_is_one_format_on_all_ranks(
     def prepare(rank: int) -> None:
         from ddpjob_trainer.optim import precision
 
-        own = precision.chosen
+        own = precision.choose_amp
 
         def as_on_a_gpu(config: AmpConfig, device: torch.device) -> AmpConfig:
             if config.level is not AmpLevel.AUTO:
                 return config
             return replace(config, level=AmpLevel.O1, dtype=AmpDtype.BFLOAT16)
 
-        precision.chosen = as_on_a_gpu if rank in with_it else own
+        precision.choose_amp = as_on_a_gpu if rank in with_it else own
         step = precision.Precision.step
 
         def tell(self: precision.Precision, *arguments: Any) -> Any:

@@ -84,7 +84,7 @@ def test_losses_and_weights_are_those_of_one_process(case: str, alone: Path, tmp
 
 
 def test_each_strategy_continues_from_the_one_before(alone: Path, tmp_path: Path) -> None:
-    """Stopped by SIGTERM at one rank within an epoch, on another number of ranks, seven times; from
+    """Stopped by SIGTERM at one rank within an epoch, on a different number of ranks, seven times; from
     both formats of checkpoints.
     """
     arguments = [*PROBLEM, f"checkpoint.dir={tmp_path}"]

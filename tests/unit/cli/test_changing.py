@@ -63,14 +63,14 @@ def test_a_job_that_has_ended_is_not_changed(
 ) -> None:
     backend = OneJob(phase)
     assert called(monkeypatch, backend, *words) == 2 and not backend.patches
-    assert f"j is {phase} and does not start again" in capsys.readouterr().err
+    assert f"j is {phase} and cannot start again" in capsys.readouterr().err
 
 
 def test_the_python_client_refuses_it_too() -> None:
     backend = OneJob("Complete")
     client = Client(backend)  # type: ignore[arg-type]
     for change in (lambda: client.scale("j", 3), lambda: client.suspend("j"), lambda: client.resume("j")):
-        with pytest.raises(Mistake, match="does not start again"):
+        with pytest.raises(Mistake, match="cannot start again"):
             change()
     assert not backend.patches
 

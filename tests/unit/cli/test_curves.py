@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ddpjob.api.job_status import utc_now
 from ddpjob.cli import top
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
@@ -21,7 +22,6 @@ from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import FleetView
 from ddpjob.dashboard.web_server import _curves_now
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.paths import job_folder
 from ddpjob.local.record import write_record
 from rich.console import Console
@@ -68,7 +68,7 @@ def test_a_plot_in_the_terminal() -> None:
     assert lines[0] == "j: 1 restart" and lines[1] == "loss" and lines[2].lstrip().startswith("8 █")
     assert lines[-1].split() == ["now", "90.00%,", "from", "50.00%", "to", "90.00%"]
     assert list(curves(row("step", 1, loss=100.0) + "\n" + row("step", 2, loss=0.1), "j"))[1].endswith("scale")
-    with pytest.raises(Mistake, match="j: its metrics hold no step yet"):
+    with pytest.raises(Mistake, match="j: its metrics contain no step yet"):
         list(curves("", "j"))
 
 
@@ -109,7 +109,7 @@ def test_plot_reads_the_metrics_of_this_machine(
     assert "scripts that call ddpjob_report.report(step=...)" in capsys.readouterr().err
     (job_folder("j").checkpoints / METRICS).write_bytes(b"x" * METRICS_BYTES + "\n".join(LINES).encode() + b"\xff")
     assert main(["--local", "plot", "j"]) == 0
-    note = "the beginning is not shown: only the last 8 MiB of run/metrics.jsonl are read"
+    note = "the beginning is not shown because only the last 8 MiB of run/metrics.jsonl are read"
     assert capsys.readouterr().out.startswith(f"j: at least 2 restarts; {note}\nloss\n")
     monkeypatch.setattr("ddpjob.cli.terminal_curves.draw", lambda text, job, output: None)
     assert main(["--local", "plot", "j", "-o", "j.png"]) == 0

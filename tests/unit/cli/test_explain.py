@@ -46,9 +46,9 @@ def test_an_explanation() -> None:
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("nodes", "nodes: no such field of DDPJob; did you mean spec.nodes?"),
+    [("nodes", "nodes: there is no such field of DDPJob; did you mean spec.nodes?"),
      ("my-job", "its fields are apiVersion, kind, metadata, spec, status (`ddpjob why my-job` explains a job)"),
-     ("spec.nodez", "spec.nodez: no such field of spec; did you mean spec.nodes?"),
+     ("spec.nodez", "spec.nodez: there is no such field of spec; did you mean spec.nodes?"),
      ("spec.maxRestarts", "did you mean spec.recovery.maxRestarts?"),
      ("spec.nodes.x", "spec.nodes has no fields"),
      ("spec.elastic.zzz", "its fields are minNodes, maxNodes"),

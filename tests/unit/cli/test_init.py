@@ -57,7 +57,7 @@ def test_what_is_there_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("written: job.yaml\n")
     before = (folder / "job.yaml").read_text()
     assert main(["init", "mine.py", "--nodes=4"]) == 2
-    assert "job.yaml is there already" in capsys.readouterr().err
+    assert "job.yaml already exists" in capsys.readouterr().err
     assert (folder / "job.yaml").read_text() == before and (folder / "mine.py").read_text() == "print(1)\n"
 
 

@@ -49,13 +49,13 @@ def test_a_template_is_filled_in_as_kubectl_does(template: str, text: str) -> No
     [
         ("", "no path"),
         ("status.phase", "write it in braces"),
-        ("{status.phase}", "{status.phase} is no path; write it as {.status.phase}"),
+        ("{status.phase}", "{status.phase} is not a path; write it as {.status.phase}"),
         ("{.status", "a { without its partner"),
         ("{.status[}", "{.status[}: "),
         ("{range .items[*]}{.x}", "{range PATH} without {end}"),
         ("{.x}{end}", "{end} without {range PATH}"),
         ("{'x}", "a { without its partner"),
-        ('{"\\q"}', "is no quoted text"),
+        ('{"\\q"}', "is not quoted text"),
     ],
 )
 def test_a_template_that_cannot_be_read_is_refused_with_the_reason(

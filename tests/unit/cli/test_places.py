@@ -1,4 +1,4 @@
-"""Which jobs a command means without --local and --cluster."""
+"""Which jobs a command refers to without --local and --cluster."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_current_folder_that_was_removed_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.rmdir()
     assert main(["get"]) == 2
-    assert capsys.readouterr().err == "the current folder does not exist any more; change to another one\n"
+    assert capsys.readouterr().err == "the current folder no longer exists; change to another one\n"
     assert shortest(folder / "runs") == str(folder / "runs"), "what --workdir and DDPJOB_RUNS make runnable"
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ddpjob.cli import demo
 from ddpjob.missing_package import INSTALL
+
+from scripts import demo
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 

@@ -97,7 +97,7 @@ def test_it_is_said_where_a_shell_keeps_sigterm_from_what_trains(
     """dash, which is the sh of Debian and Ubuntu, starts also the last program as its child; bash does not."""
     Path("job.yaml").write_text(JOB.replace("script: b.py", f"command: {command}"))
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
-    assert ("does not hand SIGTERM on" in capsys.readouterr().err) is said
+    assert ("does not pass SIGTERM on" in capsys.readouterr().err) is said
     assert main(["validate", "job.yaml"]) == 0
     assert capsys.readouterr().err.startswith("job.yaml: note: spec.command: sh does not") is said
     assert main(["validate", "--quiet", "job.yaml"]) == 0
@@ -179,7 +179,7 @@ def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
     [
         (["torchrun", "train.py"], "spec.module: torchrun only starts a program"),
         (["--", "python3", "train.py"], "spec.module: python3 only starts a program"),
-        (["run.sh"], "run.sh is a shell's, and torchrun starts Python's alone"),
+        (["run.sh"], "run.sh is a shell script, and torchrun starts only Python scripts"),
     ],
 )
 def test_what_starts_a_program_is_not_submitted_as_one(
@@ -223,19 +223,19 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     assert "torchrun.yaml: left out, not one of PyTorchJob, TrainJob: MPIJob, ConfigMap" in err
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
-    assert "holds none of PyTorchJob, TrainJob, but MPIJob; of another kind convert" in capsys.readouterr().err
+    assert "contains none of PyTorchJob, TrainJob, but MPIJob; for other kinds, convert" in capsys.readouterr().err
     assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files were taken for a command line"
     assert len(read(capsys.readouterr().out)) == 2
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
     assert main(["convert", "broken.yaml"]) == 2
     assert "broken.yaml, line 2: not YAML" in capsys.readouterr().err
     assert main(["convert", "https://example.com/a.yaml"]) == 2
-    assert "is not fetched; write `curl -fsSL https://example.com/a.yaml | ddpjob conv" in capsys.readouterr().err
+    assert "URLs are not fetched; write `curl -fsSL https://example.com/a.yaml | ddpjob conv" in capsys.readouterr().err
     (folder / "job.sbatch").write_text(
         '#!/bin/bash\n#SBATCH -N 4\nif :; then\n  echo "a: b: c"\nfi\nsrun torchrun a.py\n'
     )
     assert main(["convert", "job.sbatch"]) == 2
-    assert "job.sbatch: holds none of PyTorchJob, TrainJob; of another kind conv" in capsys.readouterr().err
+    assert "job.sbatch: contains none of PyTorchJob, TrainJob; for other kinds, conv" in capsys.readouterr().err
     assert main(["convert", "--image", "i", "torchrun.yaml"]) == 2, "the option had no effect"
     assert "--image, --name: only for a torchrun command line" in capsys.readouterr().err
 
@@ -252,7 +252,7 @@ def test_convert_without_an_image_says_only_that_one_is_missing(capsys: pytest.C
     assert main(["convert", "--", "torchrun", "--nnodes=2", "train.py"]) == 1
     [note] = capsys.readouterr().err.splitlines()
     assert (
-        note == "# converted: spec.image: a command line has none; write an image with Python, PyTorch and the script"
+        note == "# converted: spec.image: a command line names no image; write one with Python, PyTorch and the script"
     )
 
 

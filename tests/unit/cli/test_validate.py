@@ -67,7 +67,10 @@ REFUSED = {
     "margin": (JOB.replace(" {name: t}", "\nname: t"), "name: unknown field; if it belongs to metadata, indent it"),
     "indentation": (JOB + " nodes: 2\n", "check the indentation of this line"),
     # what the schema accepts, and the API server or the kubelet refuses in the pods
-    "module": (JOB.replace("script: b.py", "module: train.py"), "is the name of a file; write script: train.py"),
+    "module": (
+        JOB.replace("script: b.py", "module: train.py"),
+        "is the name of a file; write script: train.py",
+    ),
     "a line": (
         JOB.replace("script: b.py", "script: python b.py --lr 0.1"),
         "spec.script: 'python b.py --lr 0.1' is more than the name of a file; write script: b.py and args: "
@@ -76,20 +79,27 @@ REFUSED = {
     "torchrun": (JOB.replace("script: b.py", "script: torchrun b.py"), "write script: b.py ("),
     "torchrun alone": (
         JOB.replace("script: b.py", "module: torchrun"),
-        "spec.module: torchrun only starts a program, which the job does itself; name the program alone (`ddpjob ",
+        "spec.module: torchrun only starts a program, and the job does that itself; name the program alone (`ddpjob ",
     ),
-    "an interpreter": (JOB.replace("script: b.py", "script: /usr/bin/python3"), "python3 only starts a program"),
+    "an interpreter": (
+        JOB.replace("script: b.py", "script: /usr/bin/python3"),
+        "python3 only starts a program",
+    ),
     "a shell script": (
         JOB.replace("script: b.py", "script: run.sh"),
-        "spec.script: run.sh is a shell's, and torchrun starts Python's alone; name the Python script that it starts, "
-        'or write command: ["bash", "run.sh"] in place of script (',
+        "spec.script: run.sh is a shell script, and torchrun starts only Python scripts; name the Python "
+        "script that it starts, "
+        'or write command: ["bash", "run.sh"] instead of script (',
     ),
     "a notebook": (JOB.replace("script: b.py", "script: a/b.ipynb"), "`jupyter nbconvert --to script b.ipynb` makes"),
     "512m": (
         in_spec("resources: {limits: {memory: 512m}}"),
-        "512m is 0.512 bytes, too few for anything; did you mean 512Mi?",
+        "512m is 0.512 bytes, which is too small to be intended; did you mean 512Mi?",
     ),
-    "64": (in_spec("storage: {sharedMemory: 64}"), "64 is 64 bytes, too few for anything; did you mean 64Gi?"),
+    "64": (
+        in_spec("storage: {sharedMemory: 64}"),
+        "64 is 64 bytes, which is too small to be intended; did you mean 64Gi?",
+    ),
     "16gi": (in_spec("resources: {limits: {memory: 16gi}}"), "did you mean 16Gi?"),
     "nfs": (in_spec("storage: {checkpoints: {nfs: 'host:/a'}}"), "write {server: host, path: /a}"),
     "label": (JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"), "metadata.labels.a: 'my team!' cannot be"),
@@ -103,8 +113,8 @@ REFUSED = {
     "requests": (in_spec("resources: {requests: {cpu: 4}, limits: {cpu: 2}}"), "4 is more than the limit, 2"),
     "devices without a limit": (
         in_spec("resources: {requests: {rdma/hca: 1}}"),
-        "spec.resources.requests[rdma/hca]: needs an equal limit, since it cannot be overcommitted; write it in "
-        "spec.resources.limits alone",
+        "spec.resources.requests[rdma/hca]: needs an equal limit, because it cannot be overcommitted; write it only in "
+        "spec.resources.limits",
     ),
     "huge pages below their limit": (
         in_spec("resources: {requests: {hugepages-2Mi: 1Gi}, limits: {hugepages-2Mi: 2Gi}}"),
@@ -127,7 +137,7 @@ REFUSED = {
     "claim": (in_spec("storage: {checkpoints: {claimName: My_Claim}}"), "did you mean my-claim?"),
     "a way back": (
         in_spec("storage: {data: {hostPath: /data/../other}}"),
-        "spec.storage.data.hostPath: /data/../other contains '..', which no pod may name; write the folder itself",
+        "spec.storage.data.hostPath: /data/../other contains '..', which pods may not use; write the folder itself",
     ),
     "a volume's way back": (
         JOB + TEMPLATE % "volumes: [{name: a, hostPath: {path: /data/..}}]",
@@ -150,7 +160,10 @@ REFUSED = {
     ),
     "null": (JOB + TEMPLATE % "volumes: [null]", "volumes[0]: must be a mapping, not null (None) (job.yaml, line 7)"),
     # several
-    "same name": (f"{JOB}---\n{JOB}", "t is the name of an earlier DDPJob in this file; give this one another"),
+    "same name": (
+        f"{JOB}---\n{JOB}",
+        "t is already the name of an earlier DDPJob in this file; choose a different name",
+    ),
     "PyTorchJob": ("apiVersion: kubeflow.org/v1\nkind: PyTorchJob\n", "`ddpjob convert job.yaml` translates it"),
 }
 
@@ -242,7 +255,7 @@ def test_what_a_run_has_written_into_the_folder_is_no_manifest_of_it(
 
 def test_nothing_to_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = checked(capsys, str(tmp_path))
-    assert code == 2 and "holds no DDPJob in 0 files" in err
+    assert code == 2 and "contains no DDPJob in its 0 files" in err
     code, _, err = checked(capsys, "https://example.com/job.yaml")
     assert code == 2 and "curl -fsSL https://example.com/job.yaml | ddpjob" in err
     code, _, err = checked(capsys)

@@ -73,7 +73,7 @@ def test_a_page_is_no_empty_list_of_jobs(tmp_path: Path, capsys: pytest.CaptureF
     for words in (["get"], ["get", "j"]):
         opened(f"http://127.0.0.1:{served(page)}", tmp_path)
         assert main(["--kubeconfig", str(tmp_path / "config"), *words]) == 3
-        assert "(context c) is no API server: it answers no JSON" in capsys.readouterr().err
+        assert "(context c) is not an API server, because its answer is not a JSON" in capsys.readouterr().err
 
 
 def test_a_refusal_that_is_json_but_no_status_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_a_refusal_that_is_json_but_no_status_is_a_line(tmp_path: Path, capsys: 
 
 def test_a_list_is_no_empty_list_of_jobs(tmp_path: Path) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
-    with pytest.raises(Unreachable, match="is no API server: it answers no JSON object"):
+    with pytest.raises(Unreachable, match="is not an API server, because its answer is not a JSON object"):
         opened(f"http://127.0.0.1:{served(answer)}", tmp_path).request("GET", "/a")
 
 

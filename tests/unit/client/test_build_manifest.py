@@ -42,7 +42,7 @@ def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "read_bytes", read)
     for program in (tmp_path, tmp_path / "z.bin"):
-        with pytest.raises(Mistake, match="holds more than 1008 KiB"):
+        with pytest.raises(Mistake, match="contains more than 1008 KiB"):
             build(JobRequest(program=str(program), image="a", name="j"), local=False)
 
 
@@ -53,7 +53,7 @@ def test_the_entry_is_one_of_the_files_that_travel(tmp_path: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
     for entry in ("runs/train.py", ".old/train.py", "../train.py", tmp_path / "train.py"):
-        with pytest.raises(Mistake, match=r"is not among the files of .* that travel"):
+        with pytest.raises(Mistake, match=r"is not among the files of .* that are copied"):
             build(JobRequest(program=str(folder), image="a", name="j", entry=entry), local=False)
     for entry in ("lib/train.py", "./lib/../lib/train.py", folder / "lib/train.py"):
         made = build(JobRequest(program=str(folder), image="a", name="j", entry=entry), local=False)

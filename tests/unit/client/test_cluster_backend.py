@@ -223,7 +223,7 @@ class Growing(Server):
         return sum(text() is not None for text in self.made)
 
 
-def test_who_knows_the_jobs_learns_which_are_gone_and_has_no_second_copy_of_the_others() -> None:
+def test_a_follower_learns_which_jobs_are_gone_without_a_second_copy() -> None:
     """A view of a dashboard held each object, and kept a job for good that was deleted before the first list."""
     server = Growing()
     known = [{"metadata": {"name": name, "namespace": "ml"}} for name in ("a", "gone")]
@@ -313,7 +313,10 @@ def test_a_pod_that_prints_without_end_is_read_no_further_than_16_mib(
             sent += 1
             yield channel + b"x" * 65_535
 
-    with pytest.raises(Mistake, match=rf"^pod {POD.name}: its python3 printed more than 16 MiB, and was read no"):
+    with pytest.raises(
+        Mistake,
+        match=rf"^pod {POD.name}: its python3 printed more than 16 MiB, so reading stopped; check which program",
+    ):
         running(flood(), monkeypatch).run_in(POD, "print()")
     assert sent == 257, "frames of 64 KiB"
 

@@ -175,15 +175,15 @@ def test_a_command_line_in_one_word() -> None:
 @pytest.mark.parametrize(
     ("line", "signs"),
     [
-        ("torchrun a.py 2>&1 | tee log", ">& |: of a shell"),
-        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: of a shell"),
+        ("torchrun a.py 2>&1 | tee log", ">& |: no shell starts a script or module"),
+        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: no shell starts a script or module"),
         ("torchrun a.py --re='^a$|b' --text \"it's; fine\" --cost 5$ a\\;b", ""),
     ],
 )
 def test_signs_of_a_shell_in_a_command_line_are_named(line: str, signs: str) -> None:
     made = convert_command([line], image="a")
     assert valid(made.job)["script"] == "a.py"
-    assert [note.partition(",")[0] for note in made.notes] == [signs] * bool(signs)
+    assert [note.partition(", so")[0] for note in made.notes] == [signs] * bool(signs)
     assert not convert_command(shlex.split(line), image="a").notes, "a shell has read it already"
 
 
@@ -211,7 +211,7 @@ def test_arguments_of_the_image_s_entry_point_are_no_command() -> None:
     container["args"] = ["a.py", "--backend", "nccl"]
     made = convert(job)
     assert valid(made.job)["script"] == "a.py" and made.job["spec"]["args"] == ["--backend", "nccl"]
-    assert any("the image's own entry point was given to run" in note for note in made.notes)
+    assert any("the image's own entry point was to run" in note for note in made.notes)
 
 
 @pytest.mark.parametrize("line", ["exec torchrun a.py --lr 1", "torchrun a.py --lr 1"])
@@ -417,7 +417,7 @@ def test_where_nodes_meet_is_left_to_the_operator() -> None:
 def test_variables_that_a_command_does_not_get_are_named(script: str) -> None:
     made = convert(_of_four_gpus(["bash", "-c", script]))
     assert valid(made.job)["command"] == ["bash", "-c", script]
-    assert any("reads RANK, which nobody sets here" in note for note in made.notes)
+    assert any("reads RANK, which are not set here" in note for note in made.notes)
 
 
 def test_a_generated_name_stays_one() -> None:
@@ -431,7 +431,7 @@ def test_a_part_of_a_gpu_is_refused_by_its_name() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     worker["resources"] = {"limits": {"nvidia.com/gpu": "1.5"}}
-    with pytest.raises(Mistake, match=r"^resources\.limits\.nvidia\.com/gpu: 1\.5 is no whole number of GPUs"):
+    with pytest.raises(Mistake, match=r"^resources\.limits\.nvidia\.com/gpu: 1\.5 is not a whole number of GPUs"):
         convert(job)
 
 
@@ -441,7 +441,7 @@ def test_fields_that_nothing_reads_are_named() -> None:
     job["spec"]["runPolicy"] = {"suspend": False, "graceSeconds": 3}
     lost = ("priority", "pytorchReplicaSpecs.Launcher", "runPolicy.graceSeconds", "elasticPolicy.window")
     assert [note for note in convert(job).notes if "left out" in note] == [
-        f"{name}: left out, since it is no field that is known here" for name in lost
+        f"{name}: left out, because the field is not known here" for name in lost
     ]
     trainer = {"image": "a", "command": ["torchrun", "a.py"], "numNodes": 2, "framework": "x"}
     spec = {"trainer": trainer, "podSpecOverrides": [{}], "labels": {"a": "b"}, "activeDeadlineSeconds": 60}
@@ -458,7 +458,7 @@ def test_a_command_that_is_no_list_is_refused() -> None:
     with pytest.raises(Mistake, match=r"command: must be a list, not 'torchrun a\.py'"):
         convert(job)
     container["command"] = ["torchrun", "--nproc-per-node", 2, "a.py"]
-    with pytest.raises(Mistake, match="command: has 2, which is no text; put it in quotes"):
+    with pytest.raises(Mistake, match="command: has 2, which is not text; put it in quotes"):
         convert(job)
 
 
@@ -497,7 +497,7 @@ def test_shared_memory_that_others_mount_stays_theirs() -> None:
     spec = valid(made.job)
     assert spec["storage"] == {"sharedMemory": "16Gi"}
     assert [volume["name"] for volume in spec["podTemplate"]["spec"]["volumes"]] == ["shm", "data"]
-    assert any("the volume shm: is mounted elsewhere" in note for note in made.notes)
+    assert any("the volume shm: is also mounted elsewhere" in note for note in made.notes)
 
 
 def test_selectors_of_their_labels_are_noted() -> None:
@@ -519,7 +519,10 @@ def test_a_line_that_was_copied_over_several_lines_is_one() -> None:
 
 @pytest.mark.parametrize(
     ("line", "sign"),
-    [("torchrun a.py\npython b.py", "a line's end: of a shell"), ("torchrun a.py # all", "#: of a sh")],
+    [
+        ("torchrun a.py\npython b.py", "a line's end: no shell starts a script or module"),
+        ("torchrun a.py # all", "#: no shell starts"),
+    ],
 )
 def test_what_follows_a_line_is_noted(line: str, sign: str) -> None:
     [note] = convert_command([line], image="a").notes
@@ -531,7 +534,7 @@ def test_variables_that_the_operator_replaces_became_no_arguments() -> None:
     made = convert_command([line], image="a")
     assert valid(made.job)["args"] == ["--lr", "1"] and not made.notes
     [note] = convert_command([f"{line} --master-addr $head_node_ip"], image="a").notes
-    assert "they became arguments" in note
+    assert "so these words became arguments" in note
 
 
 def test_two_dashes_end_torchrun_s_options() -> None:
@@ -546,7 +549,7 @@ def test_a_variable_number_of_processes_is_noted() -> None:
     made = convert(_of_four_gpus(["torchrun", "--nproc_per_node=$(NPROC)", "a.py"]))
     assert "procsPerNode" not in valid(made.job)
     [note] = made.notes
-    assert note.startswith("--nproc-per-node=$(NPROC): is no number here; write procsPerNode")
+    assert note.startswith("--nproc-per-node=$(NPROC): is not a number; write procsPerNode")
 
 
 @pytest.mark.parametrize("given", [{}, {"nprocPerNode": "auto"}, {"nprocPerNode": "gpu"}, {"nprocPerNode": "cpu"}])
@@ -604,7 +607,7 @@ def test_what_a_train_job_leaves_to_its_runtime_is_named() -> None:
     spec = {"runtimeRef": {"name": "r"}, "trainer": {"image": "a", "command": ["torchrun", "a.py"]}}
     notes = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec}).notes
     for name in ("numNodes", "resourcesPerNode"):
-        assert any(note.startswith(f"trainer.{name}: is the runtime's") for note in notes)
+        assert any(note.startswith(f"trainer.{name}: comes from the runtime") for note in notes)
 
 
 def test_resources_of_the_container_are_read_under_its_name_here() -> None:
@@ -639,7 +642,7 @@ def test_variables_of_their_labels_are_noted() -> None:
     made = convert(job)
     assert valid(made.job)
     [note] = made.notes
-    assert note.startswith("env: reads training.kubeflow.org/replica-index, which pods of a DDPJob have not")
+    assert note.startswith("env: reads training.kubeflow.org/replica-index, which pods of a DDPJob do not have")
 
 
 def test_replicas_that_are_null_are_one() -> None:
@@ -715,4 +718,4 @@ def test_a_command_of_arguments_alone_is_noted() -> None:
     container["args"] = container.pop("command")
     made = convert(job)
     assert valid(made.job)["command"] == ["accelerate", "launch", "a.py"]
-    assert made.notes[0].startswith("command: is what args had, of which the image's own entry point was given accel")
+    assert made.notes[0].startswith("command: was taken from args, which the image's own entry point received as accel")

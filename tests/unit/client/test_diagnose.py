@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 from ddpjob.cli.main import main
 from ddpjob.client.backends.api_server import ApiServer
-from ddpjob.client.texts.diagnose import _operators, _rights, client_version
+from ddpjob.client.texts.diagnose import _operators, _rights
+from ddpjob.missing_package import installed_version
 
 
 class Refusing:
@@ -32,7 +33,7 @@ class Deployed:
         self.image = image
 
     def items(self, path: str, query: dict[str, str], **_: object) -> list[dict[str, Any]]:
-        labels = {"app.kubernetes.io/version": client_version()}
+        labels = {"app.kubernetes.io/version": installed_version()}
         pod = {"spec": {"containers": [{"image": self.image}]}}
         return [{"metadata": {"namespace": "n", "name": "o", "labels": labels}, "spec": {"template": pod}}]
 
@@ -42,14 +43,14 @@ class Deployed:
     [
         ("registry.example.com:5000/ml/ddpjob-operator:v9.8.7", "9.8.7"),
         (f"ddpjob-operator:9.8.7-ours@sha256:{'a' * 64}", "9.8.7-ours"),
-        ("registry.example.com:5000/ddpjob-operator:latest", client_version()),
-        (f"10.0.0.1:5000/ddpjob-operator@sha256:{'a' * 64}", client_version()),
+        ("registry.example.com:5000/ddpjob-operator:latest", installed_version()),
+        (f"10.0.0.1:5000/ddpjob-operator@sha256:{'a' * 64}", installed_version()),
     ],
 )
 def test_the_operators_version_is_that_of_the_image_where_its_tag_says_it(image: str, version: str) -> None:
     """image.tag may name another release than the chart's, whose label the Deployment has."""
     _, check = _operators(cast("ApiServer", Deployed(image)))
-    assert check.what == f"operator n/o: version {version}" and check.ok is (version == client_version())
+    assert check.what == f"operator n/o: version {version}" and check.ok is (version == installed_version())
 
 
 def test_a_cluster_that_cannot_be_reached_has_the_code_of_that(

@@ -153,11 +153,15 @@ def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypat
         (fit, {"args": {"epochs": 1}, "nodes": 0}, r"spec\.nodes: 0 is less than 1"),
         (fit, {"args": {"epochs": 1}, "name": "A b"}, "a name has at most 40 characters"),
         (fit, {"args": {"epochs": 1}, "settings": {"recovry.mode": "Fast"}}, "did you mean recovery"),
-        (fit, {"args": {"epochs": 1}, "entry": "train.py"}, r"entry .* names a script of a folder, and fit is none"),
-        ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): is set by another option, too"),
-        ("m", {"args": [object()]}, r"args\[0\]: <object .* is no text"),
-        ("m", {"settings": {"storage": {"data": {1: "a"}}}}, r"settings .*storage\.data: \{1: 'a'\} is no text"),
-        (Path("job.yaml"), {}, r"job\.yaml: a manifest; submit\(\) takes it"),
+        (
+            fit,
+            {"args": {"epochs": 1}, "entry": "train.py"},
+            r"entry .* names a script in a folder, and " r"fit is not a folder",
+        ),
+        ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): is also set by another option"),
+        ("m", {"args": [object()]}, r"args\[0\]: <object .* is not text"),
+        ("m", {"settings": {"storage": {"data": {1: "a"}}}}, r"settings .*storage\.data: \{1: 'a'\} is not text"),
+        (Path("job.yaml"), {}, r"job\.yaml: is a manifest; pass it to submit\(\)"),
     ]
     for program, options, said in wrong:
         with pytest.raises(Mistake, match=said):
@@ -169,9 +173,9 @@ def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypat
             train("pkg.train", args=words, image="a")
     monkeypatch.setattr("ddpjob.client.manifests.function_source.inspect.getsource",
                         lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip
-    with pytest.raises(Mistake, match="too_large: holds more than 1008 KiB"):
+    with pytest.raises(Mistake, match="too_large: contains more than 1008 KiB"):
         train(too_large, image="a")
-    with pytest.raises(Mistake, match=r"train\.py: no manifest"):
+    with pytest.raises(Mistake, match=r"train\.py: not a manifest"):
         client(place).submit("train.py")
     with pytest.raises(Mistake, match=r"metadata\.name: required, but missing; name the job \(the manifest\)"):
         client(place).submit({"kind": "DDPJob"})

@@ -58,7 +58,7 @@ def test_an_end_that_nobody_wrote_is_not_made_up(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl.1").write_text(LINES[1] + "\n")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(LINES[2])
     words = list(in_words(read_left_behind(tmp_path)))
-    assert "no end was recorded" in words[1] and not any("the end:" in word for word in words)
+    assert "its end was not recorded" in words[1] and not any("the end:" in word for word in words)
     failed = line("end", 9, 2, ok=False, why="RestartBudgetSpent")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(failed)
     assert list(in_words(read_left_behind(tmp_path)))[1] == "State:     Stopped: RestartBudgetSpent"
@@ -99,7 +99,7 @@ def test_a_job_that_has_made_no_step_is_not_waited_for(tmp_path: Path, capsys: p
     (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "start", "step": 0, "world": 2, "time": 1}\n')
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert shown.out.endswith("\n\nfirst: its metrics hold no step\n") and not shown.err
+    assert shown.out.endswith("\n\nfirst: its metrics contain no step\n") and not shown.err
 
 
 def test_a_job_without_a_record_of_rounds_has_the_name_of_its_folder(tmp_path: Path) -> None:

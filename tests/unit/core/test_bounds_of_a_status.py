@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.avoided_nodes import RECENT
-from ddpjob.core.follow import record
+from ddpjob.core.follow.recording import record
 from ddpjob.core.status.conditions import MESSAGE_LIMIT, with_condition
 from worlds import later
 

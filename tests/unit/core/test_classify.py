@@ -10,12 +10,12 @@ import pytest
 from ddpjob.api.job_spec import JobSpec
 from ddpjob.core.failures.classify import (
     Cause,
+    explain_end,
+    explain_vanished,
+    find_stuck,
+    find_wrong_platform,
+    is_about_platform,
     names_entry_point,
-    of_platform,
-    stuck,
-    vanished,
-    why_ended,
-    wrong_platform,
 )
 from ddpjob.core.failures.policy import evaluate_rules
 from ddpjob.core.status.messages import event_text
@@ -111,7 +111,7 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
     ],
 )
 def test_causes(view: PodView, cause: Cause, counts: bool) -> None:
-    end = why_ended(view)
+    end = explain_end(view)
     ruled = evaluate_rules(JobSpec.read({"image": "a"}), end.cause, end.exit_code, trained=True)
     assert (end.cause, ruled.counted) == (cause, counts)
     assert "job-0-0" in end.message, "it names the pod"
@@ -128,8 +128,8 @@ def test_causes(view: PodView, cause: Cause, counts: bool) -> None:
     ],
 )
 def test_the_launchers_exit_codes_are_those_of_a_launcher_only(code: int, by_launcher: Cause) -> None:
-    assert why_ended(pod(ended(code))).cause is by_launcher
-    assert why_ended(pod(ended(code)), launcher=False).cause is Cause.EXIT_CODE
+    assert explain_end(pod(ended(code))).cause is by_launcher
+    assert explain_end(pod(ended(code)), launcher=False).cause is Cause.EXIT_CODE
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_the_launchers_exit_codes_are_those_of_a_launcher_only(code: int, by_lau
 def test_a_missing_entry_point_is_distinguished_from_a_missing_runtime(
     message: str, command: tuple[str, ...], named: bool
 ) -> None:
-    assert names_entry_point(why_ended(pod(ended(128, "StartError", message))), command) is named
+    assert names_entry_point(explain_end(pod(ended(128, "StartError", message))), command) is named
 
 
 def test_the_launchers_words_are_read() -> None:
-    end = why_ended(pod(ended(1, message=TOLD)))
+    end = explain_end(pod(ended(1, message=TOLD)))
     assert end.message == "pod job-0-0 ended with exit code 1: ValueError: lunch"
     assert end.traceback == "Traceback\nValueError: lunch"
-    assert "last words" in why_ended(pod(ended(3, message="first\nlast words"))).message, "any program's last line"
+    assert "last words" in explain_end(pod(ended(3, message="first\nlast words"))).message, "any program's last line"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_the_launchers_words_are_read() -> None:
     ],
 )
 def test_the_signal_that_has_ended_a_program_is_named(code: int, how: str) -> None:
-    assert why_ended(pod(ended(code)), launcher=False).message == f"pod job-0-0 ended with {how}"
+    assert explain_end(pod(ended(code)), launcher=False).message == f"pod job-0-0 ended with {how}"
 
 
 def waiting(reason: str, message: str = "") -> PodView:
@@ -209,17 +209,17 @@ def waiting(reason: str, message: str = "") -> PodView:
     ],
 )
 def test_what_will_never_start(view: PodView, has_run: bool, final: bool) -> None:
-    found = stuck(view, has_run=has_run)
+    found = find_stuck(view, has_run=has_run)
     assert found is not None and found.final is final
     assert "container trainer of pod job-0-0" in found.message
 
 
 def test_starting_is_not_stuck() -> None:
-    assert stuck(waiting("ContainerCreating"), has_run=False) is None
+    assert find_stuck(waiting("ContainerCreating"), has_run=False) is None
 
 
 def test_a_failed_init_container_is_named_with_its_last_words() -> None:
-    end = why_ended(
+    end = explain_end(
         pod(phase="Failed", init_containers={"fine": ended(0), "prep": ended(3, message="one\nno such bucket")})
     )
     assert end.message == "init container prep of pod job-0-0 ended with exit code 3: no such bucket"
@@ -227,26 +227,28 @@ def test_a_failed_init_container_is_named_with_its_last_words() -> None:
 
 def test_a_sidecar_that_is_ended_after_a_failed_init_container_is_not_blamed_for_it() -> None:
     containers = {"logger": ended(137), "prep": ended(3, message="no such bucket"), "later": ContainerView()}
-    end = why_ended(pod(phase="Failed", init_containers=containers))
+    end = explain_end(pod(phase="Failed", init_containers=containers))
     assert end.message == "init container prep of pod job-0-0 ended with exit code 3: no such bucket"
     assert end.exit_code == 3
 
 
 def test_an_init_container_that_ran_out_of_memory_is_one_of_the_memory() -> None:
     containers = {"prep": ended(137, reason="OOMKilled")}
-    end = why_ended(pod(phase="Failed", init_containers=containers))
+    end = explain_end(pod(phase="Failed", init_containers=containers))
     assert end.cause is Cause.OOM_KILLED
     assert end.message == "init container prep of pod job-0-0 ended with exit code 137: OOMKilled"
 
 
 def test_an_init_container_that_waits_holds_the_pod_up_until_the_trainer_runs() -> None:
     pulling = {"prep": ContainerView(waiting_reason="ErrImagePull", waiting_message="not found")}
-    held = stuck(pod(ContainerView(waiting_reason="PodInitializing"), init_containers=pulling), has_run=False)
+    held = find_stuck(pod(ContainerView(waiting_reason="PodInitializing"), init_containers=pulling), has_run=False)
     assert held is not None
     assert held.message.startswith("container prep of pod job-0-0: ErrImagePull")
     started = ContainerView(started=datetime(2026, 1, 1, tzinfo=UTC))
     assert (
-        stuck(pod(started, init_containers={"side": ContainerView(waiting_reason="CrashLoopBackOff")}), has_run=True)
+        find_stuck(
+            pod(started, init_containers={"side": ContainerView(waiting_reason="CrashLoopBackOff")}), has_run=True
+        )
         is None
     )
 
@@ -260,22 +262,22 @@ def test_a_program_that_its_node_asked_to_end_has_not_succeeded() -> None:
 def test_a_taint_is_a_lost_node_where_the_node_is_not_ready() -> None:
     down = {"n1": HostView(name="n1", ready=False, since=None, out_of_service=False)}
     view = pod(host="n1", disruption="DeletionByTaintManager")
-    assert why_ended(view, down).cause is Cause.NODE_LOST
+    assert explain_end(view, down).cause is Cause.NODE_LOST
     deleted = {"n1": HostView(name="n1", ready=False, since=None, out_of_service=False, deleted=True)}
-    assert why_ended(view, deleted).cause is Cause.NODE_LOST
-    assert why_ended(view, {}).cause is Cause.DISRUPTION, "nothing is known of it"
+    assert explain_end(view, deleted).cause is Cause.NODE_LOST
+    assert explain_end(view, {}).cause is Cause.DISRUPTION, "nothing is known of it"
     assert (
-        why_ended(view, {"n1": HostView(name="n1", ready=True, since=None, out_of_service=False)}).cause
+        explain_end(view, {"n1": HostView(name="n1", ready=True, since=None, out_of_service=False)}).cause
         is Cause.DISRUPTION
     )
-    assert vanished("job-0-0", "n1", down).cause is Cause.NODE_LOST
-    assert vanished("job-0-0", "n1", None).cause is Cause.DELETED
+    assert explain_vanished("job-0-0", "n1", down).cause is Cause.NODE_LOST
+    assert explain_vanished("job-0-0", "n1", None).cause is Cause.DELETED
 
 
 def test_half_a_character_in_a_termination_message_is_escaped() -> None:
     """Python writes it for a byte of a file name that is not UTF-8, and no event can hold it."""
     written = json.dumps({"kind": "Error", "message": "no file caf\udce9", "traceback": "open('caf\udce9')"})
-    end = why_ended(pod(ended(1, message=written)))
+    end = explain_end(pod(ended(1, message=written)))
     assert end.message.endswith("no file caf\\udce9") and end.traceback == "open('caf\\udce9')"
     event_text(end.message, "counts")
 
@@ -285,8 +287,8 @@ SHARED_MEMORY = "unable to allocate shared memory(shm) for file </torch_7_1_0>: 
 
 @pytest.mark.parametrize("end", [ended(135), ended(1, message=f"RuntimeError: {SHARED_MEMORY}")])
 def test_a_program_that_found_dev_shm_full_is_told_to_raise_it(end: ContainerView) -> None:
-    assert "; /dev/shm was probably full: raise storage.sharedMemory" in why_ended(pod(end)).message
-    assert "/dev/shm" not in why_ended(pod(ended(134))).message
+    assert "; /dev/shm was probably full: raise storage.sharedMemory" in explain_end(pod(end)).message
+    assert "/dev/shm" not in explain_end(pod(ended(134))).message
 
 
 @pytest.mark.parametrize(
@@ -301,11 +303,11 @@ def test_a_program_that_found_dev_shm_full_is_told_to_raise_it(end: ContainerVie
 )
 def test_an_image_for_another_platform_is_a_fault_of_the_place_by_each_runtimes_words(said: str) -> None:
     waits = waiting("ErrImagePull", said)
-    end, why = wrong_platform(waits), stuck(waits, has_run=False)
-    assert end is not None and (end.cause, of_platform(end)) == (Cause.START_ERROR, True)
+    end, why = find_wrong_platform(waits), find_stuck(waits, has_run=False)
+    assert end is not None and (end.cause, is_about_platform(end)) == (Cause.START_ERROR, True)
     assert end.message.startswith("the image of pod job-0-0 is not for Kubernetes node ") and end.message.endswith(said)
     assert why is not None and not why.final
-    assert wrong_platform(waiting("ErrImagePull", "manifest unknown")) is None
+    assert find_wrong_platform(waiting("ErrImagePull", "manifest unknown")) is None
 
 
 def rank_failed(**fields: Any) -> str:
@@ -350,11 +352,11 @@ Root Cause (first observed failure):
     ids=["a rank", "cannot start", "shared memory", "torchrun's table", "no rank", "a truth", "no code", "hostile"],
 )
 def test_a_rank_of_torchrun_in_a_command_is_named(message: str, expected: tuple[Any, ...]) -> None:
-    end = why_ended(pod(ended(1, message=message)), launcher=False)
+    end = explain_end(pod(ended(1, message=message)), launcher=False)
     assert (end.cause, end.rank, end.exit_code, end.message) == expected
 
 
 def test_only_a_command_has_ranks_that_report_for_themselves() -> None:
-    assert why_ended(pod(ended(1, message=rank_failed()))).rank is None
+    assert explain_end(pod(ended(1, message=rank_failed()))).rank is None
     gone = pod(ended(1, message=rank_failed()), deleted_at=datetime(2026, 1, 1, tzinfo=UTC))
-    assert why_ended(gone, launcher=False).cause is Cause.DELETED
+    assert explain_end(gone, launcher=False).cause is Cause.DELETED

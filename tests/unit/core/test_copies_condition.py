@@ -44,7 +44,7 @@ def test_uploads_that_fall_behind_are_said_once_and_taken_back() -> None:
     shown = looks.after(5, {"copyBehind": 601, "copyStep": 1200, "copyTime": 1})
     assert shown is not None and (shown.status, shown.reason) == (False, "CopiesBehind")
     assert "no checkpoint has reached s3://models/runs for more than 10 minutes" in shown.message
-    assert "the newest there is of step 1200" in shown.message
+    assert "latest: step 1200" in shown.message
     assert looks.events == ["CopiesBehind"]
     again = looks.after(60, {"copyBehind": 661, "copyStep": 1200})
     assert again == shown and looks.events == [], "the same words cost no write"
@@ -67,7 +67,7 @@ def test_figures_that_are_none_are_no_figures() -> None:
     assert looks.after(5, {"copyBehind": True, "copyStep": "x"}) is None
     assert looks.after(5, ["copyBehind"]) is None
     shown = looks.after(5, {"copyBehind": 1e300, "copyStep": None})
-    assert shown is not None and "none of this start is there" in shown.message
+    assert shown is not None and "none since this start" in shown.message
 
 
 def test_a_missing_secret_is_named_with_its_keys() -> None:

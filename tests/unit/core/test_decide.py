@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from ddpjob.api.job import DDPJob
+from ddpjob.api.job import QUEUE_LABEL, DDPJob
+from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decide import decide
 from ddpjob.core.decision import (
@@ -162,7 +163,7 @@ def test_what_a_limit_range_refuses_is_shown_with_its_field(pod: str, field: str
     message = "is forbidden: [maximum cpu usage per Container is 1, but limit is 2]"
     rejection = Rejection(object=f"Pod {pod}", status=403, message=message)
     scheduled = after(a_job(), rejections=(rejection,)).status.condition(ConditionType.SCHEDULED)
-    assert scheduled is not None and f"but limit is 2]; what is judged is {field}; retried" in scheduled.message
+    assert scheduled is not None and f"but limit is 2]; the values come from {field}; retried" in scheduled.message
 
 
 NO_DRIVER = "nvidia-container-cli: initialization error: driver not loaded"
@@ -535,3 +536,31 @@ def test_a_sidecar_beside_a_program_that_has_ended_does_not_outlive_a_suspension
     down = {"n0": HostView(name="n0", ready=False, since=NOW, out_of_service=False)}
     assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods run"), "nobody would confirm its end"
     assert said(ended).startswith("no pods run")
+
+
+def new_job(label: str = "", **spec: Any) -> DDPJob:
+    meta = {"name": "job", "namespace": "space", "uid": "uid", "labels": {QUEUE_LABEL: label} if label else {}}
+    return DDPJob.read({"metadata": meta, "spec": {"image": "image", "nodes": 2, "script": "train.py", **spec}})
+
+
+FAULTY = World(problems=("a fault",))
+
+
+def test_an_ended_job_with_faults_fails_only_once() -> None:
+    job = new_job()
+    first = decide(job, FAULTY, NOW)
+    assert first.status.phase is Phase.FAILED
+    again = decide(replace(job, status=first.status), FAULTY, NOW + timedelta(minutes=1))
+    assert (again.status, again.events) == (first.status, ())
+
+
+def test_a_new_job_with_faults_fails_although_it_is_suspended() -> None:
+    assert decide(new_job(runPolicy={"suspend": True}), FAULTY, NOW).status.phase is Phase.FAILED
+
+
+def test_a_job_takes_its_class_before_it_asks_its_queue() -> None:
+    """The class may change the number and shape of the pods that the queue is asked for."""
+    job = new_job("queue", className="team")
+    offer = JobClasses.read({"team": {}}).offer(job)
+    decision = decide(job, World(offer=offer, serves_queues=True), NOW)
+    assert decision.status.job_class is not None and decision.actions == () and decision.wake == 0.0

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job_status import AvoidedNode, JobStatus, Restart, Restarts
-from ddpjob.core.failures.avoided_nodes import avoided
-from ddpjob.core.failures.liveness import lost_since, out_of_service
+from ddpjob.core.failures.avoided_nodes import find_avoided_nodes
+from ddpjob.core.failures.liveness import is_out_of_service, lost_since
 from ddpjob.core.world import ContainerView, HostView, PodView, Role, World, remembered
 from ddpjob_runtime.protocol import CoordinatorState, LostMember, Member, MemberState, Report
 
@@ -106,10 +106,10 @@ def test_by_the_coordinator() -> None:
 
 
 def test_out_of_service_is_at_once_where_the_node_is_not_ready() -> None:
-    assert out_of_service(POD, World(hosts=host(ready=False, out=True)))
-    assert not out_of_service(POD, World(hosts=host(ready=True, out=True)))
-    assert not out_of_service(POD, World(hosts=host(ready=False)))
-    assert not out_of_service(POD, World())
+    assert is_out_of_service(POD, World(hosts=host(ready=False, out=True)))
+    assert not is_out_of_service(POD, World(hosts=host(ready=True, out=True)))
+    assert not is_out_of_service(POD, World(hosts=host(ready=False)))
+    assert not is_out_of_service(POD, World())
 
 
 # --- avoided nodes ----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def restarts(*what: tuple[str, str], counted: bool = True, age: float = 60) -> J
 
 
 def nodes(status: JobStatus, *, trained: bool = True) -> list[str]:
-    return [entry.node for entry in avoided(status, NOW, trained=trained)]
+    return [entry.node for entry in find_avoided_nodes(status, NOW, trained=trained)]
 
 
 def test_a_node_that_fails_three_times_while_others_do_not() -> None:
@@ -163,12 +163,12 @@ def test_a_node_that_is_lost_twice() -> None:
     lost = ("NodeLost", "n1")
     assert nodes(restarts(lost)) == []
     assert nodes(restarts(lost, lost, ("ExitCode", "n2"))) == ["n1"]
-    [entry] = avoided(restarts(lost, lost), NOW, trained=True)
+    [entry] = find_avoided_nodes(restarts(lost, lost), NOW, trained=True)
     assert entry.until == NOW + timedelta(minutes=59)
 
 
 def test_it_is_remembered_for_its_time() -> None:
     known = AvoidedNode(node="n3", until=NOW + timedelta(seconds=1), reason="2 times lost")
     status = JobStatus(avoided_nodes=(known,))
-    assert avoided(status, NOW, trained=True) == (known,)
-    assert avoided(status, NOW + timedelta(seconds=1), trained=True) == ()
+    assert find_avoided_nodes(status, NOW, trained=True) == (known,)
+    assert find_avoided_nodes(status, NOW + timedelta(seconds=1), trained=True) == ()

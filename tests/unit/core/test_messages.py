@@ -9,7 +9,7 @@ import pytest
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, SlotState
 from ddpjob.core.decision import Creation, NotifyCoordinator
 from ddpjob.core.failures.classify import without_wait
-from ddpjob.core.status.messages import cause_first, count, event_text
+from ddpjob.core.status.messages import count, event_text, put_cause_first
 from ddpjob.core.world import ContainerView
 from ddpjob_runtime.protocol import (
     EXIT_INIT_FAILURE,
@@ -146,7 +146,7 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one() -> None:
         condition = job.status.condition(ConditionType.RUNNING)
         assert condition is not None and condition.status
         assert condition.reason == ("NoGroup" if progress else "GroupRuns")
-        assert ("each rank trains a model of its own" in condition.message) is bool(progress)
+        assert ("each rank trains a separate model" in condition.message) is bool(progress)
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
 
 
@@ -166,7 +166,7 @@ def test_steps_that_cannot_be_counted_are_said_to_a_job_that_wants_hangs_noticed
         job, _ = seen(job, 5, pods, reported)
         said = message(job.status, ConditionType.RUNNING)
         assert said.startswith("2 nodes run together")
-        assert ("no step of this script can be counted" in said) is bool(recovery)
+        assert ("this script's steps cannot be counted" in said) is bool(recovery)
 
 
 @pytest.mark.parametrize("when", ["told", "told in the last report", "never"])
@@ -183,7 +183,7 @@ def test_ranks_that_formed_no_group_are_named_after_the_end(when: str) -> None:
     job, decision = seen(job, 9, ended, succeeded if when != "told" else None)
     complete = job.status.condition(ConditionType.COMPLETE)
     assert complete is not None and complete.status
-    assert ("each of them has trained a model of its own" in complete.message) is (when != "never")
+    assert ("each of them trained a separate model" in complete.message) is (when != "never")
     assert complete.message in [e.message for e in decision.events]
 
 
@@ -196,7 +196,7 @@ def test_a_script_that_began_again_after_a_restart_is_named_after_the_end() -> N
     for resumed in ("no", "yes"):
         progress = {"step": 300, "resumed": resumed}
         job_ended, _ = seen(job, 9, ended, replace(report(CoordinatorState.SUCCEEDED, progress=progress), world=2))
-        said = "but after the last restart the script seems to have begun again from step 0"
+        said = "but after the last restart the script seems to have started again from step 0, because"
         assert (said in message(job_ended.status, ConditionType.COMPLETE)) is (resumed == "no")
 
 
@@ -344,4 +344,4 @@ def test_a_change_of_size_is_recorded_once() -> None:
     ],
 )
 def test_the_cause_comes_first_and_the_facts_last(recorded: str, shown: str) -> None:
-    assert cause_first(recorded, "f") == shown == event_text(recorded, "f")
+    assert put_cause_first(recorded, "f") == shown == event_text(recorded, "f")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import JobStatus, Slot
-from ddpjob.core.failures.new_incidents import new_incidents
+from ddpjob.core.failures.new_incidents import find_new_incidents
 from ddpjob.core.view import View
 from ddpjob.core.world import World
 from ddpjob_runtime.coordinator.first_cause import Finish, Source, WorkerFailure, first_cause
@@ -32,7 +32,7 @@ def view_of(incident: Incident) -> View:
 @pytest.mark.parametrize(("index", "node"), [(None, ""), (0, "first"), (1, "second"), (2, ""), (-1, ""), (-3, "")])
 def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> None:
     incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
-    assert [f.restart.node for f in new_incidents(view_of(incident)).findings] == [node]
+    assert [f.restart.node for f in find_new_incidents(view_of(incident)).findings] == [node]
 
 
 @pytest.mark.parametrize(("procs", "ranks"), [(1, "rank 1"), (2, "ranks 2 to 3")])
@@ -47,7 +47,7 @@ def test_workers_that_end_before_the_others_are_named_by_their_ranks(procs: int,
     assert verdict is not None
     view = view_of(Incident(1, NOW, verdict.kind, **verdict.details))
     view = replace(view, job=replace(view.job, spec=replace(view.job.spec, procs_per_node=procs)))
-    (finding,) = new_incidents(view).findings
+    (finding,) = find_new_incidents(view).findings
     assert finding.restart.message == f"{ranks} in pod job-1-0 ended with exit code 0 before the others"
 
 
@@ -64,7 +64,7 @@ def test_workers_that_end_before_the_others_are_named_by_their_ranks(procs: int,
 )
 def test_a_failure_is_said_once(signal: str | None, written: str, said: str) -> None:
     ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 5, signal, written)
-    assert [f.restart.message for f in new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
+    assert [f.restart.message for f in find_new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
 
 
 FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
@@ -88,11 +88,11 @@ FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
 )
 def test_a_rank_that_found_dev_shm_full_is_told_to_raise_it(signal: str | None, written: str) -> None:
     incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 1, signal, written)
-    (finding,) = new_incidents(view_of(incident)).findings
+    (finding,) = find_new_incidents(view_of(incident)).findings
     said = f"signal {signal}" if signal else f"exit code 1: {written}"
     assert finding.restart.message == f"rank 0 in pod job-0-0 ended with {said}{FULL}"
     disk = replace(incident, signal=None, message="OSError: [Errno 28] No space left on device: '/checkpoints/a'")
-    assert "/dev/shm" not in new_incidents(view_of(disk)).findings[0].restart.message
+    assert "/dev/shm" not in find_new_incidents(view_of(disk)).findings[0].restart.message
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_ranks_of_several_pods_that_fail_alike_fail_everywhere(
     ]
     verdict = first_cause(found, [], [], 7.01)
     assert verdict is not None
-    (finding,) = new_incidents(view_of(Incident(1, NOW, verdict.kind, **verdict.details))).findings
+    (finding,) = find_new_incidents(view_of(Incident(1, NOW, verdict.kind, **verdict.details))).findings
     assert finding.restart.everywhere is everywhere

@@ -12,7 +12,7 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import PodChanges, QueueStatus, Restart, SlotState
 from ddpjob.controller.operator_settings import Settings, SettingsError
-from ddpjob.core.failures.node_health import LASTS, judge_nodes, next_judgement
+from ddpjob.core.failures.node_health import LASTS, find_next_judgement, judge_nodes
 from ddpjob.core.view import View
 from ddpjob.core.world import HealthSignals, HostView, PodView, World, remembered
 from worlds import NOW, later, running
@@ -260,9 +260,9 @@ def test_pods_that_are_kept_apart_by_a_zone_need_another_zone() -> None:
 def test_the_operator_looks_again_when_a_sign_has_lasted() -> None:
     job, pods = running(2)
     world = World(pods=pods, hosts=hosts(1))
-    assert next_judgement(View(job, job.status, world, later(20))) == NOW + LASTS
-    assert next_judgement(View(job, job.status, world, later(61))) is None
-    assert next_judgement(View(job, job.status, replace(world, hosts=hosts()), later(20))) is None
+    assert find_next_judgement(View(job, job.status, world, later(20))) == NOW + LASTS
+    assert find_next_judgement(View(job, job.status, world, later(61))) is None
+    assert find_next_judgement(View(job, job.status, replace(world, hosts=hosts()), later(20))) is None
 
 
 def test_the_other_node_has_the_labels_that_the_pod_asks_for() -> None:
@@ -324,7 +324,7 @@ def test_a_pod_that_does_not_run_yet_is_left_to_the_kubelet() -> None:
     ("name", "value", "message"),
     [
         ("NODE_CONDITIONS", '["GpuUnhealthy"]', "write TYPE=True"),
-        ("NODE_CONDITIONS", '["Ready=False"]', "Ready is watched anyway"),
+        ("NODE_CONDITIONS", '["Ready=False"]', "Ready is always watched"),
         ("NODE_CONDITIONS", '["*=True"]', "write TYPE=True"),
         ("NODE_CONDITIONS", '["Gpu*Down=True"]', "write TYPE=True"),
         ("NODE_CONDITIONS", '["Re*=True"]', "matches Ready=True of a healthy node; write the whole TYPE"),
@@ -334,8 +334,8 @@ def test_a_pod_that_does_not_run_yet_is_left_to_the_kubelet() -> None:
         ("NODE_CONDITIONS", '{"a": 1}', "must be a JSON list"),
         ("NODE_CONDITIONS", "[1]", "at most 100 names"),
         ("NODE_TAINTS", '["*"]', "at most 100 names"),
-        ("NODE_TAINTS", '["node.kubernetes.io/unschedulable"]', "a cordon among them"),
-        ("NODE_TAINTS", '["node.kube*"]', "a cordon among them"),
+        ("NODE_TAINTS", '["node.kubernetes.io/unschedulable"]', "a cordon, do not describe"),
+        ("NODE_TAINTS", '["node.kube*"]', "a cordon, do not describe"),
         ("NODE_TAINTS", json.dumps(["a"] * 101), "at most 100 names"),
     ],
 )

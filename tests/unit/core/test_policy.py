@@ -9,7 +9,7 @@ import pytest
 from ddpjob.api.job_spec import Backoff, JobSpec
 from ddpjob.api.job_status import Restart
 from ddpjob.core.failures.classify import Cause
-from ddpjob.core.failures.policy import Ruling, evaluate_rules, lost_device, repeated_everywhere, shell_code
+from ddpjob.core.failures.policy import Ruling, evaluate_rules, find_error_everywhere, find_lost_device, shell_code
 from worlds import NOW
 
 
@@ -121,14 +121,14 @@ def test_backoff_doubles_from_the_second_failure_on() -> None:
 )
 def test_messages_that_say_that_the_container_has_lost_its_device(message: str, lost: bool) -> None:
     job = JobSpec.read({"image": "i", "script": "s", "gpusPerNode": 1})
-    assert bool(lost_device(job, f"rank 0 in pod p ended with exit code 1: {message}", trained=False)) is lost
+    assert bool(find_lost_device(job, f"rank 0 in pod p ended with exit code 1: {message}", trained=False)) is lost
 
 
 def test_a_job_without_devices_that_has_made_no_step_has_lost_none() -> None:
     job = JobSpec.read({"image": "i", "script": "s", "gpusPerNode": 0})
     message = "RuntimeError: No CUDA GPUs are available"
-    assert not lost_device(job, message, trained=False)
-    assert lost_device(job, message, trained=True), "podTemplate may claim devices"
+    assert not find_lost_device(job, message, trained=False)
+    assert find_lost_device(job, message, trained=True), "podTemplate may claim devices"
 
 
 def error(at: float, message: str = "ValueError: bad 3", line: int = 7, **fields: Any) -> Restart:
@@ -160,10 +160,10 @@ def error(at: float, message: str = "ValueError: bad 3", line: int = 7, **fields
     ],
 )
 def test_an_error_that_repeats_everywhere_ends_the_job(failures: list[Restart], ends: bool) -> None:
-    assert bool(repeated_everywhere(spec(), failures)) is ends
+    assert bool(find_error_everywhere(spec(), failures)) is ends
     if ends:
         ruled = spec({"cause": "ExitCode", "exitCodes": [1], "action": "Restart"})
-        assert repeated_everywhere(ruled, failures) is None, "its author knows better"
+        assert find_error_everywhere(ruled, failures) is None, "its author knows better"
 
 
 @pytest.mark.parametrize(
@@ -182,4 +182,4 @@ def test_an_error_that_repeats_everywhere_ends_the_job(failures: list[Restart], 
 )
 def test_errors_of_networks_disks_and_devices_may_pass(message: str, ends: bool) -> None:
     failures = [error(at, message) for at in (0, 11, 22)]
-    assert bool(repeated_everywhere(spec(), failures)) is ends
+    assert bool(find_error_everywhere(spec(), failures)) is ends

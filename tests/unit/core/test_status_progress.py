@@ -10,7 +10,7 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot
 from ddpjob.core.status.events import change_events
-from ddpjob.core.status.shown_progress import began_again, duration, shown_progress, shown_stragglers
+from ddpjob.core.status.shown_progress import began_again, duration, show_progress, show_stragglers
 from ddpjob.core.view import View
 from ddpjob.core.world import PodView, Role, World
 from ddpjob_runtime.protocol import CoordinatorState, Member, MemberState, Report, read_figures
@@ -29,7 +29,7 @@ def test_displays() -> None:
         "samplesPerSecond": 1234.5,
         "eta": 754.2,
     }
-    shown = shown_progress({}, reported, NOW, at_once=False)
+    shown = show_progress({}, reported, NOW, at_once=False)
     assert shown["display"] == "epoch 3/10 45 %"
     assert shown["lossDisplay"] == "0.3125"
     assert shown["speedDisplay"] == "1,234/s"
@@ -39,53 +39,56 @@ def test_displays() -> None:
 
 def test_a_loss_of_minus_zero_is_zero() -> None:
     """A mean of negative logarithms of 1."""
-    assert shown_progress({}, {"loss": -0.0}, NOW, at_once=False)["lossDisplay"] == "0"
+    assert show_progress({}, {"loss": -0.0}, NOW, at_once=False)["lossDisplay"] == "0"
 
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_of_no_steps_there_are_no_percent(steps: int) -> None:
-    shown = shown_progress({}, {"epoch": 1, "step": 45, "steps": steps}, NOW, at_once=False)
+    shown = show_progress({}, {"epoch": 1, "step": 45, "steps": steps}, NOW, at_once=False)
     assert "percent" not in shown and shown["display"] == "epoch 1 step 45"
 
 
 def test_the_speed_of_a_script_that_reports_no_samples_is_in_steps() -> None:
     reported = {"step": 45, "metrics": {"stepsPerSecond": 9.961}}
-    assert shown_progress({}, reported, NOW, at_once=False)["speedDisplay"] == "9.96 steps/s"
-    both = shown_progress({}, {**reported, "samplesPerSecond": 80}, NOW, at_once=False)
+    assert show_progress({}, reported, NOW, at_once=False)["speedDisplay"] == "9.96 steps/s"
+    both = show_progress({}, {**reported, "samplesPerSecond": 80}, NOW, at_once=False)
     assert both["speedDisplay"] == "80/s"
 
 
 @pytest.mark.parametrize("resumed", ["yes", "no", "unknown"])
 def test_steps_that_are_counted_are_those_since_the_restart(resumed: str) -> None:
     """A script that begins again each time looked like one that continues."""
-    shown = shown_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
+    shown = show_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
     assert shown["display"] == "step 359" and not began_again(shown), "its first start"
-    shown = shown_progress(shown, {"step": 1, "resumed": "unknown"}, NOW, at_once=False)
+    shown = show_progress(shown, {"step": 1, "resumed": "unknown"}, NOW, at_once=False)
     assert shown["display"] == "step 1 since the restart", "at once"
-    shown = shown_progress(shown, {"step": 128, "resumed": resumed}, NOW + timedelta(seconds=9), at_once=False)
+    shown = show_progress(shown, {"step": 128, "resumed": resumed}, NOW + timedelta(seconds=9), at_once=False)
     assert (shown["display"], shown["stepsBefore"]) == ("step 128 since the restart", 359)
-    said = {"yes": "", "no": "begun again from step 0: its optimizer had no state of the 359 steps before"}
-    assert said.get(resumed, "is not known") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
-    own = shown_progress(shown, {"step": 300}, NOW + timedelta(seconds=20), at_once=False)
+    said = {
+        "yes": "",
+        "no": "started again from step 0, because its optimizer had no state from the 359 earlier steps",
+    }
+    assert said.get(resumed, "it is unknown") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
+    own = show_progress(shown, {"step": 300}, NOW + timedelta(seconds=20), at_once=False)
     assert own["display"] == "step 300" and not began_again(own), "the script names its steps"
 
 
 def test_it_is_written_at_most_every_two_seconds() -> None:
-    first = shown_progress({}, {"step": 1}, NOW, at_once=False)
-    assert shown_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=False) is first
-    assert shown_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=True)["step"] == 2
-    assert shown_progress(first, {"step": 2}, NOW + timedelta(seconds=2), at_once=False)["step"] == 2
+    first = show_progress({}, {"step": 1}, NOW, at_once=False)
+    assert show_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=False) is first
+    assert show_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=True)["step"] == 2
+    assert show_progress(first, {"step": 2}, NOW + timedelta(seconds=2), at_once=False)["step"] == 2
     for figure in ({"loss": 0.5}, {"samplesPerSecond": 3}, {"metrics": {"stepsPerSecond": 3}}):
-        both = shown_progress(first, {"step": 2, **figure}, NOW + timedelta(seconds=1), at_once=False)
+        both = show_progress(first, {"step": 2, **figure}, NOW + timedelta(seconds=1), at_once=False)
         assert both["step"] == 2, "the first of its kind"
-        assert shown_progress(both, {"step": 3, **figure}, NOW + timedelta(seconds=2), at_once=False) is both
-    assert shown_progress(first, {"step": 1}, NOW + timedelta(seconds=9), at_once=False) is first, (
+        assert show_progress(both, {"step": 3, **figure}, NOW + timedelta(seconds=2), at_once=False) is both
+    assert show_progress(first, {"step": 1}, NOW + timedelta(seconds=9), at_once=False) is first, (
         "nothing new is nothing to write"
     )
 
 
 def test_what_is_no_number_is_not_shown() -> None:
-    shown = shown_progress({}, {"step": 1, "loss": float("nan"), "samplesPerSecond": float("inf")}, NOW, at_once=False)
+    shown = show_progress({}, {"step": 1, "loss": float("nan"), "samplesPerSecond": float("inf")}, NOW, at_once=False)
     assert set(shown) == {"step", "display", "updatedAt"}
 
 
@@ -102,7 +105,7 @@ def test_durations() -> None:
 
 @pytest.mark.parametrize("written", ["8999-01-01T00:00:00Z", "2026-02-30T00:00:00Z", "never", "2026-01-01T00:00:00", 3])
 def test_a_time_that_nobody_can_compute_with_does_not_hold_progress_up(written: Any) -> None:
-    fresh = shown_progress({"step": 1, "updatedAt": written}, {"step": 2}, NOW, at_once=False)
+    fresh = show_progress({"step": 1, "updatedAt": written}, {"step": 2}, NOW, at_once=False)
     assert (fresh["step"], fresh["updatedAt"]) == (2, "2026-01-01T00:00:00Z")
 
 
@@ -123,14 +126,14 @@ def lagging(stragglers: Any, *, shown: Any = (), state: CoordinatorState = Coord
 
 
 def test_a_rank_that_lags_is_shown_with_its_pod() -> None:
-    found = shown_stragglers(lagging([{"rank": 1, "slowdown": 1.84}, {"rank": 2, "slowdown": 2}]))
+    found = show_stragglers(lagging([{"rank": 1, "slowdown": 1.84}, {"rank": 2, "slowdown": 2}]))
     assert found == [
         {"rank": 2, "pod": "job-0-0", "slowdown": 2.0, "since": "2026-01-01T00:00:00Z"},
         {"rank": 1, "pod": "job-1-0", "node": "host", "slowdown": 1.8, "since": "2026-01-01T00:00:00Z"},
     ]
-    shown = shown_progress({}, {"step": 3}, NOW, at_once=False, stragglers=found)
+    shown = show_progress({}, {"step": 3}, NOW, at_once=False, stragglers=found)
     assert shown["stragglers"] == found
-    assert "stragglers" not in shown_progress(shown, {"step": 4}, NOW + timedelta(seconds=9), at_once=False)
+    assert "stragglers" not in show_progress(shown, {"step": 4}, NOW + timedelta(seconds=9), at_once=False)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +153,12 @@ def test_a_rank_that_lags_is_shown_with_its_pod() -> None:
     ],
 )
 def test_what_names_no_rank_of_the_job_is_not_shown(reported: Any) -> None:
-    assert shown_stragglers(lagging(reported)) == []
+    assert show_stragglers(lagging(reported)) == []
 
 
 def test_what_is_shown_is_bounded() -> None:
     many = [{"rank": rank % 4, "slowdown": 1e18} for rank in range(1000)]
-    found = shown_stragglers(lagging(many))
+    found = show_stragglers(lagging(many))
     assert [entry["rank"] for entry in found] == [0, 1, 2, 3] and {entry["slowdown"] for entry in found} == {1000.0}
     assert len(read_figures({"stragglers": [{"rank": n, "slowdown": 2} for n in range(99)]}, "")["stragglers"]) == 8
 
@@ -166,7 +169,7 @@ def test_a_rank_stays_for_a_minute_and_its_episode_is_one_event() -> None:
     for second in range(0, 300, 2):
         now = NOW + timedelta(seconds=second)
         view = lagging([{"rank": 1, "slowdown": 2}] if second % 4 else [], shown=status.progress.get("stragglers", ()))
-        found = shown_stragglers(replace(view, now=now))
+        found = show_stragglers(replace(view, now=now))
         after = replace(status, progress={"stragglers": found} if found else {})
         events += len(change_events(status, after))
         status = after
@@ -175,46 +178,47 @@ def test_a_rank_stays_for_a_minute_and_its_episode_is_one_event() -> None:
     (event,) = change_events(JobStatus(), after)
     assert event.warning and event.reason == "RankLags"
     later = lagging([], shown=found)
-    assert shown_stragglers(replace(later, now=NOW + timedelta(minutes=10))) == [], "but not for longer"
+    assert show_stragglers(replace(later, now=NOW + timedelta(minutes=10))) == [], "but not for longer"
 
 
 def test_ranks_that_are_swapped_take_no_blame_along() -> None:
     view = lagging([{"rank": 2, "slowdown": 2}])
-    shown = shown_stragglers(view)
+    shown = show_stragglers(view)
     assert [entry["pod"] for entry in shown] == ["job-0-0"]
     assert view.report is not None
     swapped = tuple(replace(m, rank=1 - m.rank) for m in view.report.members if m.rank is not None)
     next_round = replace(view.report, members=swapped, round=2, progress={"step": 3})
     status = replace(view.status, progress={"step": 3, "stragglers": shown})
     later = replace(view, status=status, world=replace(view.world, report=next_round), now=NOW + timedelta(seconds=5))
-    assert shown_stragglers(later) == [], "the minute is that of the pod"
+    assert show_stragglers(later) == [], "the minute is that of the pod"
     again = replace(next_round, progress=view.report.progress)
-    (entry,) = shown_stragglers(replace(later, world=replace(view.world, report=again)))
+    (entry,) = show_stragglers(replace(later, world=replace(view.world, report=again)))
     assert (entry["pod"], entry["since"]) == ("job-1-0", "2026-01-01T00:00:05Z")
     (event,) = change_events(status, JobStatus(progress={"stragglers": [entry]}))
     assert "rank 2 (job-1-0" in event.message
 
 
 def test_a_lag_that_lasts_is_one_event_with_pod_and_node() -> None:
-    first = shown_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
+    first = show_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
     (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": first}))
     assert event.reason == "RankLags"
     assert event.message == (
-        "rank 1 (job-1-0 on Kubernetes node host) takes 2.0 times as long for its own work of a step as the median"
-        " rank, and all others wait for it"
+        "rank 1 (job-1-0 on Kubernetes node host) takes 2.0 times as long as the median rank for its own "
+        "work in a step, "
+        "and all other ranks wait for it"
     )
-    two = shown_stragglers(lagging([{"rank": 1, "slowdown": 2}, {"rank": 2, "slowdown": 2}]))
+    two = show_stragglers(lagging([{"rank": 1, "slowdown": 2}, {"rank": 2, "slowdown": 2}]))
     (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": two}))
-    assert event.message.endswith("for their own work of a step as the median rank, and all others wait for them")
+    assert event.message.endswith("as the median rank for their own work in a step, and all other ranks wait for them")
     view = replace(lagging([{"rank": 1, "slowdown": 3}], shown=first), now=NOW + timedelta(hours=1))
-    later = shown_stragglers(view)
+    later = show_stragglers(view)
     assert later[0]["slowdown"] == 3 and later[0]["since"] == first[0]["since"]
     assert change_events(JobStatus(progress={"stragglers": first}), JobStatus(progress={"stragglers": later})) == []
 
 
 def test_nobody_lags_while_the_group_does_not_run() -> None:
     for state in (CoordinatorState.RESTARTING, CoordinatorState.FORMING):
-        assert shown_stragglers(lagging([{"rank": 1, "slowdown": 2}], state=state)) == []
+        assert show_stragglers(lagging([{"rank": 1, "slowdown": 2}], state=state)) == []
 
 
 @pytest.mark.parametrize(
@@ -222,12 +226,12 @@ def test_nobody_lags_while_the_group_does_not_run() -> None:
 )
 def test_of_a_job_that_has_ended_or_stands_still_nobody_is_shown(state: CoordinatorState | None) -> None:
     """Not even for the minute, and not where there is no report any more."""
-    shown = shown_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
+    shown = show_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
     view = lagging([{"rank": 1, "slowdown": 2}], shown=shown, state=state or CoordinatorState.RUNNING)
     view = view if state else replace(view, world=replace(view.world, report=None))
-    assert shown_stragglers(view) == []
+    assert show_stragglers(view) == []
     before = {"step": 3, "stragglers": shown, "updatedAt": "2026-01-01T00:00:00Z"}
-    after = shown_progress(before, view.reported_progress, NOW, at_once=True, stragglers=shown_stragglers(view))
+    after = show_progress(before, view.reported_progress, NOW, at_once=True, stragglers=show_stragglers(view))
     assert after["step"] == 3 and "stragglers" not in after
 
 
@@ -243,5 +247,5 @@ def test_a_job_that_is_suspended_has_no_ranks_that_lag() -> None:
 
 def test_half_a_character_in_a_name_is_escaped() -> None:
     """The API server stored another character in its place, and each look found a progress that differed."""
-    shown = shown_progress({}, {"step": 1, "eta": "\ud800", "metrics": {"a\ud800": 2.0}}, NOW, at_once=True)
+    shown = show_progress({}, {"step": 1, "eta": "\ud800", "metrics": {"a\ud800": 2.0}}, NOW, at_once=True)
     assert shown["metrics"] == {"a\\ud800": 2.0} and shown["eta"] == "\\ud800"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import Slot, SlotState
-from ddpjob.core.volumes import FIELD, claims_to_read, has_claim, missing_claim, unusable_claim
+from ddpjob.core.volumes import FIELD, find_unusable_claim, has_claim, lacks_claim, list_claims_to_read
 from ddpjob.core.world import ClaimView, PodView, Role, World
 
 SPEC = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
@@ -30,15 +30,15 @@ def making(template: dict[str, Any] | None = None, **spec: Any) -> DDPJob:
 
 
 def problem(claim: ClaimView, job: DDPJob | None = None) -> str:
-    found = unusable_claim(job or making(), World(claims=(claim,), claim_template="mark"))
+    found = find_unusable_claim(job or making(), World(claims=(claim,), claim_template="mark"))
     return f"{found.reason}: {found.message}" if found else ""
 
 
 def test_a_claim_that_is_missing_is_made_where_the_job_makes_it() -> None:
-    assert problem(ABSENT) == "" and missing_claim(making(), World(claims=(ABSENT,)))
+    assert problem(ABSENT) == "" and lacks_claim(making(), World(claims=(ABSENT,)))
     named = job_with(storage={"checkpoints": {"claimName": "job-checkpoints"}})
-    assert problem(ABSENT, named).startswith("ClaimNotFound") and not missing_claim(named, World(claims=(ABSENT,)))
-    assert not missing_claim(making(), World()), "it is not looked at while pods run"
+    assert problem(ABSENT, named).startswith("ClaimNotFound") and not lacks_claim(named, World(claims=(ABSENT,)))
+    assert not lacks_claim(making(), World()), "it is not looked at while pods run"
 
 
 def test_a_claim_that_is_gone_after_training_is_not_made_again() -> None:
@@ -50,7 +50,7 @@ def test_a_claim_that_is_gone_after_training_is_not_made_again() -> None:
 
 def test_a_job_that_has_trained_elsewhere_may_have_its_first_claim_made() -> None:
     job = making(trained=True)
-    assert problem(ABSENT, job) == "" and missing_claim(job, World(claims=(ABSENT,)))
+    assert problem(ABSENT, job) == "" and lacks_claim(job, World(claims=(ABSENT,)))
     mine, theirs = (replace(OURS, made_for=name) for name in ("job", "other"))
     assert [has_claim(job, World(claims=(c,), claim_template="mark")) for c in (ABSENT, mine, theirs)] == [
         False, True, False,
@@ -64,28 +64,28 @@ def test_the_made_claim_is_looked_at_whenever_a_pod_is_missing() -> None:
     first = PodView(name="job-0-0", uid="1", role=Role.NODE, index=0, host="n1")
     second = replace(first, name="job-1-0", uid="2", index=1)
     moment = datetime(2026, 1, 1, tzinfo=UTC)
-    assert claims_to_read(job, (first, second)) == ()
+    assert list_claims_to_read(job, (first, second)) == ()
     for missing in ((first,), (first, replace(second, host="")), (first, replace(second, deleted_at=moment))):
-        assert claims_to_read(job, missing) == ("job-checkpoints",)
+        assert list_claims_to_read(job, missing) == ("job-checkpoints",)
     done = replace(job.status, slots=(running[0], Slot(state=SlotState.SUCCEEDED)))
-    assert claims_to_read(replace(job, status=done), (first,)) == ()
+    assert list_claims_to_read(replace(job, status=done), (first,)) == ()
     unseen = replace(job, status=replace(job.status, claim_made=False))
-    assert claims_to_read(unseen, (first, second)) == ("job-checkpoints",), "until it is noted"
+    assert list_claims_to_read(unseen, (first, second)) == ("job-checkpoints",), "until it is noted"
     named = job_with(storage={"checkpoints": {"claimName": "a"}})
-    assert claims_to_read(named, ()) == ("a",), "before the first pod"
+    assert list_claims_to_read(named, ()) == ("a",), "before the first pod"
     three = replace(named, spec=replace(named.spec, nodes=3), status=job.status)
-    assert claims_to_read(three, (first, second)) == (), "it serves two"
+    assert list_claims_to_read(three, (first, second)) == (), "it serves two"
 
 
 def test_a_claim_of_a_job_that_grows_from_one_node_is_looked_at() -> None:
     one = job_with(nodes=1, storage={"checkpoints": {"claimName": "a"}})
     one = replace(one, status=replace(one.status, active=1, slots=(Slot(state=SlotState.RUNNING),)))
     first = PodView(name="job-0-0", uid="1", role=Role.NODE, index=0, host="n1")
-    assert claims_to_read(one, (first,)) == ()
+    assert list_claims_to_read(one, (first,)) == ()
     two = replace(one, spec=replace(one.spec, nodes=2))
-    assert claims_to_read(two, (first,)) == ("a",), "before the second pod is made"
+    assert list_claims_to_read(two, (first,)) == ("a",), "before the second pod is made"
     planned = replace(two, status=replace(two.status, slots=(*two.status.slots, Slot(attempt=1))))
-    assert claims_to_read(planned, (first,)) == ("a",), "and as long as it is not"
+    assert list_claims_to_read(planned, (first,)) == ("a",), "and as long as it is not"
 
 
 def test_the_jobs_own_and_one_kept_for_it_serve() -> None:
@@ -99,8 +99,11 @@ def test_the_jobs_own_and_one_kept_for_it_serve() -> None:
     [
         ({"made_by": "", "made_for": ""}, "was not made by a job of this name"),
         ({"made_for": "other"}, "was not made by a job of this name"),
-        ({"made_by": "earlier", "template": "another"}, "kept from an earlier job of this name, and made from another"),
-        ({"template": "another"}, "made by this job from another claimTemplate"),
+        (
+            {"made_by": "earlier", "template": "another"},
+            "kept from an earlier job of this name and made from a different",
+        ),
+        ({"template": "another"}, "made by this job from a different claimTemplate"),
         ({"made_by": "earlier", "owners": ("earlier",)}, "an earlier job"),
         ({"owners": ("x",)}, "removed with another object"),
         ({"owners": ("uid",)}, "to keep it, run kubectl patch pvc job-checkpoints --namespace space --patch '{"),

@@ -37,8 +37,8 @@ def test_a_scheduler_that_does_not_exist_is_named_with_its_field() -> None:
     silent = shown(ConditionType.SCHEDULED, 30, *pods, scheduling=scheduling)
     assert silent.reason == "SchedulerSilent"
     assert silent.message == (
-        "pod job-0-0: no scheduler has said anything of it since 2026-01-01T00:00:00Z: "
-        "does the scheduler fair-share run, which spec.scheduling.schedulerName names?"
+        "pod job-0-0: no scheduler has reported on it since 2026-01-01T00:00:00Z; "
+        "check that the scheduler fair-share runs, which spec.scheduling.schedulerName names"
     )
     assert "resource claims" in shown(ConditionType.SCHEDULED, 30, *pods).message
     coordinator = replace(COORDINATOR, host="", phase="Pending", containers={})
@@ -137,7 +137,7 @@ def test_what_a_pod_s_conditions_say_is_read() -> None:
     [
         (placed(1, prepared=False), "pod job-1-0 on Kubernetes node n1 has waited for its volumes or its network"),
         (unplaced(1, gated="scheduling is blocked"), "pod job-1-0: scheduling is blocked"),
-        (unplaced(1), "pod job-1-0: no scheduler has said anything of it since 2026-01-01T00:00:00Z"),
+        (unplaced(1), "pod job-1-0: no scheduler has reported on it since 2026-01-01T00:00:00Z"),
     ],
 )
 def test_a_smaller_group_says_what_its_missing_pod_waits_for(waiting: PodView, says: str) -> None:

@@ -690,7 +690,7 @@ def test_a_line_without_an_end_is_cut_off() -> None:
 
 
 def test_a_host_that_is_no_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Mistake, match=r"^--host a\.\.b: no name of a machine; give an address of this machine$"):
+    with pytest.raises(Mistake, match=r"^--host a\.\.b: not the name of a machine; give an address of this machine$"):
         dashboard_command.serve_dashboard(ProcessBackend(), "a..b", 0)
 
     async def unknown(*_: Any, **options: Any) -> None:

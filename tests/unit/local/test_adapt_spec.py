@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from ddpjob.api.job import DDPJob
+from ddpjob.api.job_status import utc_now
 from ddpjob.api.reader import with_defaults
-from ddpjob.engine.reconcile import utc_now
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec, usable_gpus
 from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import new_body
@@ -145,7 +145,7 @@ def test_a_script_that_is_not_here(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     Path("code/there.py").touch()
     [problem] = fitted(tmp_path, script="there.py").problems
-    assert problem == f"spec.script: there.py is not in {tmp_path}; name the folder that it is in with --workdir DIR"
+    assert problem == f"spec.script: there.py is not in {tmp_path}; name its folder with --workdir DIR"
     assert not fitted(tmp_path, Options(working_dir=Path("code")), script="there.py").problems
     [problem] = fitted(tmp_path, script="/code/no/train.py").problems
     assert problem.startswith("spec.script: /code/no/train.py is not on this machine")
@@ -233,7 +233,7 @@ def test_a_module_that_is_not_here(tmp_path: Path) -> None:
     (tmp_path / "there.py").touch()
     where = f"neither in {tmp_path} nor among the packages of this Python"
     assert (
-        f"spec.module: absent.train is {where}; name the folder that it is in with --workdir DIR"
+        f"spec.module: absent.train is {where}; name its folder with --workdir DIR"
         in fitted(tmp_path, module="absent.train").warnings
     )
     for module in ("there", "json.tool"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpjob.engine.reconcile import utc_now
+from ddpjob.api.job_status import utc_now
 from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import prepare
 

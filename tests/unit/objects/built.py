@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.core.plan.slots import new_generation
+from ddpjob.core.plan.slots import begin_generation
 from ddpjob.core.view import View
 from ddpjob.core.world import World
 from ddpjob.objects.platform import Platform
@@ -25,7 +25,7 @@ def job(**spec: Any) -> DDPJob:
         namespace=read.namespace,
         uid=read.uid,
         spec=read.spec,
-        status=new_generation(View(read, read.status, World(), NOW)),
+        status=begin_generation(View(read, read.status, World(), NOW)),
     )
 
 

@@ -25,7 +25,7 @@ def volume(pod: Json) -> Json:
     return found
 
 
-def test_without_a_cache_each_pod_has_a_disk_of_its_own_which_restricted_namespaces_admit() -> None:
+def test_without_a_cache_each_pod_has_a_disk_that_restricted_namespaces_admit() -> None:
     pod = node(storage=data())
     assert volume(pod) == {"name": "ddpjob-data", "emptyDir": {}}
     assert mount(pod) == {"name": "ddpjob-data", "mountPath": "/data"}

@@ -24,7 +24,10 @@ from ddpjob.objects.strategic_merge import merge
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ({"spec": {"tolerationz": []}}, "spec.podTemplate.spec.tolerationz: no such field; did you mean tolerations?"),
+        (
+            {"spec": {"tolerationz": []}},
+            "spec.podTemplate.spec.tolerationz: there is no such field; did you mean tolerations?",
+        ),
         ({"spec": {"tolerations": {}}}, "spec.podTemplate.spec.tolerations: must be a list, not a mapping"),
         (
             {"spec": {"hostNetwork": "yes"}},
@@ -69,7 +72,7 @@ from ddpjob.objects.strategic_merge import merge
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicy": "Always"}]}},
-            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (what ends is",
+            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (the operator",
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicyRules": [{"action": "Restart"}]}]}},
@@ -339,7 +342,7 @@ def test_affinity_of_the_template_is_added_to_the_operator_s_own() -> None:
     assert affinity["nodeAffinity"][required] == zone
 
 
-def test_the_coordinator_keeps_away_from_the_same_kubernetes_nodes_and_prefers_machines_like_the_job_s() -> None:
+def test_the_coordinator_avoids_the_same_nodes_and_prefers_the_jobs_machines() -> None:
     made = job(podTemplate={"spec": {"affinity": {"podAntiAffinity": {}}}})
     like = build_coordinator(made, made.status, PLATFORM)["spec"]["affinity"]
     [term] = like["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
@@ -422,7 +425,7 @@ def test_a_read_only_root_gets_a_temporary_folder_unless_there_is_one() -> None:
     assert "ddpjob-tmp" not in json.dumps(node())
 
 
-def test_the_coordinator_goes_to_machines_of_the_architecture_that_required_affinity_names() -> None:
+def test_the_coordinator_goes_to_the_architecture_of_the_required_affinity() -> None:
     """Else an image for arm64 alone is pulled on any machine that has no GPU."""
     arch = {"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}
     gpu = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["GB200"]}
@@ -468,7 +471,7 @@ def test_claims_of_dynamic_resources_pass_through() -> None:
     assert "resourceClaims" not in coordinator["spec"], "it needs no GPU"
     more = {"name": "trainer", "resources": {"claims": [{"name": "gpus"}], "limits": {"memory": "1Gi"}}}
     [fault] = problems({"spec": {"containers": [more]}})
-    assert "only claims may stand here" in fault
+    assert "only claims are allowed here" in fault
 
 
 def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
@@ -539,7 +542,7 @@ def test_the_coordinator_s_pod_has_no_annotation_of_a_container_that_is_not_in_i
     assert build_coordinator(made, made.status, PLATFORM)["metadata"]["annotations"] == {"note": "kept"}
 
 
-def test_the_launcher_leaves_the_reason_of_its_end_where_the_template_has_the_kubelet_look_for_it() -> None:
+def test_the_launcher_leaves_the_reason_of_its_end_where_the_template_says() -> None:
     template = {"spec": {"containers": [{"name": "trainer", "terminationMessagePath": "/tmp/end"}]}}
     assert environment(node(podTemplate=template))["DDPJOB_TERMINATION_LOG"] == "/tmp/end"
     assert "DDPJOB_TERMINATION_LOG" not in environment(node())
@@ -606,7 +609,7 @@ def test_what_lacks_a_name_is_left_to_the_api_server(spec: Json) -> None:
     assert build_node(made, made.status, PLATFORM, 0, 0)["spec"]["volumes"]
 
 
-def test_a_container_of_the_template_that_fails_says_why_in_the_last_lines_of_its_log() -> None:
+def test_a_failing_container_of_the_template_says_why_by_its_last_log_lines() -> None:
     given = {"name": "fetch", "image": "i", "terminationMessagePolicy": "File"}
     template = {"spec": {"initContainers": [{"name": "wait", "image": "i"}, given], "containers": [{"name": "side"}]}}
     spec = node(podTemplate=template)["spec"]
@@ -627,7 +630,7 @@ def test_after_twenty_faults_the_search_stops_and_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr(pod_template.difflib, "get_close_matches", compare)
     found = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(20_000)}})
     assert len(found) == MOST_FAULTS + 1
-    assert found[-1] == "spec.podTemplate: has more faults than these 20; correct them, then check it again"
+    assert found[-1] == "spec.podTemplate: has more than 20 faults; correct these, then check it again"
     assert len(compared) == MOST_FAULTS + 1, "each comparison takes a millisecond"
     exactly = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(MOST_FAULTS)}})
     assert len(exactly) == MOST_FAULTS and "more faults" not in exactly[-1]

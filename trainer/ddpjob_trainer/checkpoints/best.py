@@ -35,7 +35,7 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is damaged ({error})"
     print(
-        f"warning: {path} {problem}: the best checkpoint is chosen among those evaluated from now on",
+        f"warning: {path} {problem}: the best checkpoint is chosen from the evaluations from now on",
         file=sys.stderr,
         flush=True,
     )
@@ -67,7 +67,9 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     if link.is_dir() and not link.is_symlink():
         temporary.unlink()
         print(
-            f"warning: {link} is no link and stays: it may not be the best one; remove it", file=sys.stderr, flush=True
+            f"warning: {link} is not a link, so it is left in place and may not be the best checkpoint; remove it",
+            file=sys.stderr,
+            flush=True,
         )
         return
     temporary.rename(link)
@@ -86,7 +88,7 @@ def _unlink(folder: Path, but: Path | None = None) -> None:
             link.unlink()
 
 
-def pointed_to(folder: Path) -> Path | None:
+def find_marked(folder: Path) -> Path | None:
     """Return the best checkpoint of a folder, or None if none is marked."""
     try:
         name = json.loads((folder / _NAME).read_text())["best"]

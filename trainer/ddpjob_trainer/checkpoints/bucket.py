@@ -8,7 +8,6 @@ upload. Rank 0 writes it into the bucket once the bucket itself lists all of the
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 import time
@@ -29,7 +28,9 @@ from ddpjob_bucket import (
     Vanished,
     Waiting,
 )
+from ddpjob_bucket.patience import patiently
 from ddpjob_bucket.stored import sha256_of
+from ddpjob_pod.file_lock import alone
 from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.checkpoints import dcp, torch_file
@@ -37,9 +38,6 @@ from ddpjob_trainer.checkpoints.retention import Entry, expendable
 from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
-FIRST_PAUSE = 1.0
-"""Seconds between the first two tries of a start that cannot reach the bucket. Doubled each
-time."""
 LOOK_SECONDS = 0.1, 2.0
 """Seconds between two of rank 0's checks for what other ranks have uploaded: at first, and at
 most."""
@@ -60,7 +58,8 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
         return Bucket.open(config.url)
     except LibraryMissing:
         raise ConfigError(
-            f"checkpoint.url={config.url} needs the library obstore, which this image lacks; pip install obstore"
+            f"checkpoint.url={config.url} needs the library obstore, which this image does not have; pip install "
+            f"obstore"
         ) from None
     except BucketError as error:
         raise ConfigError(f"checkpoint.url={error}") from None
@@ -276,8 +275,8 @@ class Copies:
         self._scores = scores
         if not self._uploads.wait(0.0) or self._uploads.lost:
             newest = self._uploads.newest
-            there = "none of this process is" if newest is None else f"the newest is of step {newest}"
-            _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s: {there} there")
+            there = "none from this process" if newest is None else f"latest: step {newest}"
+            _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s ({there})")
             return False
         try:
             self._tidy()
@@ -294,7 +293,7 @@ class Copies:
             contents = dcp.contents(waiting.path)
         except CheckpointError as error:
             if not (waiting.path / dcp.MANIFEST).exists():
-                raise Vanished(f"{waiting.path} was removed before it was in {self._bucket.url}") from error
+                raise Vanished(f"{waiting.path} was removed before it was copied to {self._bucket.url}") from error
             raise BucketError(f"{waiting.path} cannot be copied to {self._bucket.url}: it is {error}") from error
         files = (File(f"{waiting.path.name}/{name}", size, digest) for name, (size, digest) in contents.items())
         data = self._bucket.data_of(waiting.step, self._mark)
@@ -322,29 +321,24 @@ class Copies:
         return self._bucket.manifest(entry).epoch
 
 
-def _patiently(act: Callable[[], T], tries: int = 5) -> T:
-    """Retry `act` so that a short outage of the bucket does not fail the start of all ranks.
+def _patiently(act: Callable[[], T]) -> T:
+    """Retry `act` for a while.
 
     Raises CheckpointError if the bucket's content is damaged, and FetchError for other errors.
     """
-    for number in range(1, tries + 1):
-        try:
-            return act()
-        except Damaged as error:
-            raise CheckpointError(str(error)) from error
-        except BucketError as error:
-            if number == tries:
-                raise FetchError(str(error)) from error
-            _warn(f"warning: {error}; tried again")
-            time.sleep(FIRST_PAUSE * 2 ** (number - 1))
-    raise AssertionError
+    try:
+        return patiently(act, lambda text: _warn(f"warning: {text}"))
+    except Damaged as error:
+        raise CheckpointError(str(error)) from error
+    except BucketError as error:
+        raise FetchError(str(error)) from error
 
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
     """Get one file, unless it is there. Another process of this machine may be getting it."""
     # The files are next to the folder, where a start removes leftovers.
     start = f".{path.parent.name}.{path.name}"
-    with _disk(path), _alone(path.parent.parent / f"{start}.lock.tmp"):
+    with _disk(path), alone(path.parent.parent / f"{start}.lock.tmp"):
         if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
             return
         writer = f"{JobEnvironment.read().host}.{os.getpid()}"
@@ -365,18 +359,6 @@ def _disk(path: Path) -> Iterator[None]:
         raise FetchError(
             f"{path} cannot be fetched: {error.strerror or error}. Free space or repair the volume"
         ) from error
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process at a time into the `with`.
-
-    On a file system without locks, several processes may do the same work.
-    """
-    with path.open("a") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _warn(text: str) -> None:

@@ -29,7 +29,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that torch.compile and other wrappers of modules put into the names of tensors."""
 
 
-def differences(saved: Tensors, wanted: Tensors) -> list[str]:
+def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
     """Return the differences between a checkpoint's tensors and a model's, as text.
 
     They are in the model's order. An empty list means that the tensors fit.
@@ -49,31 +49,29 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     """Raise CheckpointError if a training with these settings and tensors cannot resume."""
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
-            f"the newest checkpoint in {folder} has no {min(missing)}: a training loop of your own has saved it, which"
-            " alone can continue from it; set checkpoint.dir to another folder"
+            f"the newest checkpoint in {folder} has no {min(missing)}: your own training loop saved it, and only that "
+            f"loop can continue from it; set checkpoint.dir to a different folder"
         )
     for key, before in (("data.seed", settings["data.seed"]), ("data.repeats", 1)):
         now = settings[key]
         if (was := snapshot["config"].get(key, before)) != now:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, and now it is {now}:"
-                " the order of the samples follows from it, and an epoch takes each once. To resume set"
-                f" {key}={was}; to start from scratch set checkpoint.dir to another folder"
+                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, and now it is "
+                f"{now}. The order of the samples depends on it, and an epoch must take each sample once. To resume set"
+                f" {key}={was}; to start from scratch set checkpoint.dir to a different folder"
             )
     changed = changed_keys(snapshot["config"], settings)
-    found = differences(snapshot["model"], wanted)
+    found = list_differences(snapshot["model"], wanted)
     if not found and snapshot["config"]["optim.name"] != settings["optim.name"]:
         found = [f"its optimizer is {snapshot['config']['optim.name']}, and now it is {settings['optim.name']}"]
     if not found:
         return
     remedy = (
-        f"set {' '.join(changed)}, with which it was made"
-        if changed
-        else "give the configuration that it was made with"
+        f"set {' '.join(changed)}, with which it was made" if changed else "use the configuration that it was made with"
     )
     raise CheckpointError(
-        f"the checkpoint of step {snapshot['step']} in {folder} is of another model: {_summary(found)}."
-        f" To resume from it {remedy}; to start from scratch set checkpoint.dir to another folder"
+        f"the checkpoint of step {snapshot['step']} in {folder} belongs to a different model: {_summary(found)}."
+        f" To resume from it {remedy}; to start from scratch set checkpoint.dir to a different folder"
     )
 
 
@@ -102,7 +100,7 @@ def load_weights(
     weights: dict[str, torch.Tensor] = {}
     problem = ""
     reading = done_in_thread(
-        group, "weights", lambda: _fitting(path, keep, model, average) if group.rank == 0 else {}, alive
+        group, "weights", lambda: _take_fitting(path, keep, model, average) if group.rank == 0 else {}, alive
     )
     if group.rank == 0:
         try:
@@ -117,17 +115,17 @@ def load_weights(
     return {name: sent["weights"].get(name, tensor) for name, tensor in model.items()}
 
 
-def _fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -> dict[str, torch.Tensor]:
+def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -> dict[str, torch.Tensor]:
     content = read_whole(path)
     found = weights_in(content, path, average=average)
     if idle := [pattern for pattern in keep if not fnmatch.filter([*model, *found], pattern)]:
         raise CheckpointError(
-            f"checkpoint.load_except: no tensor of the model or of {path} matches {idle[0]!r}, so that all would be"
-            f" loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
+            f"checkpoint.load_except: no tensor of the model or of {path} matches {idle[0]!r}, so all tensors would be "
+            f"loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
         )
     if has_average(content):
-        kind = "the moving average of the weights, which its evaluations are of" if average else "the weights"
-        other = "false takes the weights themselves" if average else "true takes their moving average"
+        kind = "the moving average of the weights, which its evaluations used" if average else "the weights"
+        other = "false loads the weights themselves" if average else "true loads their moving average"
         print(f"checkpoint.load: {kind}, from {path} (checkpoint.load_average={other})", flush=True)
     weights = {
         name: tensor
@@ -139,16 +137,17 @@ def _fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bool) -
         for name, tensor in model.items()
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in keep)
     }
-    if wrong := differences(weights, wanted):
+    if wrong := list_differences(weights, wanted):
         names = ",".join(dict.fromkeys(text.split()[0] for text in wrong))
         raise CheckpointError(
-            f"checkpoint.load: the weights in {path} do not fit the model: {_summary(wrong)}. Set model.* as they were"
-            f" trained with, or let these keep their initial values: checkpoint.load_except={names[:200]}"
+            f"checkpoint.load: the weights in {path} do not fit the model: {_summary(wrong)}. Set model.* to the "
+            f"values of that training, or keep the initial values of these tensors: "
+            f"checkpoint.load_except={names[:200]}"
         )
     if broken := [name for name, tensor in weights.items() if tensor.isnan().any()]:
         raise CheckpointError(
-            f"checkpoint.load: {broken[0]} in {path} holds values that are no numbers (NaN), as {len(broken)} of its"
-            f" {len(weights)} tensors do: that training had diverged; give an earlier checkpoint"
+            f"checkpoint.load: {broken[0]} in {path} contains values that are not numbers (NaN), as do {len(broken)} "
+            f"of its {len(weights)} tensors, because that training had diverged; give an earlier checkpoint"
         )
     return weights
 
@@ -161,7 +160,7 @@ def read_whole(path: Path) -> Any:
     `_WHERE`. Raises CheckpointError.
     """
     try:
-        path = _chosen(path)
+        path = _choose_checkpoint(path)
         return _read(path)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.load: {path} is {error}; give another checkpoint") from error
@@ -172,13 +171,14 @@ def read_whole(path: Path) -> Any:
     except Exception as error:  # torch's reader fails in many ways on other files.
         if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"checkpoint.load: {path} holds a {found[1]}, whose code would run, and only tensors and plain values"
-                " are read; give a file of the state dict alone, as torch.save(model.state_dict(), FILE) writes it"
+                f"checkpoint.load: {path} holds a {found[1]}, and loading it would run its code, so only tensors and "
+                f"plain values are read; give a file that contains only the state dict, written by "
+                f"torch.save(model.state_dict(), FILE)"
             ) from error
         # torch's advice for a pickle, weights_only=False, does not help a user who does not call
         # torch.load.
         why = "" if isinstance(error, pickle.UnpicklingError) else f": {first_line(error)}"
-        raise CheckpointError(f"checkpoint.load: {path} is no file of torch.save, or a damaged one{why}") from error
+        raise CheckpointError(f"checkpoint.load: {path} is damaged, or torch.save did not write it{why}") from error
 
 
 def has_average(found: Any) -> bool:
@@ -231,11 +231,11 @@ def _plain_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _chosen(path: Path) -> Path:
+def _choose_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a folder of them stands for, or any other path unchanged."""
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
-    if (marked := best.pointed_to(path)) is not None and not marked.exists():
+    if (marked := best.find_marked(path)) is not None and not marked.exists():
         raise CheckpointError(f"a folder whose best.json names {marked.name}, which is gone")
     inside = marked or max([*path.glob("step-*.pt"), *path.glob("step-*.dcp")], default=None)
     if inside is None:

@@ -1,11 +1,13 @@
 """Format dcp: a checkpoint is a folder of torch.distributed.checkpoint; each rank writes its shard.
 
-torch writes the files, and an index of them that its own reader needs. That index is a pickle, which can do more than
-describe tensors, so nothing here reads it: the manifest says where the values of each tensor are (`manifest`), and
-reading copies these bytes. The folder has a temporary name until all shards are on disk. Reading needs no group, and
-does not depend on how many ranks wrote.
+torch writes the files, and an index of them that its own reader needs. That index is a pickle,
+which can do more than describe tensors, so nothing here reads it: the manifest says where the
+values of each tensor are (`manifest`), and reading copies these bytes. The folder has a temporary
+name until all shards are on disk. Reading needs no group, and does not depend on how many ranks
+wrote.
 
-Where nodes have folders of their own, each holds what its ranks have written, and the manifest of all of it.
+Where nodes have folders of their own, each holds what its ranks have written, and the manifest of
+all of it.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def write(
         # ranks write the same manifest.
         mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
         files = [found for found, _, _ in mine]
-        listed = {name: found.written() for name, found in _merged([found for _, found, _ in mine]).items()}
+        listed = {name: found.written() for name, found in _merge([found for _, found, _ in mine]).items()}
         recorded = metadata.written(
             files={name: entry for found in files for name, entry in sorted(found.items())},
             time=begun[0],
@@ -229,9 +231,9 @@ class _Target:
 
     def overlapping(self, stored: StoredTensor) -> list[TensorChunk]:
         """Return the chunks that overlap this part."""
-        return [chunk for chunk in stored.chunks if all(low < high for low, high in self._common(chunk))]
+        return [chunk for chunk in stored.chunks if all(low < high for low, high in self._intersect(chunk))]
 
-    def _common(self, chunk: TensorChunk) -> list[tuple[int, int]]:
+    def _intersect(self, chunk: TensorChunk) -> list[tuple[int, int]]:
         """Return (first, end) of the overlap in each dimension of the whole tensor."""
         sides = zip(self.offsets, self.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
         return [(max(own, at), min(own + length, at + size)) for own, length, at, size in sides]
@@ -241,7 +243,7 @@ class _Target:
 
         Raises CheckpointError if the file is too short, OSError.
         """
-        common = self._common(chunk)
+        common = self._intersect(chunk)
         into = self.tensor[
             tuple(slice(low - at, high - at) for (low, high), at in zip(common, self.offsets, strict=True))
         ]
@@ -385,8 +387,8 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
         values = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)]:
             raise CheckpointError(
-                f"torch {torch.__version__} has written a tensor in a way that this trainer does not know; set"
-                " checkpoint.format=torch"
+                f"torch {torch.__version__} wrote a tensor in a way that this trainer does not know; set "
+                f"checkpoint.format=torch"
             )
         view.seek(values[0].header_offset)
         name, extra = struct.unpack("<26x2H", view.read(30))
@@ -417,7 +419,7 @@ class _FilePart(io.RawIOBase):
         return len(content)
 
 
-def _merged(parts: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def _merge(parts: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """Return what all ranks have written, by name."""
     merged: dict[str, StoredTensor] = {}
     for name, stored in (item for part in parts for item in part.items()):

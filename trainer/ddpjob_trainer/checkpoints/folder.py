@@ -39,7 +39,10 @@ _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
 
 class CheckpointFolder:
-    """Checkpoints in one folder, as seen by one rank; `writes` says whether this rank maintains the folder."""
+    """The checkpoints in one folder, as seen by one rank.
+
+    `writes`: whether it maintains the folder.
+    """
 
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
         config.check()
@@ -56,7 +59,7 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """For each rank the first rank that sees its folder. None: as `shared` says."""
+        """The first rank that sees each rank's folder. None means that `shared` decides."""
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
         # Every writing rank has the same checkpoint, so one copy is enough. Of parts, each rank
         # copies its own.
@@ -73,17 +76,18 @@ class CheckpointFolder:
 
     @classmethod
     def open(cls, group: Group, **settings: Any) -> CheckpointFolder:
-        """The folder for a loop of one's own, claimed for this incarnation of the job. All ranks together.
+        """Open the folder for a training loop of your own, claimed for this incarnation of the job.
 
-        `settings`: keys of the configuration's section `checkpoint`, such as every_steps=100, keep=5. Of those not
-        given, `dir`, `shared` and `url` come from the job's environment; without a job `dir` is ./checkpoints. Raises
-        ConfigError for a setting that is unknown, wrong or of the built-in trainer only (load, load_average,
-        load_except), and what `claim` raises.
+        `settings` are keys of the configuration's section `checkpoint`, such as every_steps=100,
+        keep=5. If they are not given, `dir`, `shared` and `url` come from the job's environment;
+        without a job, `dir` is ./checkpoints. Raises ConfigError for a setting that is unknown,
+        wrong, or only for the built-in trainer (load, load_average, load_except), and the errors of
+        `claim`. All ranks must call this together.
         """
         if unused := sorted({"load", "load_average", "load_except"} & set(settings)):
             raise ConfigError(
-                f"CheckpointFolder.open: {unused[0]} is of the built-in trainer and has no effect here; leave it out,"
-                " and where newest() returns None, load the weights into the model with torch.load"
+                f"CheckpointFolder.open: {unused[0]} applies to the built-in trainer and has no effect here; leave it "
+                "out, and if newest() returns None, load the weights into the model with torch.load"
             )
         config = loader.build(CheckpointConfig, ("CheckpointFolder.open", settings))
         folder = cls(config, config.dir or Path("checkpoints"), group)
@@ -92,13 +96,14 @@ class CheckpointFolder:
 
     @property
     def incarnation(self) -> Claim:
-        """What `claim` took: who writes here, the same on all ranks."""
+        """The claim of this incarnation, the same on all ranks."""
         return self._claim
 
     def claim(self, claim: Claim) -> None:
-        """Make this incarnation of the job the only one that may write. All ranks together.
+        """Make this incarnation of the job the only one that may write.
 
-        Raises FencedError when a newer one has claimed the folder, FolderTakenError when another job uses it.
+        All ranks must call this together. Raises FencedError if a newer one has claimed the folder,
+        and FolderTakenError if another job uses it.
         """
         self._claim = claim
         # The writers communicate while training continues.
@@ -160,10 +165,11 @@ class CheckpointFolder:
     # ------------------------------------------------------------ saving
 
     def due(self, step: int, *, epoch: int | None = None, last: bool = False) -> Due:
-        """Whether to save after `step` steps, by rank 0's clock and count.
+        """Return whether to save after `step` steps, by rank 0's clock and count.
 
-        `epoch`: the number of epochs that are then complete, None within one. `last`: training is complete. A save that
-        becomes due while another is in progress waits for a later step, unless retention needs this very one.
+        `epoch` is the number of epochs that are then complete, or None within an epoch; `last`
+        says that training is complete. A save that becomes due while another is in progress waits
+        for a later step, unless retention needs this very one.
         """
         if self._group.rank != 0:
             return Due.NO
@@ -179,18 +185,20 @@ class CheckpointFolder:
 
     @property
     def state(self) -> SaverState:
-        """The state of this rank's writer; the ranks agree on it at each step."""
+        """The state of this rank's writer. The ranks agree on it at each step."""
         fatal = self._writer.fatal
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
 
     def save(self, make: Callable[[], Snapshot], step: int) -> None:
-        """Copy what `make` returns, and write it to disk in the background. All ranks together.
+        """Copy the result of `make`, and write it to disk in the background.
 
-        It is a dict of tensors, numbers, text, and dicts, lists and tuples of them, with the sampler's `state_dict()`
-        under "sampler". Raises CheckpointError for anything else, which a resume could not read.
+        The result is a dict of tensors, numbers, text, and dicts, lists and tuples of them, with
+        the sampler's `state_dict()` under "sampler". Raises CheckpointError for anything else,
+        because a resume could not read it.
 
-        Waits for a save that is in progress; does nothing when the state after `step` steps is
-        already saved or being saved. `completed` and `finish` report success, `state` a failure.
+        This waits for a save that is in progress, and does nothing if the state after `step` steps
+        is already saved or being saved. `completed` and `finish` report success, `state` a failure.
+        All ranks must call this together.
         """
         if step == self._saved_step:
             return
@@ -211,15 +219,16 @@ class CheckpointFolder:
             self._writer.ended = time.monotonic()
 
     def completed(self) -> list[CompletedSave]:
-        """Saves that completed since the last call, if this rank maintains the folder."""
+        """Return the saves completed since the last call, if this rank maintains the folder."""
         completed = self._writer.completed()
         return completed if self.writes else []
 
     def finish(self, seconds: float | None = None) -> None:
-        """Wait until what was saved is on disk, on every rank. All ranks together.
+        """Wait until every save is on disk, on every rank. All ranks must call this together.
 
-        It also waits for the last copy in checkpoint.url, for `seconds` (None: checkpoint.url_wait_seconds, and
-        without checkpoint.shared the copy is needed). Raises CheckpointError on all ranks when one failed.
+        It also waits for the last copy in checkpoint.url, for `seconds` (None:
+        checkpoint.url_wait_seconds, and without checkpoint.shared the copy is required). Raises
+        CheckpointError on all ranks if one failed.
         """
         began = time.monotonic()
         self._wait_for_the_disk()
@@ -240,7 +249,7 @@ class CheckpointFolder:
             if not copied and seconds is None and not self._config.shared:
                 failure = CheckpointError(
                     f"the last checkpoint is not in checkpoint.url={self._config.url} (the warnings say why), and"
-                    f" {self.path} is lost with its machine: training is complete when the bucket has its result"
+                    f" {self.path} is lost with its machine; training is complete only when the bucket has its result"
                 )
         ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
         if any(ends):
@@ -286,7 +295,7 @@ class CheckpointFolder:
         return done_in_thread(self._group, "checkpoint", act, self.alive)
 
     def release(self) -> None:
-        """Training is complete: let another job continue from this folder."""
+        """Let another job continue from this folder, after training is complete."""
         if self.writes and self._config.shared:
             self._ownership.release()
 
@@ -301,14 +310,14 @@ class CheckpointFolder:
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
     def failure(self, fenced: bool) -> CheckpointError:
-        """Why training ends on all ranks."""
+        """Return the error that ends training on all ranks."""
         if self._writer.failure is not None:
             return self._writer.failure
         kind = FencedError if fenced else CheckpointError
-        return kind("another rank can no longer save checkpoints; its message says why")
+        return kind("another rank can no longer save checkpoints; see its message for the reason")
 
     def scored(self, step: int, values: dict[str, float]) -> None:
-        """Record the evaluation of the model after `step` steps: `values` by metric."""
+        """Record the evaluation of the model after `step` steps; `values` are by metric."""
         if (score := values.get(self._config.best_by.value)) is None:
             return
         self._scores = {**self._scores, step: score}
@@ -392,7 +401,7 @@ class CheckpointFolder:
                 order[0].path if order else None,
             )
         # The mark is from an earlier start with keep_best.
-        elif best.pointed_to(self.path) in [entry.path for entry in doomed]:
+        elif best.find_marked(self.path) in [entry.path for entry in doomed]:
             best.unmark(self.path)
         for entry in doomed:
             # Other ranks may still upload their parts of the checkpoint that was offered last.
@@ -406,9 +415,9 @@ class CheckpointFolder:
 
         None if there is none of a later step than `newer_than`.
 
-        `layout`: of which tensors a rank needs its shard only (format dcp). No rank has a tensor in memory twice. A
-        broken one, which any rank cannot read, is named in a warning. Raises CheckpointError on every rank when all
-        are broken.
+        `layout` says of which tensors a rank needs only its shard (format dcp). No rank has a
+        tensor in memory twice. A broken checkpoint, which some rank cannot read, is named in a
+        warning. Raises CheckpointError on every rank if all are broken.
         """
         step, path = self._newest_here()
         if self._config.url:
@@ -423,7 +432,7 @@ class CheckpointFolder:
         if max(steps) < 0:
             if BROKEN in steps and newer_than == NOTHING:
                 raise CheckpointError(
-                    f"no checkpoint in {self.path} is whole (the warnings of rank {steps.index(BROKEN)} name each);"
+                    f"no checkpoint in {self.path} is intact (the warnings of rank {steps.index(BROKEN)} name each);"
                     " nothing was overwritten. Restore one; or move them away, or set checkpoint.dir, to start"
                     " from scratch"
                 )
@@ -439,7 +448,7 @@ class CheckpointFolder:
             snapshot, problem = self._read_parts(parts, layout)
             broken = parts if self.writes else None
         else:
-            found, problem = self._agreed(lambda: None if own is None else torch_file.read(own))
+            found, problem = self._agree_on(lambda: None if own is None else torch_file.read(own))
             snapshot = None if problem else self._spread(found, source)
             broken = own
         if problem:
@@ -456,7 +465,7 @@ class CheckpointFolder:
         if not self._config.resume:
             raise CheckpointError(
                 f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {step}:"
-                f" set checkpoint.dir to another folder, or move it away"
+                f" set checkpoint.dir to a different folder, or move the checkpoint away"
             )
 
     def _newest_here(self) -> tuple[int, Path | None]:
@@ -488,7 +497,7 @@ class CheckpointFolder:
                 self._index.replaced(self.path / offered.manifest.name)
                 offered = None
             if any(self._group.gather(unread is not None)):
-                raise unread or CheckpointError("rank 0 cannot read checkpoint.url; its message says why")
+                raise unread or CheckpointError("rank 0 cannot read checkpoint.url; see its message for the reason")
             found = self._group.gather(offered.entry.step if offered is not None else NOTHING)[0]
             if found == NOTHING:
                 return None
@@ -519,13 +528,15 @@ class CheckpointFolder:
         try:
             snapshot = reading.result()
             if snapshot.get("step") != step:
-                problem = "of another step than its name says"
+                problem = "from a different step than its name says"
         except FetchError as error:
             unfetched = error
         except Exception as error:  # A file that this trainer did not write can fail in any way.
             problem = self._unreadable(error)
         if 1 in (failed := self._group.gather(unfetched is not None)):
-            raise unfetched or CheckpointError(f"rank {failed.index(1)} cannot fetch its part; its message says why")
+            raise unfetched or CheckpointError(
+                f"rank {failed.index(1)} cannot fetch its part; see its message for the reason"
+            )
         if problem := self._first_problem(problem):
             return None, problem
         self._saved_step = step
@@ -594,10 +605,10 @@ class CheckpointFolder:
                 f"rank {seen.index(0)} does not see {path}: checkpoint.format=dcp needs one folder that every node"
                 " sees, or a bucket; set checkpoint.dir to one, or checkpoint.url"
             )
-        _, problem = self._agreed(partial(dcp.check_share, path, self._group.rank, self._group.world))
-        return (None, problem) if problem else self._agreed(partial(dcp.read, path, layout))
+        _, problem = self._agree_on(partial(dcp.check_share, path, self._group.rank, self._group.world))
+        return (None, problem) if problem else self._agree_on(partial(dcp.read, path, layout))
 
-    def _agreed(self, act: Callable[[], _T]) -> tuple[_T | None, str]:
+    def _agree_on(self, act: Callable[[], _T]) -> tuple[_T | None, str]:
         """Return (this rank's result of `act`, the first rank's problem with it).
 
         All ranks must call this together. The problem is empty if no rank has one. `act` reads data

@@ -43,7 +43,7 @@ class CheckpointIndex:
                 metadata = dcp.check_sizes(path) if path.suffix == dcp.SUFFIX else torch_file.check_file(path)
                 if metadata.step == step:
                     return step, path
-                problem = "of another step than its name says"
+                problem = "from a different step than its name says"
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:

@@ -267,7 +267,7 @@ def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> A
             return tensor(path, name)
         case {"dict": list(pairs), **more} if not more:
             return dict(_pair(pair, tensor, path) for pair in pairs)
-    raise _corrupt("state has something that is none of the known kinds")
+    raise _corrupt("state contains a value of an unknown kind")
 
 
 def _pair(pair: Any, tensor: Callable[[Path, str], Any], path: Path) -> tuple[Any, Any]:

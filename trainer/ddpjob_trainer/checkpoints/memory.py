@@ -39,15 +39,26 @@ class NodeMemory:
         found = self._snapshots.restore(self._rebuild) if self._snapshots is not None else None
         return None if found is None else found.tree
 
-    def begin(self, step: int, source: str) -> None:
-        """Note the step from which training continues, and where its state came from (protocol.SOURCES)."""
-        if self._snapshots is not None:
-            self._snapshots.begin(step, source)
+    def begin(self, step: int, source: str) -> dict[str, Any]:
+        """Note the step from which training continues, and where its state came from.
 
-    def take(self, step: int, make: Callable[[], Snapshot]) -> None:
-        """Note a step, and keep the state after it if its turn has come. All ranks call it after each step."""
-        if self._snapshots is not None:
-            self._snapshots.take(step, make)
+        `source` is one of protocol.SOURCES. Returns figures to report.
+        """
+        if self._snapshots is None:
+            return {}
+        self._snapshots.begin(step, source)
+        return self._snapshots.news()
+
+    def take(self, step: int, make: Callable[[], Snapshot]) -> dict[str, Any]:
+        """Note a step, and keep the state after it if its turn has come.
+
+        All ranks must call this together after each step. Returns figures to report, if there are
+        new ones.
+        """
+        if self._snapshots is None:
+            return {}
+        self._snapshots.take(step, make)
+        return self._snapshots.news()
 
     def close(self) -> None:
         """Complete what is on its way."""

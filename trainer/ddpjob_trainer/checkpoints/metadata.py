@@ -38,10 +38,10 @@ class Metadata:
         Raises CheckpointError if `found` is anything else or of a different version.
         """
         if not isinstance(found, dict) or "format" not in found:
-            raise CheckpointError("no checkpoint of this trainer (it carries no checksum)")
+            raise CheckpointError("not a checkpoint of this trainer (it has no checksum)")
         if found["format"] != VERSION:
             raise CheckpointError(
-                f"of format {str(found['format'])[:20]}, and this trainer reads format {VERSION}; resume it with the"
+                f"in format {str(found['format'])[:20]}, and this trainer reads format {VERSION}; resume it with the"
                 " trainer that wrote it"
             )
         try:
@@ -55,7 +55,7 @@ class Metadata:
             and type(saved) in (int, float)
             and 0 <= saved < _LATEST
         ):
-            raise CheckpointError("damaged (its metadata has something else than numbers in their range)")
+            raise CheckpointError("damaged (its metadata contains a value that is not a number in its range)")
         return cls(step, epoch, world, float(saved))
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
 from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.private_torch import layout_of
 
 Snapshot = dict[str, Any]
 """Tensors, numbers, text and dicts, lists and tuples of them."""
@@ -50,7 +51,8 @@ def check(snapshot: Any) -> None:
     """
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
         raise CheckpointError(
-            "the state to save is no dict with the sampler's place; put sampler.state_dict() in it under 'sampler'"
+            "the state to save is not a dict with the sampler's position; put sampler.state_dict() in it under "
+            "'sampler'"
         )
     _check(snapshot, "")
 
@@ -143,4 +145,4 @@ def with_local(sharded: Any, local: torch.Tensor) -> Any:
     """
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, sharded._spec, requires_grad=False)
+    return DTensor(local, layout_of(sharded), requires_grad=False)

@@ -9,39 +9,25 @@ import argparse
 import hashlib
 import io
 import json
-import pickle
 import struct
 import zipfile
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import _weights_only_unpickler
 
 from ddpjob_trainer.atomic_files import Check, replacing, write_all
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.errors import CheckpointError
+from ddpjob_trainer.private_torch import shorten_unpickling_errors
 
 SUFFIX = ".pt"
 _END_OF_DIRECTORY, _END_SIZE, _LONGEST_COMMENT = b"PK\x05\x06", 22, 4096
 _PIECE = 2**22
-_LONGEST_MESSAGE = 1000
 
 
-class _ShortUnpicklingError(pickle.UnpicklingError):
-    """The error of torch's restricted unpickler, without most of a very long word of the file.
-
-    torch.load searches the message with a regular expression whose time grows with the square of
-    the longest word: a file of 20 kB kept the processor busy for eight seconds, and one of a
-    megabyte would take hours.
-    """
-
-    def __init__(self, message: object = "") -> None:
-        super().__init__(str(message)[:_LONGEST_MESSAGE])
-
-
-_weights_only_unpickler.UnpicklingError = _ShortUnpicklingError  # type: ignore[attr-defined,assignment]
+shorten_unpickling_errors()
 
 
 class _Stream:
@@ -74,7 +60,7 @@ class _Stream:
         """Write the last record with the comment."""
         if self._tail[:4] != _END_OF_DIRECTORY:
             raise CheckpointError(
-                f"torch.save of torch {torch.__version__} wrote no plain zip archive; install a torch from 2.6 on"
+                f"torch.save of torch {torch.__version__} did not write a plain zip archive; install torch 2.6 or later"
             )
         self._put(memoryview(self._tail)[:-2])
         recorded = metadata.written()
@@ -208,7 +194,7 @@ def _read_comment(comment: bytes) -> Any:
     try:
         return json.loads(comment)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError("no checkpoint of this trainer (it carries no checksum)") from error
+        raise CheckpointError("not a checkpoint of this trainer (it has no checksum)") from error
 
 
 def _checksum(archive: Any, recorded: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ class Writer:
         except OSError as error:
             failure = CheckpointError(
                 f"checkpoint {path} cannot be written: {error.strerror or error};"
-                f" older ones in the folder are whole. Free space or repair the volume"
+                f" older checkpoints in the folder are intact. Free space or repair the volume"
             )
         except Exception as error:
             traceback.print_exc()

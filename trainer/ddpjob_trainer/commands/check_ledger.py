@@ -1,11 +1,12 @@
 """`python -m ddpjob_trainer ledger DIR`: was every sample of every epoch taken exactly once?
 
-In the final history the last execution of each global step counts. It must deal out every epoch exactly once, and an
-incarnation may repeat steps only back to the newest checkpoint that was saved before it began. Steps that changed no
-weight and images that could not be read are shown.
+In the final history the last execution of each global step counts. It must deal out every epoch
+exactly once, and an incarnation may repeat steps only back to the newest checkpoint that was saved
+before it began. Steps that changed no weight and images that could not be read are shown.
 
-With repeated augmentation (data.repeats) an epoch of n samples takes n versions, each exactly once: all versions of n /
-repeats samples, rounded up, but for some of one sample. Which samples these are follows from the epoch.
+With repeated augmentation (data.repeats) an epoch of n samples takes n versions, each exactly once:
+all versions of n / repeats samples, rounded up, but for some of one sample. Which samples these are
+follows from the epoch.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def read(folders: list[Path]) -> list[Incarnation]:
             )
     if not incarnations:
         raise LedgerError(
-            f"the ledger under {', '.join(map(str, folders))} holds no step yet: wait until the run has trained some"
+            f"the ledger under {', '.join(map(str, folders))} contains no step yet; wait until the run has trained "
+            f"some steps"
         )
     for row in rows:
         if row["incarnation"] not in incarnations:
@@ -138,7 +140,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not {"time", "incarnation"} <= row.keys():
-                raise ValueError("it is no line of a ledger")
+                raise ValueError("it is not a line of a ledger")
             rows.append(row)
         except ValueError as error:
             if number < len(lines):
@@ -197,13 +199,13 @@ def _check_restarts(incarnations: list[Incarnation]) -> None:
     for number, incarnation in enumerate(incarnations):
         if incarnation.start < newest_checkpoint:
             raise LedgerError(
-                f"incarnation {number} resumed after step {incarnation.start}, though step {newest_checkpoint} was in a"
-                " checkpoint: too much was repeated"
+                f"incarnation {number} resumed after step {incarnation.start}, though step {newest_checkpoint} was in "
+                f"a checkpoint, so too much was repeated"
             )
         if incarnation.start > furthest:
             raise LedgerError(
-                f"incarnation {number} resumed after step {incarnation.start}, and none before it came further than"
-                f" step {furthest}"
+                f"incarnation {number} resumed after step {incarnation.start}, but no earlier one got further than "
+                f"step {furthest}"
             )
         expected = list(range(incarnation.start + 1, incarnation.last + 1))
         if sorted(incarnation.parts) != expected:

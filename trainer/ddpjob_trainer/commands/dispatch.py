@@ -29,7 +29,7 @@ COMMANDS = {
     "checkpoint": (
         "ddpjob_trainer.commands.show_checkpoint",
         "FILE|DIR",
-        "show what checkpoints hold, and whether they are whole",
+        "show the contents of checkpoints, and whether they are intact",
     ),
     "evaluate": (
         "ddpjob_trainer.commands.evaluate_checkpoint",
@@ -39,7 +39,7 @@ COMMANDS = {
     "plot": (
         "ddpjob_trainer.commands.plot_runs",
         "RUN [RUN ...]",
-        "draw loss, accuracy, speed and ranks of a run, or of several over each other",
+        "draw loss, accuracy, speed and ranks of one run, or of several runs in one picture",
     ),
     "shards": ("ddpjob_trainer.commands.pack_shards", "FOLDER OUT", "pack an image folder into tar shards"),
 }

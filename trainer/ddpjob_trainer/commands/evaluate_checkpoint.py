@@ -23,14 +23,14 @@ from ddpjob_trainer.data.corrupt import check_test_images
 from ddpjob_trainer.data.dataset import DataSet
 from ddpjob_trainer.data.sampler import DataShare
 from ddpjob_trainer.distributed import devices
-from ddpjob_trainer.distributed.init_method import joined
+from ddpjob_trainer.distributed.init_method import join_group
 from ddpjob_trainer.distributed.process_group import Group, done_in_thread
 from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.evaluation.accumulate import Evaluation, open_accumulator
 from ddpjob_trainer.evaluation.evaluate import evaluate
 from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
 from ddpjob_trainer.lifecycle.signals import StopRequest
-from ddpjob_trainer.model.models import build_model, explaining_image_size
+from ddpjob_trainer.model.models import build_model, explain_image_size
 from ddpjob_trainer.optim.loss import Loss
 
 _OF_A_CHECKPOINT = (
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer evaluate",
         description="Evaluate a checkpoint on its test set, in float32, with the configuration of its training."
-        " A moving average of the weights, if there is one, is evaluated in their place, as in training.",
+        " If there is a moving average of the weights, it is evaluated instead, as in training.",
     )
     parser.add_argument(
         "checkpoint",
@@ -63,18 +63,18 @@ def main(arguments: list[str]) -> int:
         help="a checkpoint's file or folder, the folder of all (best or newest), or a state dict",
     )
     parser.add_argument(
-        "values", nargs="*", metavar="key=value", help="configuration that differs, such as data.dir=DIR eval.pr=exact"
+        "values", nargs="*", metavar="key=value", help="settings to change, such as data.dir=DIR eval.pr=exact"
     )
     parser.add_argument("--config", help="configuration file; needed for a plain state dict, which carries none")
     parser.add_argument(
-        "-o", "--output", type=Path, help=f"folder of the results; default: {FOLDER} beside the checkpoint"
+        "-o", "--output", type=Path, help=f"folder for the results; default: {FOLDER} next to the checkpoint"
     )
     options = parser.parse_intermixed_args(arguments)
     late_dynamo.put_off()
     group = Group.from_env()
     first = config.load(options.config, options.values)
     placement = devices.choose(first.train.backend, group.local_rank)
-    with joined(group, placement, first.train.timeout_seconds):
+    with join_group(group, placement, first.train.timeout_seconds):
         snapshot = _read(options.checkpoint, group)
         if group.rank == 0:
             prepare_folder(_folder(options), "--output")
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
         settings = config.load(options.config, options.values, base=was)
         devices.limit_threads(settings.train.threads, group.local_world)
         data = open_data(settings.data, placement.device)
-        result = _evaluated(settings, data, snapshot["model"], options.checkpoint, placement.device, group)
+        result = _evaluate(settings, data, snapshot["model"], options.checkpoint, placement.device, group)
         if group.rank == 0:
             files = EvaluationFiles(_folder(options), settings.eval, data.class_names)
             _publish(result, files, options.checkpoint, snapshot["step"])
@@ -116,7 +116,7 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
     return got
 
 
-def _evaluated(
+def _evaluate(
     settings: config.Config,
     data: DataSet,
     weights: Mapping[str, torch.Tensor],
@@ -125,9 +125,10 @@ def _evaluated(
     group: Group,
 ) -> Evaluation:
     model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
-    if wrong := compatibility.differences(weights, model.state_dict()):
+    if wrong := compatibility.list_differences(weights, model.state_dict()):
         raise CheckpointError(
-            f"{path} is of another model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained with"
+            f"{path} belongs to a different model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained "
+            f"with"
         )
     model.load_state_dict(dict(weights))
     network: nn.Module = model.to(device).eval()
@@ -140,7 +141,7 @@ def _evaluated(
     )
     side, key = settings.data.size_tested, settings.data.size_key
     shape, key = ((3, side, side), "data.test_image_size") if side else (data.shape, key)
-    with explaining_image_size(settings.model, shape, data.classes, key):
+    with explain_image_size(settings.model, shape, data.classes, key):
         result = evaluate(network, own, data, settings.train.eval_batch, group, stop, adding=adding)
     assert result is not None
     check_test_images(result.unreadable, data.test_size, settings.data)

@@ -1,7 +1,9 @@
-"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB]`: an image folder (train/CLASS, val/CLASS) as tar shards.
+"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB]`: an image folder (train/CLASS,
+val/CLASS) as tar shards.
 
-The assignment of images to shards is decided before the first byte is written, and each shard is written under a
-temporary name and renamed. An interrupted run continues where it stopped, and a shard that exists is whole.
+The assignment of images to shards is decided before the first byte is written, and each shard is
+written under a temporary name and renamed. An interrupted run continues where it stopped, and a
+shard that exists is whole.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An image: its file, size and label, its key in the shard and the offset of its bytes there."""
+    """An image: its file, size and label, its key in the shard and the offset of its bytes
+    there.
+    """
 
     path: str
     size: int
@@ -55,7 +59,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ddpjob_trainer shards", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds train/ and val/ with one folder of images per class")
     parser.add_argument("out", type=Path, help="gets train/ and val/ with tar files, their index, and classes.txt")
-    parser.add_argument("--size", default="256MB", help="largest size of a shard (default 256MB)")
+    parser.add_argument("--size", default="256MB", help="maximum size of a shard (default 256MB)")
     options = parser.parse_args(arguments)
     pack(options.folder, options.out, _bytes(options.size))
     return 0
@@ -120,7 +124,8 @@ def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()
     if path.exists() and _digest_in(path) != digest:
         raise DataError(
-            f"{path.parent} holds shards of other images or of another --size: remove it, or give another folder"
+            f"{path.parent} contains shards of other images or with a different --size; remove it, or give a different "
+            f"folder"
         )
     write_atomically(path, json.dumps({"sha256": digest}).encode())
 
@@ -131,7 +136,7 @@ def _digest_in(path: Path) -> str:
         return str(json.loads(path.read_bytes())["sha256"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is damaged ({error}), and which images its shards hold is not known: remove {path.parent}, or give"
+            f"{path} is damaged ({error}), so the images in its shards are unknown; remove {path.parent}, or give"
             " another folder"
         ) from error
 
@@ -143,7 +148,7 @@ def _write(path: Path, shard: list[PackedImage]) -> Path:
             for entry in shard:
                 content = Path(entry.path).read_bytes()
                 if len(content) != entry.size:
-                    raise DataError(f"{entry.path} changed while it was packed: run the command again")
+                    raise DataError(f"{entry.path} changed while it was packed; run the command again")
                 _add(archive, entry.image_name, content)
                 _add(archive, f"{entry.key}.cls", str(entry.label).encode())
         file.flush()
@@ -179,5 +184,5 @@ def _rounded(size: int) -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.upper())
     if match is None or not (size := int(float(match[1]) * _UNITS[match[2] or ""])):
-        raise ConfigError(f"--size: {text!r} is no size; write for example 256MB")
+        raise ConfigError(f"--size: {text!r} is not a size; write for example 256MB")
     return size

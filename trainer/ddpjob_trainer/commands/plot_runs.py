@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpjob_pod.metrics_log import METRICS
+
 from ddpjob_trainer.errors import TrainerError
 from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, set_headline, use_style
-from ddpjob_trainer.reporting.history import METRICS, History, read
+from ddpjob_trainer.reporting.history import History, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -198,7 +200,7 @@ def main(arguments: list[str]) -> int:
     """Run the command, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer plot",
-        description="Draw loss, accuracy, speed and ranks of a run, or of several over each other.",
+        description="Draw loss, accuracy, speed and ranks of one run, or of several runs in one picture.",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"folder of a run, which holds {METRICS}")
     parser.add_argument(

@@ -1,5 +1,5 @@
-"""`python -m ddpjob_trainer checkpoint FILE|DIR`: show what a checkpoint, or a folder of them, holds,
-and whether each is whole.
+"""`python -m ddpjob_trainer checkpoint FILE|DIR`: show what a checkpoint, or a folder of them,
+holds, and whether each is whole.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         raise CheckpointError(
             f"{path} holds no checkpoint; give a checkpoint, or the folder that checkpoint.dir was set to"
         )
-    marked = best.pointed_to(path if not single else path.resolve().parent)
+    marked = best.find_marked(path if not single else path.resolve().parent)
     rows, content = list[tuple[str, ...]](), list[str]()
     for one in found:
         try:
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         except Exception as error:  # A file that another program wrote can fail in any way.
             row = _broken(one, f"not readable: {type(error).__name__}: {first_line(error)}")
         rows.append(row)
-    print("\n".join(map(_printable, _aligned([_HEAD, *rows]))))
+    print("\n".join(map(_printable, _align([_HEAD, *rows]))))
     whole = all(row[-1].startswith("whole") for row in rows)
     if single and whole:
         print("\n".join(map(_printable, content)))
@@ -112,7 +112,7 @@ def _content(snapshot: Snapshot) -> Iterator[str]:
     tensors: list[tuple[str, torch.Tensor]] = []
     map_tensors(snapshot, lambda name, tensor: tensors.append((".".join(map(str, name)), tensor)))
     yield from ("", f"{len(tensors)} tensors, {_bytes(sum(tensor.nbytes for _, tensor in tensors))}")
-    yield from _aligned(
+    yield from _align(
         [("  " + name, _shape(tensor), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors]
     )
 
@@ -137,6 +137,6 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def _align(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
 
 from ddpjob_trainer.config.command_line import take_option
 from ddpjob_trainer.distributed.init_method import INIT_METHOD, free_port, read_method
@@ -68,7 +68,7 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
     launch = Launch(numbers["--spawn"], numbers["--nodes"], numbers["--node-rank"], init or "env://")
     if launch.node_rank >= launch.nodes:
         raise ConfigError(
-            f"--node-rank {launch.node_rank}: with --nodes {launch.nodes} they are numbered 0 to {launch.nodes - 1}"
+            f"--node-rank {launch.node_rank}: with --nodes {launch.nodes}, it must be from 0 to {launch.nodes - 1}"
         )
     if launch.init == "env://" and launch.nodes == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -155,8 +155,9 @@ class Ranks:
             self._signal(signal.SIGKILL)
             return
         self._stopped_by = signal.Signals(number)
-        self._deadline = time.monotonic() + JobEnvironment.read().grace
-        print(f"{self._stopped_by.name}: ranks save and leave; a second signal kills them", file=sys.stderr, flush=True)
+        grace = JobEnvironment.read().grace
+        self._deadline = time.monotonic() + (GRACE_SECONDS if grace is None else grace)
+        print(f"{self._stopped_by.name}: ranks save and exit; a second signal kills them", file=sys.stderr, flush=True)
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -181,7 +182,7 @@ class Ranks:
         if silent:  # It had no time to report, so the others' errors are consequences.
             rank, code = silent[0]
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            hint = "; the kernel does that when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
+            hint = "; the kernel kills processes when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
             print(f"error: rank {rank} {how}{hint}; the others were ended", file=sys.stderr, flush=True)
             return code if code > 0 else 1
         first = min(reported, key=lambda entry: entry["time"])
@@ -245,7 +246,9 @@ def _own_file(launch: Launch) -> Iterator[None]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RendezvousError(f"--init {launch.init}: another launch uses this file; give another one") from None
+            raise RendezvousError(
+                f"--init {launch.init}: another launch uses this file; give a different one"
+            ) from None
         except OSError as error:
             remedy = "give a file on a file system that can lock files, or tcp://HOST:PORT"
             raise RendezvousError(f"--init {launch.init}: {lock}: {error.strerror}; {remedy}") from error

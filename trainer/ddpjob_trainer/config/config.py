@@ -1,4 +1,6 @@
-"""The whole configuration, one section per subject. Precedence: argument, file, environment, default."""
+"""The whole configuration, one section per subject. Precedence: argument, file, environment,
+default.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,12 @@ class Config:
     """All settings that a run depends on."""
 
     strategy: StrategyName = StrategyName.DDP
-    """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank alone trains
-    without a wrapper. fsdp: each rank keeps a shard of the weights and of the optimizer's state. pipeline: ranks are
-    stages of the model, micro-batches pass through them. single: one process, one device. Less supported: dp, one
-    process, several devices; ddp_mp, each process spreads its model over several devices; horovod and deepspeed, by
-    these libraries, which are installed separately; parameter_server, rank 0 steps, the others compute gradients."""
+    """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank
+    alone trains without a wrapper. fsdp: each rank keeps a shard of the weights and of the
+    optimizer's state. pipeline: ranks are stages of the model, micro-batches pass through them.
+    single: one process, one device. Less supported: dp, one process, several devices; ddp_mp, each
+    process spreads its model over several devices; horovod and deepspeed, by these libraries, which
+    are installed separately; parameter_server, rank 0 steps, the others compute gradients."""
     data: DataConfig
     model: ModelConfig
     optim: OptimConfig
@@ -111,9 +114,9 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
         raise ConfigError(f"data.seed: {config.data.seed} has more than 64 bits; write a smaller number")
     if config.train.accumulate > 1 and config.data.micro_batches:
         raise ConfigError(
-            f"train.accumulate={config.train.accumulate}: has no effect beside"
-            f" data.micro_batches={config.data.micro_batches}, the parts of a global batch; raise that, and leave out"
-            " train.accumulate"
+            f"train.accumulate={config.train.accumulate}: has no effect with "
+            f"data.micro_batches={config.data.micro_batches}, which already splits the global batch; raise "
+            f"data.micro_batches, and leave out train.accumulate"
         )
     evaluated, saved = config.train.eval_every, config.checkpoint.every_epochs
     if config.checkpoint.keep_best and saved > 0 and evaluated % saved:
@@ -126,8 +129,8 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
         _check_synchronized(config)
     if config.model.drop_path and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):
         raise ConfigError(
-            f"model.drop_path: strategy={config.strategy.value} splits the model, and its parts would draw other random"
-            " numbers than the whole; set strategy=ddp or fsdp, or leave it out"
+            f"model.drop_path: strategy={config.strategy.value} splits the model, and its parts would draw different "
+            f"random numbers from the whole; set strategy=ddp or fsdp, or leave it out"
         )
     return config
 
@@ -137,8 +140,8 @@ def _check_synchronized(config: Config) -> None:
     for key, value in {**fixed, "data.mixup": config.data.mixup, "data.cutmix": config.data.cutmix}.items():
         if value:
             raise ConfigError(
-                f"model.sync_batchnorm: takes statistics of all ranks' samples together, and {key} needs fixed"
-                f" micro-batches; leave out {key}, or model.sync_batchnorm (statistics of micro-batches are the same on"
+                f"model.sync_batchnorm: computes statistics over all ranks' samples, and {key} needs fixed "
+                f"micro-batches; leave out {key}, or model.sync_batchnorm (statistics of micro-batches are the same on"
                 " any number of ranks too)"
             )
 

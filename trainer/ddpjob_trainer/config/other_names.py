@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_PER_PROCESS = " (there it is per process, here it is of all ranks together: multiply by their number)"
+_PER_PROCESS = " (there it is per process, here it is for all ranks together, so multiply by their number)"
 _RANKS = "torchrun, --spawn N or the job's nodes and procsPerNode decide the number of ranks"
 _OWN = "it follows from the data set"
 

@@ -75,7 +75,7 @@ class DataConfig:
     and gs need s3fs or gcsfs installed. Images are read by byte range."""
     index: Path | None = None
     """shards, imagefolder: folder for the index of all images, which the first start on a node builds, and builds again
-    when a shard or a folder has changed. Default: beside local shards, else ~/.cache/ddpjob_trainer. An index beside
+    when a shard or a folder has changed. Default: next to local shards, else ~/.cache/ddpjob_trainer. An index next to
     shards on a web server is believed: make it again with them."""
     batch: int = 128
     """Global batch: samples per optimizer step over all ranks together, whatever their number."""
@@ -85,7 +85,7 @@ class DataConfig:
     uses any of these, the number of ranks (times train.accumulate) with which the run began; else samples are
     divided evenly among ranks, which computes the same."""
     exact: bool = True
-    """On a number of ranks among which the micro-batches cannot be dealt out evenly: true: ranks share micro-batches
+    """What to do if the micro-batches cannot be dealt out evenly among the ranks. true: ranks share micro-batches
     (ddp, fsdp), and a batch normalization exchanges its statistics with those that have the other parts, so that the
     result is that of any other number of ranks. false: each rank's even share is a micro-batch by itself, at full
     speed: each sample is still taken once, and statistics, dropout and mixed images depend on the number of ranks."""
@@ -352,7 +352,7 @@ class TrainConfig:
     log_every: int = 10
     """Steps between two reports of progress."""
     print_seconds: float = 5.0
-    """Shortest time between two lines of progress where the output is no terminal."""
+    """Shortest time between two lines of progress where the output is not a terminal."""
     eval_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     eval_batch: int = 512
@@ -418,7 +418,7 @@ class CheckpointConfig:
     keep: int = 3
     """Newest whole checkpoints to keep."""
     keep_best: int = 0
-    """Checkpoints with the best evaluation to keep beside the newest; 0: none. DIR/best.pt links to the best,
+    """Checkpoints with the best evaluation to keep in addition to the newest; 0: none. DIR/best.pt links to the best,
     DIR/best.json names it. train.eval_every must be a multiple of checkpoint.every_epochs."""
     best_by: Metric = Metric.ACCURACY
     """What is best: accuracy (the highest) or loss (the lowest) on the test set."""
@@ -448,8 +448,8 @@ class CheckpointConfig:
             self._at_least(key, 0)
         if self.load_except and self.load is None:
             raise ConfigError(
-                f"checkpoint.load_except={','.join(self.load_except)}: of the weights in checkpoint.load, which is not"
-                " given; set it, or leave both out"
+                f"checkpoint.load_except={','.join(self.load_except)}: applies to checkpoint.load, which is not set; "
+                f"set it, or leave both out"
             )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
@@ -498,7 +498,7 @@ class EvalConfig:
     """Confusion matrix, and precision, recall and F1 of each class from it: 8 bytes per pair of classes; not above
     4096 classes."""
     pictures: bool = True
-    """Draw curve and matrix as PNG beside the numbers in RUN/eval, in a separate process."""
+    """Draw curve and matrix as PNG next to the numbers in RUN/eval, in a separate process."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -59,7 +59,7 @@ class RandAugment:
     """torchvision's RandAugment or TrivialAugment, with choices by (seed, epoch, sample)."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
-        """With `operations` 0, use TrivialAugment."""
+        """Use TrivialAugment if `operations` is 0."""
         from torchvision.transforms import v2
 
         bilinear = v2.InterpolationMode.BILINEAR
@@ -151,15 +151,15 @@ Eraser = Callable[[torch.Tensor, list[int], int], torch.Tensor]
 in place."""
 
 
-def erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
+def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
     """Return the configured erasers.
 
     Raises ConfigError for a wrong value, and if the inputs are not images.
     """
     if not 0 <= config.erase <= 1:
-        raise ConfigError(f"data.erase: {config.erase} is no probability; write for example 0.1, or 0 for none")
+        raise ConfigError(f"data.erase: {config.erase} is not a probability; write for example 0.1, or 0 for none")
     if config.cutout < 0 or config.cutout % 2:
-        raise ConfigError(f"data.cutout: {config.cutout} is no even number of pixels; write for example 16, or 0")
+        raise ConfigError(f"data.cutout: {config.cutout} is not an even number of pixels; write for example 16, or 0")
     for key in ("erase", "cutout"):
         if getattr(config, key) and len(shape) != 3:
             raise ConfigError(

@@ -37,8 +37,8 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
         )
     if not 1 <= config.stretch < math.inf:
         raise ConfigError(
-            f"data.stretch: {config.stretch} is no finite number of at least 1; 1.25 lets a rank take a quarter more"
-            " samples at once than a micro-batch has"
+            f"data.stretch: {config.stretch} is not a finite number of at least 1; with 1.25 a rank may process a "
+            f"quarter more samples at once than a micro-batch has"
         )
     for key, alpha in (("mixup", config.mixup), ("cutmix", config.cutmix)):
         if not (math.isfinite(alpha) and alpha >= 0):

@@ -89,7 +89,7 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
             f" {layout.binary_folder}/{layout.binary_train[0]}, or set data.download=true"
         )
         folder = existing_folder(config, remedy)
-        raise DataError(f"data folder {folder} holds no {config.name} (data.dir): {remedy}")
+        raise DataError(f"data folder {folder} does not contain {config.name} (data.dir): {remedy}")
     folder, binary = found
     read = _read_binary if binary else _read_pickles
     train = read(folder, layout.binary_train if binary else layout.train, layout)
@@ -194,7 +194,7 @@ def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout)
     if all_labels.min() < 0 or all_labels.max() >= layout.classes:
         last = layout.classes - 1
         raise DataError(
-            f"{folder} holds label {all_labels.max()}, outside of 0..{last}: it is another data set than data.name says"
+            f"{folder} holds label {all_labels.max()}, outside of 0..{last}: it is a different data set from data.name"
         )
     return torch.from_numpy(np.concatenate(images).reshape(-1, 3, 32, 32)), torch.from_numpy(all_labels)
 

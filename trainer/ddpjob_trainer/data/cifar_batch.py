@@ -27,7 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BYTES = 320 << 20
-"""The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written protocol 2."""
+"""The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written
+protocol 2.
+"""
 MOST_OPCODES = 2_000_000
 """That batch has about 300,000 opcodes."""
 
@@ -57,7 +59,9 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """An array; its layout is filled in by BUILD. `content` has one character or byte for each byte."""
+    """An array; its layout is filled in by BUILD. `content` has one character or byte for each
+    byte.
+    """
 
     shape: tuple[int, ...] | None = None
     dtype: _Dtype = _Dtype("u1")
@@ -92,7 +96,7 @@ def read_batch(content: bytes, *keys: str) -> list[npt.NDArray[Any]]:
     try:
         found = _run(content)
     except (IndexError, KeyError) as error:
-        raise ValueError(f"it takes what it has not stored ({type(error).__name__})") from error
+        raise ValueError(f"it reads a value that it has not stored ({type(error).__name__})") from error
     if not isinstance(found, dict):
         raise ValueError("it is not a dict")
     if missing := [key for key in keys if key not in found]:
@@ -160,20 +164,20 @@ class _Machine:
             case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_TUPLE":
                 stack.append({"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}[name]())
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(self._taken(len(stack) - int(name[-1]))))
+                stack.append(tuple(self._take_from(len(stack) - int(name[-1]))))
             case "TUPLE":
                 stack.append(tuple(self._since_mark()))
             case "APPEND" | "APPENDS":
                 _extend(list, self._since_mark() if name == "APPENDS" else [stack.pop()], stack)
             case "SETITEM" | "SETITEMS":
-                _extend(dict, self._since_mark() if name == "SETITEMS" else self._taken(len(stack) - 2), stack)
+                _extend(dict, self._since_mark() if name == "SETITEMS" else self._take_from(len(stack) - 2), stack)
             case "GLOBAL":
                 stack.append(_name(*argument.split(" ", 1)))
             case "STACK_GLOBAL":
-                stack.append(_name(*self._taken(len(stack) - 2)))
+                stack.append(_name(*self._take_from(len(stack) - 2)))
             case "REDUCE":
-                function, arguments = self._taken(len(stack) - 2)
-                stack.append(_called(function, arguments))
+                function, arguments = self._take_from(len(stack) - 2)
+                stack.append(_call(function, arguments))
             case "BUILD":
                 state = stack.pop()
                 _build(stack[-1], state)
@@ -183,9 +187,9 @@ class _Machine:
                 raise ValueError(f"the opcode {name} does not belong in a CIFAR batch")
 
     def _since_mark(self) -> list[Any]:
-        return self._taken(self._marks.pop())
+        return self._take_from(self._marks.pop())
 
-    def _taken(self, start: int) -> list[Any]:
+    def _take_from(self, start: int) -> list[Any]:
         """Remove and return everything from position `start` on. Raises IndexError."""
         if not 0 <= start <= len(self.stack):
             raise IndexError
@@ -228,7 +232,7 @@ def _name(module: Any, name: Any) -> _Name:
     return _Name(name)
 
 
-def _called(function: Any, arguments: Any) -> Any:
+def _call(function: Any, arguments: Any) -> Any:
     """Return the object that a call describes. Raises ValueError."""
     if isinstance(function, _Name) and isinstance(arguments, tuple):
         match function.text, arguments:
@@ -240,7 +244,7 @@ def _called(function: Any, arguments: Any) -> Any:
                 return _Array().fill(shape, dtype, order, content)
             case "encode", (str(text), "latin1"):
                 return _Encoded(text)
-    raise ValueError("it calls a function in a way that numpy does not, or its arrays are not of uint8")
+    raise ValueError("it calls a function in a way that numpy does not, or its arrays are not uint8")
 
 
 def _build(target: Any, state: Any) -> None:

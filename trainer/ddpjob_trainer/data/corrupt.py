@@ -28,7 +28,7 @@ class Warnings:
                 flush=True,
             )
         if len(self._names) == _NAMED:
-            print("warning: further images that cannot be read are counted and not named", file=sys.stderr, flush=True)
+            print("warning: more unreadable images are counted but not named", file=sys.stderr, flush=True)
 
 
 class CorruptCount:

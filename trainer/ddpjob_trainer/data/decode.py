@@ -31,7 +31,9 @@ _TILE_WIDTH, _TILE_LENGTH = 322, 323  # Tags of TIFF.
 # libjpeg-turbo has vector code for these. Scales in between cost more than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
-"""Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning, 2015)."""
+"""Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning,
+2015).
+"""
 
 
 class UnreadableImage(Exception):
@@ -55,7 +57,7 @@ def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.
     """
     pixels, box = _decode(content, choose, size)
     rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
-    return _resized(pixels[:, rows, columns], size, size)
+    return _resize(pixels[:, rows, columns], size, size)
 
 
 def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
@@ -71,7 +73,7 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     shorter, longer = min(height, width), max(height, width)
     long = int(short * longer / shorter)
     check_pixels(short, long)  # A line of 65,535 pixels would be scaled to 4 billion pixels.
-    resized = _resized(pixels, *((short, long) if height <= width else (long, short)))
+    resized = _resize(pixels, *((short, long) if height <= width else (long, short)))
     top, left = (round((side - size) / 2) for side in resized.shape[1:])
     return resized[:, top : top + size, left : left + size]
 
@@ -79,7 +81,7 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
 def size_of(content: bytes) -> tuple[int, int]:
     """Return (height, width) of an encoded image, from its header. Raises UnreadableImage."""
     _check_scans(content)
-    with _opened(content) as image:
+    with _open_image(content) as image:
         return image.height, image.width
 
 
@@ -95,7 +97,7 @@ def _check_scans(content: bytes) -> None:
         raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}: save it again")
 
 
-def _resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def _resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     if pixels.shape[1:] == (height, width):
         return pixels
     return torch.nn.functional.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
@@ -117,10 +119,10 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
                 box = choose(height, width)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
-                return _planes(pixels), _scaled(box, pixels.shape[0] / height, pixels.shape[1] / width)
+                return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
         except ValueError:  # libjpeg's warnings raise too. Pillow can tell them from a broken file.
             pass
-    pixels = _by_pillow(content)
+    pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
 
 
@@ -130,7 +132,7 @@ def _scale(box: Box, size: int | None) -> int:
     return next((scale for scale in _SCALES if min(box.height, box.width) >= scale * size), 1)
 
 
-def _scaled(box: Box, down: float, across: float) -> Box:
+def _scale_box(box: Box, down: float, across: float) -> Box:
     """Return the box in an image of reduced size, with corners rounded to whole pixels."""
     if down == across == 1:
         return box
@@ -139,20 +141,22 @@ def _scaled(box: Box, down: float, across: float) -> Box:
     return Box(top, left, max(1, bottom - top), max(1, right - left))
 
 
-def _by_pillow(content: bytes) -> npt.NDArray[np.uint8]:
-    with _opened(content) as image:
+def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
+    with _open_image(content) as image:
         sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Scaled to 65535.
         # Pillow's conversion would cut these values at 255, which makes the image white.
         if sixteen:
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
         if image.mode in ("I", "F"):
-            raise UnreadableImage("its pixels have 32 bits, of which no value is known to be white: save it with 8")
+            raise UnreadableImage(
+                "its pixels have 32 bits, and it is unknown which value is white; save it with 8 bits"
+            )
         return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 @contextmanager
-def _opened(content: bytes) -> Iterator[Any]:
+def _open_image(content: bytes) -> Iterator[Any]:
     """Open an image with Pillow, once its header has been read and its size checked.
 
     Raises UnreadableImage, also for errors in the body, because damaged files make Pillow raise
@@ -174,7 +178,7 @@ def _opened(content: bytes) -> Iterator[Any]:
         raise
     except UnidentifiedImageError as error:
         known = ", ".join(_FORMATS)
-        raise UnreadableImage(f"of no known image format ({known})" if content else "an empty file") from error
+        raise UnreadableImage(f"not a known image format ({known})" if content else "an empty file") from error
     except Exception as error:
         raise UnreadableImage(str(error) or type(error).__name__) from error
 

@@ -28,7 +28,7 @@ class Folder:
     """The images of all class folders, in the order of the folders' names. Raises DataError."""
 
     def __init__(self, root: Path, kept_in: Path | None = None) -> None:
-        """For `kept_in` see `listing`."""
+        """`kept_in` is explained in `listing`."""
         if not root.is_dir():
             raise DataError(f"data folder {root} does not exist (data.dir): {_REMEDY}")
         found = listing(root, kept_in)

@@ -28,8 +28,8 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DRAWS = 41
-# Errors of the machine, not of an image. EIO may be one bad sector: it counts as a corrupt image, and
-# data.corrupt_limit ends the training on a failing mount.
+# Errors of the machine, not of an image. EIO may be one bad sector: it counts as a corrupt image,
+# and data.corrupt_limit ends the training on a failing mount.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
@@ -76,7 +76,7 @@ class ImageData(DataSet):
             )
         if not 0 <= config.corrupt_limit <= 1:
             raise ConfigError(
-                f"data.corrupt_limit: {config.corrupt_limit} is no share; write a number from 0 to 1, such as 0.01"
+                f"data.corrupt_limit: {config.corrupt_limit} must be a fraction between 0 and 1, such as 0.01"
             )
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes, self.class_names = classes, class_names
@@ -181,12 +181,12 @@ class ImageData(DataSet):
                 if request.epoch is None or draws is None:
                     pixels[index] = middle(content, pixels.shape[-1], self._config.test_crop)
                 else:
-                    pixels[index] = self._augmented(content, draws[index], request.epoch, request.numbers[index])
+                    pixels[index] = self._augment_batch(content, draws[index], request.epoch, request.numbers[index])
             except UnreadableImage as error:
                 unreadable.append((index, str(error)))
         return Chunk(pixels, unreadable)
 
-    def _augmented(self, content: bytes, draws: npt.NDArray[np.float64], epoch: int, number: int) -> torch.Tensor:
+    def _augment_batch(self, content: bytes, draws: npt.NDArray[np.float64], epoch: int, number: int) -> torch.Tensor:
         boxes = draws[:40].reshape(10, 4)
         pixels = crop(content, lambda height, width: resized_crop_box(boxes, height, width), self._config.image_size)
         if draws[40] < 0.5:

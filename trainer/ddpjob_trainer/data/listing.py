@@ -83,14 +83,14 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
     except (OSError, RuntimeError):
         return _walk(root)
     with lock:
-        if (kept := _kept(path, root)) is not None:
+        if (kept := _read_kept(path, root)) is not None:
             return kept
         try:
             # The ranks of a node arrive together, and one of them lists.
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             return _walk(root)
-        if (kept := _kept(path, root)) is not None:
+        if (kept := _read_kept(path, root)) is not None:
             return kept
         began = time.time_ns()
         found = _walk(root)
@@ -143,7 +143,7 @@ def _times_of(path: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_ctime_ns
 
 
-def _kept(path: Path, root: Path) -> Listing | None:
+def _read_kept(path: Path, root: Path) -> Listing | None:
     """Return the kept listing; None if it is missing, unreadable, or a folder has changed."""
     try:
         with path.open("rb") as file:

@@ -22,7 +22,7 @@ from ddpjob_trainer.data.sampler import Micro
 _STREAM = 0x6D6978
 
 
-def wanted(config: DataConfig) -> bool:
+def is_wanted(config: DataConfig) -> bool:
     """Whether images are mixed at all."""
     return config.mixup > 0 or config.cutmix > 0
 
@@ -33,7 +33,7 @@ def samples_for(config: DataConfig, micro: Micro) -> list[int]:
     Besides its own samples, each of its parts needs the partner of its first one, which comes
     before the part.
     """
-    if not wanted(config) or not micro.parts:
+    if not is_wanted(config) or not micro.parts:
         return micro.samples
     numbers, taken = [], 0
     for part in micro.parts:
@@ -47,7 +47,7 @@ def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> B
 
     Each part is mixed as it would be in its whole micro-batch.
     """
-    if not wanted(config) or not micro.parts:
+    if not is_wanted(config) or not micro.parts:
         return mix(config, batch, micro.key, classes)
     images, labels = [], []
     for part, own in zip(micro.parts, batch.split([1 + part.count for part in micro.parts]), strict=True):
@@ -65,7 +65,7 @@ def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
     The labels are shares of classes. An image that could not be read takes no part: its shares are
     0, and its partner stays unmixed.
     """
-    if not wanted(config) or not len(batch.labels):
+    if not is_wanted(config) or not len(batch.labels):
         return batch
     generator = np.random.Generator(np.random.Philox(derive(key, _STREAM)))
     whole = generator.random() < 0.5 if config.mixup > 0 and config.cutmix > 0 else config.mixup > 0

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from ddpjob_trainer.config.sections import DataConfig
 from ddpjob_trainer.data.dataset import Batch, DataSet, Targets, fingerprint
 from ddpjob_trainer.data.pool import Pool, Request
-from ddpjob_trainer.data.randomness import derive, drawn
+from ddpjob_trainer.data.randomness import derive, seed_draws
 from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
@@ -57,13 +57,14 @@ class OwnData(DataSet):
             key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
             raise ConfigError(f"data.{key}: data.name={config.name} augments its samples itself; leave it out")
         self._config, self._device, self._what = config, device, f"data.name={config.name}"
-        train, test, names = self._called()
+        train, test, names = self._call_function()
         self._sets = (self._checked_set("train", train), self._checked_set("test", test))
         self.train_size, self.test_size = (len(cast(Sized, each)) for each in self._sets)
         first_of_test: Pair
         self._first: Pair
         self._first, first_of_test = (
-            self._apart(each, partial(self._read_one, name, 0, 0)) for name, each in zip(_SETS, self._sets, strict=True)
+            self._run_apart(each, partial(self._read_one, name, 0, 0))
+            for name, each in zip(_SETS, self._sets, strict=True)
         )
         self._check_like("test", 0, first_of_test)
         self.shape, self.whole_numbers = tuple(self._first[0].shape), not self._first[0].is_floating_point()
@@ -78,7 +79,7 @@ class OwnData(DataSet):
 
     # ------------------------------------------------------------ what the function returned
 
-    def _called(self) -> tuple[Any, Any, Any]:
+    def _call_function(self) -> tuple[Any, Any, Any]:
         found = load_function("data.name", self._config.name)(self._config.dir)
         if not isinstance(found, tuple | list) or len(found) not in (2, 3):
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else f"{found!r:.60}"
@@ -99,7 +100,7 @@ class OwnData(DataSet):
                 raise ConfigError(
                     f"{self._what}: {name} is a pair of tensors of shapes {shapes}; give as many targets as inputs"
                 )
-            found = TensorDataset(*(self._converted(name, what, it) for what, it in zip(_PARTS, found, strict=True)))
+            found = TensorDataset(*(self._convert(name, what, it) for what, it in zip(_PARTS, found, strict=True)))
         if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
             raise ConfigError(
                 f"{self._what}: {name} is a {type(found).__name__}; give a torch Dataset with __len__ and __getitem__"
@@ -144,7 +145,7 @@ class OwnData(DataSet):
             " number of classes"
         )
 
-    def _converted(self, name: str, what: str, value: Any) -> torch.Tensor:
+    def _convert(self, name: str, what: str, value: Any) -> torch.Tensor:
         """Return the value as a tensor of float32 or int64."""
         try:
             tensor = torch.as_tensor(value)
@@ -160,7 +161,7 @@ class OwnData(DataSet):
 
     # ------------------------------------------------------------ samples
 
-    def _apart(self, each: Any, look: Callable[[], T]) -> T:
+    def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
         """Return what `look` returns, called in a separate process if workers will be forked.
 
         Otherwise all workers would share any file that a Dataset opens at its first sample, with
@@ -177,13 +178,13 @@ class OwnData(DataSet):
         Its random draws follow from its number and, in training, from the epoch.
         """
         each = self._sets[_SETS.index(name)]
-        with drawn(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
+        with seed_draws(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
             # For a version of a sample (data.repeats), take the sample.
             found = each[number := number % len(each)]
         if not isinstance(found, tuple | list) or len(found) != 2:
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, Sized) else type(found).__name__
             raise ConfigError(f"{self._what}: {name}[{number}] is {shown}; return (input, target) from __getitem__")
-        values, target = (self._converted(name, what, part) for what, part in zip(_PARTS, found, strict=True))
+        values, target = (self._convert(name, what, part) for what, part in zip(_PARTS, found, strict=True))
         return values, target
 
     def _check_like(self, name: str, number: int, sample: Pair) -> None:
@@ -251,10 +252,10 @@ class OwnData(DataSet):
                 values, targets = each.tensors
                 parts += [targets.cpu().numpy(), values[:: max(1, size // _TENSORS_LOOKED_AT)].cpu().numpy()]
             else:
-                parts += self._apart(each, partial(self._looked_at, name, each, size))
+                parts += self._run_apart(each, partial(self._look_at, name, each, size))
         return fingerprint(*parts)
 
-    def _looked_at(self, name: str, each: Any, size: int) -> list[Any]:
+    def _look_at(self, name: str, each: Any, size: int) -> list[Any]:
         """Return the parts of a Dataset that the fingerprint covers."""
         if hasattr(each, "fingerprint"):
             return [repr(each.fingerprint()).encode()]

@@ -60,7 +60,7 @@ class Pool(Generic[C]):
         if first is None:
             return
         counts: list[int] = []
-        self._waiting.requests = self._divided(chain([first], requests), counts)
+        self._waiting.requests = self._divide(chain([first], requests), counts)
         if self._loader is None:
             self._loader = self._open(len(first.numbers))
         with _without_signals():
@@ -68,7 +68,7 @@ class Pool(Generic[C]):
         while (chunk := _next(chunks)) is not None:
             yield [chunk, *(part for _ in range(counts.pop(0) - 1) if (part := _next(chunks)) is not None)]
 
-    def _divided(self, requests: Iterable[Request], counts: list[int]) -> Iterator[Request]:
+    def _divide(self, requests: Iterable[Request], counts: list[int]) -> Iterator[Request]:
         """Yield parts of at most 16 images, and append their number per request to `counts`."""
         for request in requests:
             each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, self._workers))))

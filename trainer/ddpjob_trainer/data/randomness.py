@@ -27,9 +27,10 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def derive(*parts: int) -> int:
-    """One 63-bit seed from several numbers.
+    """Return one 63-bit seed made from several numbers.
 
-    In Python's integers: an array of one element takes twenty times as long, and each micro-batch needs this.
+    It computes with Python's integers, because an array of one element takes twenty times as long,
+    and every micro-batch needs a seed.
     """
     state = 0
     for part in parts:
@@ -61,16 +62,16 @@ def uniform_for_all(seed: int, epoch: int, count: int, streams: int, device: tor
     golden = _signed(_GOLDEN)
     keys = _mix64_signed((torch.arange(count, device=device) + 1) * golden + derive(seed, epoch))
     counters = torch.arange(1, streams + 1, device=device) * golden
-    return _shifted(_mix64_signed(keys[:, None] + counters), 11).double() * 2.0**-53
+    return _shift_right(_mix64_signed(keys[:, None] + counters), 11).double() * 2.0**-53
 
 
 def _mix64_signed(z: torch.Tensor) -> torch.Tensor:
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shifted(z, 31)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift_right(z, 31)
 
 
-def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right and fill with zeros."""
     return (z >> bits) & (_MASK >> bits)
 
@@ -81,9 +82,10 @@ def _signed(number: int) -> int:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's own generators, which dropout draws from: the CPU's, and the device's.
+    """Seed torch's generators that dropout draws from: the CPU's and the device's.
 
-    Not torch.manual_seed: where CUDA is not initialized it records a stack trace per device, 0.1 ms in every step.
+    It does not use torch.manual_seed, which without an initialized CUDA records a stack trace per
+    device, 0.1 ms in every step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -94,7 +96,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 @contextmanager
-def drawn(key: int) -> Iterator[None]:
+def seed_draws(key: int) -> Iterator[None]:
     """Make draws from Python's, numpy's and torch's global generators follow from `key`.
 
     At the end of the `with` the generators continue as before.

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SamplerState:
-    """Position in the training: `consumed` samples of epoch `epoch`'s permutation are done."""
+    """A position in the training: `consumed` samples of epoch `epoch`'s permutation are done."""
 
     epoch: int = 0
     consumed: int = 0
@@ -75,9 +75,10 @@ class Part:
 class Micro:
     """A micro-batch: samples that go through the model together.
 
-    `key` seeds its randomness, the same on whatever rank takes it. A rank without samples takes a
-    micro-batch of another rank's, so that it can take part in collectives: that one does not count. With `parts`,
-    `samples` are this rank's share of several micro-batches, one part after the other.
+    `key` seeds its randomness, so that it is the same on whatever rank takes it. A rank without
+    samples takes a micro-batch of another rank, so that it can take part in collectives; that one
+    does not count (`counts`). With `parts`, `samples` are this rank's shares of several
+    micro-batches, one after the other.
     """
 
     number: int
@@ -103,7 +104,7 @@ class DataShare:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: the global batch, this rank's micro-batches of it, and the state after it."""
+    """One optimizer step: the global batch, this rank's micro-batches, and the state after it."""
 
     epoch: int
     samples: list[int]
@@ -139,9 +140,10 @@ def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
 
 
 def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
-    """Contiguous part number `part` of `parts`; sizes differ by at most one item, earlier parts are larger.
+    """Return contiguous part number `part` of `parts`.
 
-    Part `parts` and above: empty.
+    Sizes differ by at most one item, and earlier parts are larger. A part number of `parts` or
+    above is empty.
     """
     begin, end = _bounds(len(items), part, parts)
     return items[begin:end]
@@ -192,16 +194,17 @@ class Dividing(enum.Enum):
 class Dealing:
     """How a global batch is divided into micro-batches, and these among ranks.
 
-    micro_batches > 0: so many, fixed whatever the number of ranks. What happens inside one (normalization statistics,
-    dropout, mixed images) is then the same on any number of ranks. Where they cannot be dealt out evenly, `dividing`
-    decides.
+    With micro_batches > 0 their number is fixed, whatever the number of ranks. What happens inside
+    one (normalization statistics, dropout, mixed images) is then the same on any number of ranks.
+    If they cannot be dealt out evenly, `dividing` decides what happens.
 
-    micro_batches 0: each rank takes one contiguous share of samples, in `accumulate` portions that all ranks go through
-    together. For models that treat each sample by itself, or whose statistics are those of all ranks together.
+    With micro_batches 0, each rank takes one contiguous share of the samples, in `accumulate`
+    portions that all ranks go through together. This suits models that treat each sample by itself,
+    or whose statistics are those of all ranks together.
 
-    equal: all ranks get equally many micro-batches, some of which may not count; for strategies whose forward pass is a
-    collective. stretch: a rank's share of divided micro-batches is at most this many times a micro-batch, or ranks
-    take it in several passes: so that activations fit into memory.
+    With `equal`, all ranks get equally many micro-batches, of which some may not count; strategies
+    whose forward pass is a collective need this. `stretch` limits a rank's share of divided
+    micro-batches in one pass to this many times a micro-batch, so that activations fit into memory.
     """
 
     rank: int = 0
@@ -224,24 +227,27 @@ class Dealing:
             )
 
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
-        """This rank's micro-batches of the global batch that follows `state`; at least one, which may not count."""
+        """Return this rank's micro-batches of the global batch that follows `state`.
+
+        There is at least one, which may not count.
+        """
         if not self.micro_batches:
             # If there are fewer samples than portions, use the first portions.
             filled = range(min(self.accumulate, len(samples)))
-            return [self._portion(k, list(share(samples, k, self.accumulate)), state) for k in filled]
+            return [self._deal_portion(k, list(share(samples, k, self.accumulate)), state) for k in filled]
         if passes := self.passes(len(samples)):
-            return [self._divided(number, passes, samples, state) for number in range(passes)]
+            return [self._deal_divided(number, passes, samples, state) for number in range(passes)]
         count = min(self.micro_batches, len(samples))
-        mine = [self._whole(k, samples, state) for k in share(range(count), self.rank, self.world)]
+        mine = [self._deal_whole(k, samples, state) for k in share(range(count), self.rank, self.world)]
         least = -(-count // self.world) if self.equal else 1
         if len(mine) >= least:
             return mine
-        return mine + [replace(self._whole(0, samples, state), counts=False)] * (least - len(mine))
+        return mine + [replace(self._deal_whole(0, samples, state), counts=False)] * (least - len(mine))
 
     def passes(self, samples: int) -> int:
-        """In how many passes all ranks go through the micro-batches of a global batch, sharing them; 0: whole ones.
+        """Return the number of passes in which the ranks share a global batch's micro-batches.
 
-        The same on all ranks.
+        A result of 0 means that they take whole ones. The result is the same on all ranks.
         """
         count = self.micro_batches
         if self.dividing is Dividing.NO or self.busiest <= _WORTH_DIVIDING:
@@ -254,10 +260,10 @@ class Dealing:
 
     @property
     def busiest(self) -> float:
-        """How many times an even share the rank with most whole micro-batches has."""
+        """The busiest rank's number of whole micro-batches, as a multiple of an even share."""
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
-    def _divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
+    def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
         """Return this rank's even share of the micro-batches of pass `number`."""
         count = self.micro_batches
         numbers = share(range(count), number, passes)
@@ -279,12 +285,12 @@ class Dealing:
         assert sum(part.count for part in parts) == end - begin, "parts must cover this rank's share"
         return Micro(number, samples[begin:end], parts[0].key, parts=tuple(parts))
 
-    def _portion(self, number: int, portion: list[int], state: SamplerState) -> Micro:
+    def _deal_portion(self, number: int, portion: list[int], state: SamplerState) -> Micro:
         mine = list(share(portion, self.rank, self.world))
         micro = self._micro(number, mine or portion[:1], state)
         return micro if mine else replace(micro, counts=False)
 
-    def _whole(self, number: int, samples: list[int], state: SamplerState) -> Micro:
+    def _deal_whole(self, number: int, samples: list[int], state: SamplerState) -> Micro:
         return self._micro(number, list(share(samples, number, self.micro_batches)), state)
 
     @classmethod
@@ -298,15 +304,17 @@ class Dealing:
 
 @dataclass
 class ElasticSampler:
-    """Deals out each epoch's permutation of `size` samples in global batches of `batch`, beginning at `state`.
+    """Deals out each epoch's permutation of `size` samples in global batches of `batch`.
 
-    What a step takes depends on the state alone; `dealing` says which of it this rank takes. So a checkpoint of
-    `state_dict()` resumes on any number of ranks, and each sample is still taken once per epoch. The last step of an
-    epoch takes what is left.
+    It begins at `state`. What a step takes depends on the state alone, and `dealing` decides which
+    part of it this rank takes. So a checkpoint of `state_dict()` resumes on any number of ranks,
+    and each sample is still taken once per epoch. The last step of an epoch takes the remaining
+    samples.
 
-    repeats > 1: of the first size / repeats samples of the permutation, rounded up, each version is taken once, and of
-    the last one as many as make `size` in all. That is torchvision's RASampler and timm's RepeatAugSampler with any
-    number of ranks, but for the up to 255 samples by which these cut an epoch short.
+    With repeats > 1, an epoch takes each version of the first size / repeats samples of the
+    permutation, rounded up, once; of the last of these samples, it takes as many versions as make
+    `size` in all. That equals torchvision's RASampler and timm's RepeatAugSampler with any number
+    of ranks, except for the up to 255 samples by which these cut an epoch short.
     """
 
     size: int
@@ -322,14 +330,14 @@ class ElasticSampler:
                 raise ConfigError(f"ElasticSampler: {key}={value} is less than 1; write a whole number from 1 on")
 
     def rest_of_epoch(self) -> Iterator[Step]:
-        """The steps from the state to the end of its epoch, each dealt when it is asked for.
+        """Yield the steps from the state to the end of its epoch, each dealt on demand.
 
-        Does not change the state: `done(step)` does.
+        This does not change the state: `done(step)` does.
         """
         return self._epoch_from(self.state)
 
     def upcoming(self, epochs: int) -> Iterator[Step]:
-        """The steps from the state to the end of the last of `epochs` epochs, each dealt when it is asked for."""
+        """Yield the steps from the state to the end of `epochs` epochs, each dealt on demand."""
         state = self.state
         while state.epoch < epochs:
             yield from self._epoch_from(state)
@@ -350,7 +358,7 @@ class ElasticSampler:
             before = after
 
     def done(self, step: Step) -> None:
-        """Advance the state: the optimizer has taken `step`."""
+        """Advance the state after the optimizer has taken `step`."""
         self.state = step.after
 
     @property
@@ -363,13 +371,13 @@ class ElasticSampler:
         self.state = replace(self.state, epoch=self.state.epoch + 1, consumed=0)
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint keeps."""
         return {"epoch": self.state.epoch, "consumed": self.state.consumed, "seed": self.state.seed, "size": self.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, on any world size.
+        """Continue from a checkpoint, on any number of ranks.
 
-        Raises CheckpointError when the data set has another size.
+        Raises CheckpointError if the data set has a different size.
         """
         if state["size"] != self.size:
             raise CheckpointError(

@@ -5,19 +5,19 @@ It is read once from the tars' headers, kept in a file, and rebuilt when shards 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from ddpjob_pod.file_lock import alone
 
 from ddpjob_trainer.atomic_files import replacing
 from ddpjob_trainer.data.decode import MOST_BYTES
@@ -82,7 +82,7 @@ def file_system(url: str) -> Any:
 
 
 @contextmanager
-def answering(url: str) -> Iterator[None]:
+def translate_errors(url: str) -> Iterator[None]:
     """Turn the errors of a store's library, which may be of any kind, into DataError."""
     try:
         yield
@@ -106,32 +106,20 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
     files = file_system(url)
     # Few web servers list folders, so trust the index's own list.
     if url.startswith(_WEB) and files.exists(beside):
-        return _loaded(files.open(beside, "rb"), url)
+        return _load(files.open(beside, "rb"), url)
     found = _listing(url, remedy)
-    if files.exists(beside) and _is_of(index := _loaded(files.open(beside, "rb"), url), found, copied="://" in url):
+    if files.exists(beside) and _is_of(index := _load(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
-    with _alone(path):  # The ranks of a node arrive together, and one of them builds it.
-        if path.is_file() and _is_of(index := _loaded(path.open("rb"), url), found):
+    with ExitStack() as held:  # The ranks of a node arrive together, and one of them builds it.
+        with _keeping(path):
+            held.enter_context(alone(path.with_name(f".{path.name}.lock")))
+        if path.is_file() and _is_of(index := _load(path.open("rb"), url), found):
             return index
         index = _scan(url, found, remedy)
         with _keeping(path):
             save(index, path)
     return index
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process at a time into the `with`. Raises DataError.
-
-    On a file system without locks, several processes may do the same work.
-    """
-    with _keeping(path):
-        lock = (path.parent / f".{path.name}.lock").open("w")
-    with lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager
@@ -200,7 +188,7 @@ def _listing(url: str, remedy: str) -> _Found:
     )
 
 
-def _loaded(file: IO[bytes], url: str) -> Index:
+def _load(file: IO[bytes], url: str) -> Index:
     """Return the index in a file. Raises DataError."""
     columns = {"shard": np.int32, "offsets": np.int64, "sizes": np.int32, "labels": np.int64, "lengths": np.int64}
     try:
@@ -321,7 +309,7 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
         )
     if alone := labels.keys() - images.keys():
         raise DataError(
-            f"{shard}: {min(alone)}.cls has no image beside it ({len(alone)} such files; images are"
+            f"{shard}: {min(alone)}.cls has no image with the same key ({len(alone)} such files; images are"
             f" {', '.join(_IMAGES)}): {remedy}"
         )
     if without := images.keys() - labels.keys():
@@ -342,8 +330,8 @@ def _check_end(file: IO[bytes], end: int, shard: str) -> None:
         raise DataError(f"{shard} is truncated: it ends without a tar's mark of the end; copy or write it again")
     if left.strip(tarfile.NUL):
         raise DataError(
-            f"{shard} continues after a tar's mark of the end, with what no tool would read: several tars in one file?"
-            " Give each a file of its own"
+            f"{shard} continues after a tar's mark of the end, and no tool reads what follows; if it is several tars "
+            f"in one file, put each into a separate file"
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from ddpjob_trainer.config.sections import DataConfig
 from ddpjob_trainer.data.dataset import existing_folder
 from ddpjob_trainer.data.images import ImageData
-from ddpjob_trainer.data.shard_index import Index, answering, cached_index
+from ddpjob_trainer.data.shard_index import Index, cached_index, translate_errors
 from ddpjob_trainer.errors import DataError
 
 CLASSES = "classes.txt"
@@ -104,7 +104,7 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
 def open_shards(config: DataConfig, device: torch.device) -> ImageData:
     """Return the data set in `data.dir` or at `data.url`. Raises DataError."""
     root = config.url.rstrip("/") if config.url else str(existing_folder(config, f"{_REMEDY}; or set data.url"))
-    with answering(root):
+    with translate_errors(root):
         train, test = (cached_index(f"{root}/{part}", config.index, _REMEDY) for part in ("train", "val"))
         names = _class_names(root, train)
     if train.is_local:

@@ -29,7 +29,9 @@ class SyntheticData(DataSet):
             raise ConfigError(f"data.classes={config.classes} and data.size={config.size} must be at least 1")
         if config.randaugment_ops or config.trivialaugment:
             key, name = ("trivialaugment", "Trivial") if config.trivialaugment else ("randaugment_ops", "Rand")
-            raise ConfigError(f"data.{key}: {name}Augment needs uint8 images, and synthetic ones are not; leave it out")
+            raise ConfigError(
+                f"data.{key}: {name}Augment needs uint8 images, and synthetic images are not; leave it out"
+            )
         self.shape = (config.shape[0], config.shape[1], config.shape[2])
         self.classes = config.classes
         self.class_names: list[str] | None = None

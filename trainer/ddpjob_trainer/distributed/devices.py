@@ -41,7 +41,7 @@ def choose(backend: str, local_rank: int) -> RankPlacement:
         kind = _accelerator()
         if kind == "cpu" and (given := _gpus_of_job()):
             raise DeviceError(
-                f"train.backend=auto: this node was given {given}, and torch sees no device: see that the driver works"
+                f"train.backend=auto: this node has {given}, but torch sees no device; check that the driver works"
                 " (nvidia-smi there, the kernel's log), or set spec.backend to gloo to train on the CPU"
             )
     elif backend in kinds:
@@ -88,7 +88,8 @@ def _each_rank_sees_its_own(kind: str) -> bool:
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
     """Let cuDNN time its algorithms for each size of a convolution and take the fastest.
 
-    Not if a run must be `repeatable` to the bit, because the next run may choose a different one.
+    If a run must be `repeatable` to the bit, do not, because the next run may choose a
+    different one.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeatable

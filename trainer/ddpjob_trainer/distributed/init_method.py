@@ -191,7 +191,7 @@ def _remedy(where: Meeting, serves: bool) -> str:
 
 
 @contextmanager
-def joined(
+def join_group(
     group: Group, placement: RankPlacement, timeout_seconds: float, *, one_device: bool = True
 ) -> Iterator[None]:
     """Join a process group for the time of a `with`.

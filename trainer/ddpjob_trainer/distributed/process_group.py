@@ -21,18 +21,21 @@ _LAST_TENSORS_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Group:
-    """This rank's position. `world` 1 needs no process group; every collective is then the identity."""
+    """This rank's position among the ranks.
+
+    With `world` 1 no process group is needed, and every collective is the identity.
+    """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
     process_group: Any = None
-    """None: all ranks."""
+    """None stands for all ranks."""
 
     @classmethod
     def from_env(cls) -> Group:
-        """As torchrun sets it; one process alone without torchrun."""
+        """Return the group that torchrun's variables describe; without torchrun, a group of one."""
         numbers = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -40,23 +43,23 @@ class Group:
         return cls(*numbers)
 
     def sum_begin(self, values: torch.Tensor) -> Reduction:
-        """Begin an all-reduce (sum, in place), on the tensor's own device; `.wait()` returns the result."""
+        """Begin an all-reduce (sum, in place) on the tensor's device; `.wait()` returns the sum."""
         return Reduction(
             values, dist.all_reduce(values, group=self.process_group, async_op=True) if self.world > 1 else None
         )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce (sum), in place."""
+        """Add up a tensor over all ranks (all-reduce), in place."""
         return self.sum_begin(values).wait()
 
     def gather(self, value: int) -> list[int]:
-        """Every rank's number, in rank order."""
+        """Return every rank's number, in rank order."""
         numbers = torch.zeros(self.world, dtype=torch.int64)
         numbers[self.rank] = value
         return [int(number) for number in self.sum(numbers)]
 
     def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor of one shape, in rank order; on its own device."""
+        """Return every rank's tensor, all of one shape, in rank order, on the tensor's device."""
         if self.world == 1:
             return [values]
         found = [torch.empty_like(values) for _ in range(self.world)]
@@ -64,7 +67,7 @@ class Group:
         return found
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
-        """Rank `source`'s `content`, on every rank."""
+        """Return rank `source`'s `content` on every rank."""
         if self.world == 1:
             assert content is not None
             return content
@@ -77,7 +80,10 @@ class Group:
         return buffer.numpy().tobytes()
 
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
-        """Rank `source`'s tensors, of any format and layout, in place on every rank; on their own device."""
+        """Overwrite the tensors on every rank with rank `source`'s, on their own device.
+
+        They may have any format and layout.
+        """
         if self.world == 1:
             return
         for tensor in tensors:
@@ -89,7 +95,10 @@ class Group:
                 values.copy_(whole)
 
     def send_begin(self, values: torch.Tensor, to: int) -> dist.Work:
-        """Begin to send a contiguous tensor to rank `to` of this group; it must not change before `.wait()`."""
+        """Begin to send a contiguous tensor to rank `to` of this group.
+
+        The tensor must not change before `.wait()`.
+        """
         work = dist.isend(values, group=self.process_group, group_dst=to)
         assert work is not None
         return work
@@ -100,9 +109,11 @@ class Group:
         return values
 
     def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
-        """For each (tensor, ranks) that this rank has, with itself among the ranks: all of these ranks' tensors.
+        """Exchange tensors with the ranks that share them.
 
-        Two ranks share one entry at most. Only ranks that share one exchange anything; on the tensors' own device.
+        `own` has (tensor, ranks) pairs, each with this rank among the ranks. The result has the
+        tensors of all of these ranks for each pair. Two ranks share at most one pair, only ranks
+        that share one exchange anything, and it happens on the tensors' own device.
         """
         found, transfers = [], []
         for values, ranks in own:
@@ -120,7 +131,10 @@ class Group:
         return found
 
     def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
-        """This rank's group among several disjoint ones; ranks are renumbered in it. All ranks together."""
+        """Return this rank's group among several disjoint ones. Ranks are renumbered in it.
+
+        All ranks must call this together.
+        """
         timeout, own = datetime.timedelta(seconds=timeout_seconds), Group()
         for ranks in members:
             process_group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
@@ -129,7 +143,7 @@ class Group:
         return own
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has reached this point."""
         self.sum(torch.zeros(1))
 
 

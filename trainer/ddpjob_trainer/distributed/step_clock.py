@@ -1,17 +1,20 @@
 """Where the time of a step goes: this rank's own work, and waiting for others, apart.
 
-DDP's exchange overlaps with the backward pass and ends inside torch's call of it, so a stopwatch around that call shows
-the slowest rank's time on every rank. The autograd engine calls back at the end of a backward pass, in the order in
-which callbacks were queued; DDP queues its wait for the exchange when its last gradient is there, and the clock's is
-queued when the pass begins. So the clock's comes between a rank's own last gradient and the wait.
+DDP's exchange overlaps with the backward pass and ends inside torch's call of it, so a stopwatch
+around that call shows the slowest rank's time on every rank. The autograd engine calls back at the
+end of a backward pass, in the order in which callbacks were queued; DDP queues its wait for the
+exchange when its last gradient is there, and the clock's is queued when the pass begins. So the
+clock's comes between a rank's own last gradient and the wait.
 
-All other waiting, in the middle of a pass too, goes through one method: `wait` of torch's Work. The trainer calls it,
-and so do torch's FSDP, pipelines and blocking collectives. On the CPU it blocks until the others have sent, so the time
-in it is the exchange's, in whatever phase it is spent. On an accelerator it returns at once, and it is a stream that
-waits, at places that differ between versions of torch: there such waiting is not told apart.
+All other waiting, in the middle of a pass too, goes through one method: `wait` of torch's Work. The
+trainer calls it, and so do torch's FSDP, pipelines and blocking collectives. On the CPU it blocks
+until the others have sent, so the time in it is the exchange's, in whatever phase it is spent. On
+an accelerator it returns at once, and it is a stream that waits, at places that differ between
+versions of torch: there such waiting is not told apart.
 
-On an accelerator marks are events in its stream, read when the numbers are reported, where the host has waited for the
-device anyway. Between two events there is what the device did, and where it waited for a slow host.
+On an accelerator marks are events in its stream, read when the numbers are reported, where the host
+has waited for the device anyway. Between two events there is what the device did, and where it
+waited for a slow host.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ddpjob_trainer.private_torch import call_after_backward, wrap_waits
 
 
 class StepPhase(enum.StrEnum):
@@ -103,8 +109,7 @@ class StepClock:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     def _at_begin(self, _: torch.Tensor) -> None:
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self.lap(StepPhase.BACKWARD))
+        call_after_backward(lambda: self.lap(StepPhase.BACKWARD))
 
     def _mark(self) -> Any:
         if not self._events:
@@ -126,17 +131,19 @@ _waited = _Waited()
 @functools.cache
 def _count_waits() -> None:
     """Count waits from now on, for the rest of the process."""
-    wait = dist.Work.wait
 
-    @functools.wraps(wait)
-    def counted(work: dist.Work, *given: Any, **named: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return wait(work, *given, **named)
-        finally:
-            _waited.seconds += time.perf_counter() - began
+    def wrap(wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def counted(work: dist.Work, *given: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return wait(work, *given, **named)
+            finally:
+                _waited.seconds += time.perf_counter() - began
 
-    dist.Work.wait = counted  # type: ignore[method-assign, assignment]
+        return counted
+
+    wrap_waits(wrap)
 
 
 def peak_memory(device: torch.device) -> int:

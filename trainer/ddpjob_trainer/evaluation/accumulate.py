@@ -21,33 +21,38 @@ _MOST_CLASSES_IN_MATRIX = 4096
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result over the whole test set, every sample once. The same on every rank, except as `Curves` says."""
+    """The result over the whole test set, with every sample counted once.
+
+    It is the same on every rank, except for the curves (see `Curves`).
+    """
 
     loss: float
     """Mean of optim.loss, without label smoothing; usually cross entropy (natural logarithm)."""
     accuracy: float | None
-    """Share of samples whose highest score is that of their class (top-1); of equal scores the first class wins. For
-    optim.loss=bce of float targets: share of values on whose side of 0.5 the probability is. None for a regression."""
+    """Share of samples whose highest score is that of their class (top-1); of equal scores the
+    first class wins. For optim.loss=bce of float targets, the share of values whose probability is
+    on the right side of 0.5. None for a regression."""
     top5: float | None
     """Share of samples whose class is among the five highest scores."""
     mae: float | None
-    """Mean of |predicted class - class|, both as numbers: what tutorials report as mean absolute error. For a
-    regression mean of |score - target| over all values."""
+    """Mean of |predicted class - class|, both as numbers, which tutorials report as mean absolute
+    error. For a regression, the mean of |score - target| over all values."""
     samples: int
     nonfinite: int = 0
     """Samples with a score that is not finite."""
     unreadable: int = 0
-    """Test samples that could not be read; they count in no other number."""
+    """Test samples that could not be read. No other number counts them."""
     confusion: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """int64 (classes, classes): row true class, column predicted class."""
+    """int64 (classes, classes): rows are true classes, columns predicted classes."""
     curves: Curves | None = field(default=None, compare=False, repr=False)
     rmse: float | None = None
-    """Of a regression: root of the mean of (score - target)^2 over all values."""
+    """Root of the mean of (score - target)^2 over all values, for a regression."""
     f1: float | None = None
-    """optim.loss=bce of float targets: of all values together (micro); 0 without any positive."""
+    """F1 of all values together (micro), for optim.loss=bce of float targets; 0 without any
+    positive."""
 
     def scalars(self) -> dict[str, float]:
-        """Every number under the name that logs use."""
+        """Return every number under the name that logs use."""
         numbers = {"accuracy": self.accuracy, "top5": self.top5, "mae": self.mae, "rmse": self.rmse, "f1": self.f1}
         values = {"loss": self.loss} | {name: value for name, value in numbers.items() if value is not None}
         if self.curves is not None:
@@ -137,7 +142,7 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
         return Accumulator(classes, config, each, apart=decisions)
     if config.pr is not PrKind.NONE:
         raise ConfigError(
-            f"eval.pr={config.pr.value}: precision and recall are of classes, and the targets are {targets.value};"
+            f"eval.pr={config.pr.value}: precision and recall need classes, and the targets are {targets.value};"
             " leave it out"
         )
     return ValueAccumulator(each, decisions=decisions)
@@ -166,7 +171,10 @@ class Accumulator:
             self._curves = ExactCurves(classes) if config.pr is PrKind.EXACT else BinnedCurves(classes, config.pr_bins)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Scores (n, classes) of a model and true classes (n,). Raises TrainerError when they do not fit each other."""
+        """Add scores (n, classes) of a model and true classes (n,).
+
+        Raises TrainerError if they do not fit each other.
+        """
         if logits.shape != (len(labels), self._classes):
             raise TrainingError(
                 f"the model's output has the shape {tuple(logits.shape)} for {len(labels)} samples of"
@@ -199,10 +207,10 @@ class Accumulator:
             self._curves.add(chances.nan_to_num(nan=0.0), labels)
 
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
-        """The result over all ranks. All ranks together.
+        """Return the result over all ranks. All ranks must call this together.
 
-        `counted`, `unreadable`: this rank's number of samples that were added, and of those that could not be read.
-        Raises TrainingError when another number was added.
+        `counted` and `unreadable` are this rank's numbers of samples that were added and that could
+        not be read. Raises TrainingError if a different number was added.
         """
         if counted != self._added:
             raise TrainingError(

@@ -36,7 +36,7 @@ class Curve:
         """
         return float(-(self.recall.diff() * self.precision[:-1]).sum())
 
-    def thinned(self, limit: int) -> Curve:
+    def thin(self, limit: int) -> Curve:
         """Return about `limit` points at most, spaced evenly over recall, with both ends.
 
         Of points with equal recall, the most precise is kept.
@@ -118,8 +118,8 @@ class ExactCurves:
 
     def reduce(self, group: Group) -> Curves:
         """Compute the curves on rank 0, and send the numbers to all ranks."""
-        scores = _gathered(torch.cat([torch.empty(0, self._classes), *self._scores]), group).reshape(-1, self._classes)
-        labels = _gathered(torch.cat([torch.empty(0, dtype=torch.int64), *self._labels]), group)
+        scores = _gather(torch.cat([torch.empty(0, self._classes), *self._scores]), group).reshape(-1, self._classes)
+        labels = _gather(torch.cat([torch.empty(0, dtype=torch.int64), *self._labels]), group)
         curves: list[Curve] = []
         if group.rank == 0:
             truth = labels[:, None] == torch.arange(self._classes)
@@ -175,7 +175,7 @@ def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
     return ((odds + _LOGIT_RANGE) * (bins / (2 * _LOGIT_RANGE))).to(torch.int64).clamp(0, bins - 1)
 
 
-def _gathered(mine: torch.Tensor, group: Group) -> torch.Tensor:
+def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
     """Return all ranks' tensors concatenated, flat, on rank 0.
 
     Other ranks get an empty tensor, and hold one rank's part at a time.
@@ -197,5 +197,5 @@ def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
         values = torch.tensor([each.average_precision for each in curves], dtype=torch.float64)
     *of_class, micro = group.sum(values).tolist()
     each = max(20, _POINTS_OF_ALL_CLASSES // classes)
-    pooled = curves[-1].thinned(_POINTS_POOLED) if curves else None
-    return Curves(of_class, sum(of_class) / classes, micro, [curve.thinned(each) for curve in curves[:-1]], pooled)
+    pooled = curves[-1].thin(_POINTS_POOLED) if curves else None
+    return Curves(of_class, sum(of_class) / classes, micro, [curve.thin(each) for curve in curves[:-1]], pooled)

@@ -68,7 +68,7 @@ class EvaluationFiles:
             except subprocess.TimeoutExpired:
                 painter.kill()
                 print(
-                    f"warning: plots in {self._folder} took more than {_DRAWING_SECONDS} s and are not drawn",
+                    f"warning: plots in {self._folder} took more than {_DRAWING_SECONDS} s and were skipped",
                     file=sys.stderr,
                 )
         self._painters = []

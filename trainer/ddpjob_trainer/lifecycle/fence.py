@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import socket
 import sys
 import threading
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import JobEnvironment, VariableError
 
 from ddpjob_trainer.atomic_files import write_atomically
 from ddpjob_trainer.distributed.process_group import Group
@@ -39,14 +38,10 @@ def round_from_env() -> tuple[int, int]:
     and DDPJOB_ROUND count. Raises ConfigError.
     """
     job = JobEnvironment.read()
-    text = job.fence
-    if not text:
-        return int(job.generation or 0), int(job.round or 0)
-    if not (match := re.fullmatch(r"(\d+)\.(\d+)", text)):
-        raise ConfigError(
-            f"DDPJOB_FENCE={text!r}: must be GENERATION.ROUND, two whole numbers; leave it to the launcher, or unset it"
-        )
-    return int(match[1]), int(match[2])
+    try:
+        return job.group or (int(job.generation or 0), int(job.round or 0))
+    except VariableError as error:
+        raise ConfigError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,7 @@
 """SIGTERM as a flag that the ranks agree on at the end of a step.
 
-They also agree on whether to save, and on whether each rank still can. Python runs a signal handler
-in the main thread only, and not while that thread is blocked in a collective. The C level writes
-the signal's number to the wake-up descriptor at once, where a thread reads it. A thread in sigwait
-would learn of it as soon, but needs SIGTERM blocked in every other thread. Threads that torch, gloo
-and OpenMP started earlier would then receive it and end the process, and every child process, such
-as loaders and compilers, would inherit the block and ignore SIGTERM.
+They also agree on whether to save, and on whether each rank still can, in one reduction.
+`ddpjob_pod.sigterm` holds the flag.
 """
 
 from __future__ import annotations
@@ -17,11 +13,11 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import JobEnvironment, VariableError
+from ddpjob_pod.sigterm import SigtermFlag
 
 from ddpjob_trainer.distributed.process_group import Group, Reduction
 from ddpjob_trainer.errors import CheckpointError, ConfigError
@@ -38,9 +34,9 @@ class Due(enum.IntEnum):
 
     NO = 0
     WHEN_FREE = 1
-    """Once no rank is saving."""
+    """Save once no rank is saving."""
     NOW = 2
-    """After this very step."""
+    """Save after this very step."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +75,11 @@ class StopRequest:
         self._grace = grace_from_env()
 
     def listen(self) -> None:
-        """From now on SIGTERM sets the flag instead of ending the process. Must be called in the main thread."""
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        _care_at_forks()
-        threading.Thread(target=self._watch, args=(reader,), name="sigterm", daemon=True).start()
+        """Have SIGTERM set the flag instead of ending the process.
+
+        Must be called in the main thread.
+        """
+        SigtermFlag(self._leave_in_time).listen(at_once=True)
 
     @property
     def requested(self) -> bool:
@@ -115,9 +109,8 @@ class StopRequest:
         )
         return Agreement(self._group.sum_begin(flags), self)
 
-    def _watch(self, reader: int) -> None:
-        while signal.SIGTERM not in os.read(reader, 64):
-            pass
+    def _leave_in_time(self) -> None:
+        """End this process, asked to end by now, if the ranks do not agree within its patience."""
         asked = time.monotonic()
         self._requested.set()
         what = "is done, writes what is left" if self._agreed.is_set() else "saves after this step"
@@ -190,48 +183,7 @@ def grace_from_env() -> float | None:
 
     Raises ConfigError.
     """
-    text = JobEnvironment.read().grace_seconds
     try:
-        return float(text) if text else None
-    except ValueError:
-        raise ConfigError(
-            f"DDPJOB_GRACE_SECONDS={text!r}: must be a number of seconds; leave it to the operator, or unset it"
-        ) from None
-
-
-@cache
-def _care_at_forks() -> None:
-    """Register the fork handlers once, even if the process trains again.
-
-    A second `_hold` would store the mask set by the first one as the mask to restore.
-    """
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
-
-
-_forking = threading.local()
-
-
-def _hold() -> None:
-    """Block SIGTERM around a fork.
-
-    A child that got it before `_restore_in_child` would write to its parent's pipe.
-    """
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-
-
-def _release() -> None:
-    """Restore the caller's signal mask.
-
-    The caller may have blocked SIGTERM on purpose, for a child that unblocks it.
-    """
-    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
-
-
-def _restore_in_child() -> None:
-    """Let SIGTERM end the forked process.
-
-    It must not reach the rank's pipe, which the child has inherited.
-    """
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _release()
+        return JobEnvironment.read().grace
+    except VariableError as error:
+        raise ConfigError(str(error)) from None

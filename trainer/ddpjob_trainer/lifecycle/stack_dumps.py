@@ -1,9 +1,8 @@
-"""The Python stacks of a rank, by faulthandler.
+"""Writes a rank's Python stacks if no step ends for nearly train.timeout_seconds.
 
-SIGUSR1 writes the main thread's stack. If no step ends for nearly train.timeout_seconds, the stacks
-of all threads are written. faulthandler writes from C, even while Python is blocked in a collective
-or never releases the GIL. It can write to one file only, RUN/stacks/rank-N.txt, which a thread
-copies to stderr. A job's own hang detection uses a different signal (SIGRTMIN + 7).
+They are the stacks of all threads, in rank-N.txt. faulthandler writes from C, even while Python is
+blocked in a collective or never releases the GIL. A thread copies the file to stderr. Without a
+launcher, the file also takes the main thread's stack at a signal (`ddpjob_pod.stack_signal`).
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import time
 from pathlib import Path
 from typing import IO
 
-SIGNAL = signal.SIGUSR1
-FOLDER = "stacks"
+from ddpjob_pod import stack_signal
+from ddpjob_pod.job_environment import JobEnvironment
+
 _POLL_SECONDS = 0.5
 _SHARE_OF_TIMEOUT = 0.9
 
@@ -33,16 +33,19 @@ class StackDumps:
 
     def __init__(self, run_dir: Path, rank: int, timeout_seconds: float) -> None:
         self._limit = _SHARE_OF_TIMEOUT * timeout_seconds
-        self._path = run_dir / FOLDER / f"rank-{rank}.txt"
+        job = JobEnvironment.read()
+        self._path = Path(job.checkpoint_dir or run_dir) / stack_signal.FOLDER / f"rank-{rank}.txt"
+        self._by_signal = not job.stacks_dir
         self._rank = rank
         self._began = time.monotonic()
         self._closing = threading.Event()
         self._file: IO[bytes] | None = self._open()
         self._copied = self._size()
-        signal.signal(SIGNAL, signal.SIG_IGN)  # The handler that `unregister` restores.
-        # Other threads keep running while the handler reads, and reading their frames occasionally
-        # crashes a healthy process.
-        faulthandler.register(SIGNAL, file=self._file or sys.stderr, all_threads=False)
+        if self._by_signal:
+            signal.signal(stack_signal.SIGNAL, signal.SIG_IGN)  # The handler that `unregister` restores.
+            # Other threads keep running while the handler reads, and reading their frames
+            # occasionally crashes a healthy process.
+            faulthandler.register(stack_signal.SIGNAL, file=self._file or sys.stderr, all_threads=False)
         self._arm()
         self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
         self._thread.start()
@@ -52,14 +55,16 @@ class StackDumps:
         self._began = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching.
+        """Stop watching, and remove the file if it is empty.
 
-        SIGUSR1 is ignored from now on, because it must not end a rank that is about to leave.
+        The signal is ignored from now on, because it must not end a rank that is about to leave.
+        Under a launcher, it still writes the stack.
         """
         self._closing.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(SIGNAL)
+        if self._by_signal:
+            faulthandler.unregister(stack_signal.SIGNAL)
         if self._file is not None:
             # Another rank's stacks may be in the folder, or the volume may be gone. That must not
             # hide why training ends.

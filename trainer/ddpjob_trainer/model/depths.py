@@ -44,7 +44,7 @@ def depths(model: nn.Module) -> dict[str, int]:
     return _by_layer(model)
 
 
-def shares(depths: Mapping[str, int], decay: float) -> str:
+def describe_shares(depths: Mapping[str, int], decay: float) -> str:
     """Describe the parameter groups for the log.
 
     It names how many there are, and the share of optim.lr that the first and the last one use.

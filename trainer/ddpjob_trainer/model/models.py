@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddpjob_trainer.config.sections import ModelConfig, NormName
-from ddpjob_trainer.data.randomness import drawn
+from ddpjob_trainer.data.randomness import seed_draws
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 from ddpjob_trainer.own_functions import load_function
 
@@ -34,14 +34,14 @@ def build_model(
     """
     if config.channels_last and len(shape) != 3:
         raise ConfigError(
-            f"model.channels_last: a layout of images (channels, height, width), and the data's samples have the shape"
+            f"model.channels_last: applies to images (channels, height, width), and the data's samples have the shape"
             f" {shape}; leave it out"
         )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
     # A user's function may also draw from Python's and numpy's generators. For other models,
     # numpy's is not loaded.
-    with drawn(seed) if is_own(config) else nullcontext():
+    with seed_draws(seed) if is_own(config) else nullcontext():
         model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
         for normalization in _last_normalizations(model, config, "zero_init_residual"):
@@ -59,17 +59,17 @@ def build_model(
         )
     if not config.sync_batchnorm:
         return model
-    from ddpjob_trainer.model.sync_batchnorm import synchronized
+    from ddpjob_trainer.model.sync_batchnorm import synchronize
 
-    model = synchronized(model, device)
+    model = synchronize(model, device)
     if is_tied_to_micro_batches(model):
-        random = "uses dropout, which drops other inputs"
+        random = "uses dropout, which drops different inputs"
         if getattr(model, _OWN, False):
-            random = "may draw random numbers in its forward pass, others"
+            random = "may draw random numbers in its forward pass, which differ"
         path = "model.drop_path, or " if config.drop_path else ""
         raise ConfigError(
-            f"model.sync_batchnorm: {config.name} {random} on another number of ranks;"
-            f" leave out {path}model.sync_batchnorm (statistics are then those of data.micro_batches micro-batches, on"
+            f"model.sync_batchnorm: {config.name} {random} on a different number of ranks; leave out "
+            f"{path}model.sync_batchnorm (statistics are then those of data.micro_batches micro-batches, on"
             " any number of ranks), or take a model without dropout"
         )
     return model
@@ -91,7 +91,9 @@ def _freeze(model: nn.Module, config: ModelConfig) -> None:
         for name in names:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError("model.freeze: no parameter is left to train; leave out those of the last layer")
+        raise ConfigError(
+            "model.freeze: no parameter is left to train; leave out the patterns that match the last layer"
+        )
 
 
 _LAST_NORMALIZATION = {"Bottleneck": "bn3", "BasicBlock": "bn2", "_Block": "bn2"}
@@ -157,7 +159,7 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
     if len(shape) != 3 and (not name or kind in ("torchvision", "timm")):
         raise ConfigError(
             f"model.name={config.name}: takes images (channels, height, width), and the data's samples have the shape"
-            f" {shape}; take a model of your own, model.name=package.module:function"
+            f" {shape}; use your own model, model.name=package.module:function"
         )
     if config.name == "small_cnn":
         if config.width < 4 or config.width % 4:
@@ -249,7 +251,7 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
         with torch.no_grad():
             model(torch.zeros(1, *shape))
     except Exception as error:
-        remedy = f"set {key} to the size that it was made for, such as 224, or take" if key else "take"
+        remedy = f"set {key} to the size that the model was made for, such as 224, or use" if key else "take"
         raise ConfigError(
             f"model.name={config.name}: cannot take images of {' x '.join(map(str, shape[1:]))}"
             f" ({first_line(error).rstrip('.')}); {remedy} another model, such as resnet18_cifar"
@@ -257,7 +259,7 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 
 
 @contextmanager
-def explaining_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
+def explain_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
     """Run a first forward pass in this `with`; if it fails, call `check_image_size`.
 
     That check takes time, so it does not run before.
@@ -321,8 +323,8 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     values = itertools.chain(model.named_parameters(), model.named_buffers())
     if lazy := next((own for own, value in values if is_lazy(value)), None):
         raise ConfigError(
-            f"model.name={name}: {lazy} has no shape before the first forward pass (torch's Lazy layers), so that no"
-            " checkpoint fits it; call the model once before you return it, such as model(torch.zeros(2, *shape))"
+            f"model.name={name}: {lazy} has no shape before the first forward pass (torch's Lazy layers), so no "
+            f"checkpoint fits it; call the model once before you return it, such as model(torch.zeros(2, *shape))"
         )
     setattr(model, _OWN, True)
     # A pretrained model is often in evaluation mode. Training mode is also what an evaluation ends

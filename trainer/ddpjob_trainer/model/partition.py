@@ -64,7 +64,8 @@ def to_sequential(model: nn.Module) -> list[Layer]:
         _check_own_weights(found)
         return found
     raise ConfigError(
-        f"a {type(model).__name__} cannot be split into stages, because its modules are no sequence: set model.name to"
+        f"a {type(model).__name__} cannot be split into stages, because its modules are not a sequence; set model.name "
+        f"to"
         " small_cnn, resnet18_cifar, or a ResNet, VGG or AlexNet of torchvision; or set strategy=fsdp, which shards any"
         " model"
     )
@@ -80,8 +81,8 @@ def _check_own_weights(layers: list[Layer]) -> None:
         for value in (*layer.module.parameters(), *layer.module.buffers()):
             if (owner := owners.setdefault(value, layer.name)) != layer.name:
                 raise ConfigError(
-                    f"layers {owner} and {layer.name} of the model share weights, and a stage has its own; set"
-                    " strategy=ddp"
+                    f"layers {owner} and {layer.name} of the model share weights, but stages cannot share weights; set "
+                    f"strategy=ddp"
                 )
 
 

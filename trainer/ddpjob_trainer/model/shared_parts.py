@@ -43,6 +43,7 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import TrainingError
 from ddpjob_trainer.model.batchnorm_stats import move_running
 from ddpjob_trainer.model.models import RANDOM_PATHS, ties_samples
+from ddpjob_trainer.private_torch import check_dimensions
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -53,16 +54,18 @@ forward."""
 
 def can_be_shared(model: nn.Module) -> bool:
     """Return whether every layer that ties samples together can process parts of a micro-batch."""
-    return all(type(module) in PLAIN_NORMS or _draws(module) for module in model.modules() if ties_samples(module))
+    return all(type(module) in PLAIN_NORMS or _is_random(module) for module in model.modules() if ties_samples(module))
 
 
-def _draws(module: nn.Module) -> bool:
+def _is_random(module: nn.Module) -> bool:
     """Return whether the layer multiplies its input by random numbers."""
     return type(module) in _MASKS or type(module).__name__ in RANDOM_PATHS
 
 
 class SharedParts:
-    """Lets a model's layers compute parts of micro-batches. Create it before the first forward pass."""
+    """Lets a model's layers compute parts of micro-batches. Create it before the first forward
+    pass.
+    """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._group = group
@@ -72,7 +75,7 @@ class SharedParts:
         self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
         for module in model.modules():
             # A layer with probability 0 changes nothing.
-            masks = _draws(module) and ties_samples(module)
+            masks = _is_random(module) and ties_samples(module)
             layer: Any = self._normalize if isinstance(module, _BatchNorm) else self._mask if masks else None
             if layer is not None:
                 own: Any = torch.compiler.disable(partial(layer, module, module.forward))  # type: ignore[no-untyped-call]
@@ -115,7 +118,7 @@ class SharedParts:
         if not module.training or not self._parts:
             return forward(values)
         self._check_samples(module, values)
-        module._check_input_dim(values)  # type: ignore[no-untyped-call]
+        check_dimensions(module, values)
         outputs: torch.Tensor
         sizes = self._sizes_on(values.device)
         outputs, moments = _NormalizeParts.apply(
@@ -135,8 +138,8 @@ class SharedParts:
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
             raise TrainingError(
-                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so that ranks"
-                " cannot share a micro-batch there: take a number of ranks that divides data.micro_batches, or set"
+                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so ranks "
+                f"cannot share a micro-batch there; use a number of ranks that divides data.micro_batches, or set"
                 " data.exact=false"
             )
 
@@ -207,7 +210,7 @@ class _NormalizeParts(torch.autograd.Function):
             axes = list(range(2, values.dim()))
             level, tilt = slope.sum(axes), tilt.sum(axes)
         own = _by_part(level.double(), tilt.double(), ctx.parts)
-        all_level, all_tilt = _summed(own, ctx.parts, ctx.group)
+        all_level, all_tilt = _sum_parts(own, ctx.parts, ctx.group)
         for_weight = ((own[:, 1] - mean * own[:, 0]) * inverse).sum(0)
         for_bias = own[:, 0].sum(0)
         scale = inverse if weight is None else inverse * weight
@@ -231,10 +234,10 @@ def _over_holders(
     first: torch.Tensor, second: torch.Tensor, pixels: int, parts: tuple[Part, ...], group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum means over `pixels` of each sample (samples, channels) over each whole micro-batch."""
-    return _summed(_by_part(first, second, parts).mul_(pixels), parts, group)
+    return _sum_parts(_by_part(first, second, parts).mul_(pixels), parts, group)
 
 
-def _summed(own: torch.Tensor, parts: tuple[Part, ...], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+def _sum_parts(own: torch.Tensor, parts: tuple[Part, ...], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each part's sums over all ranks that hold a part of its micro-batch.
 
     They are added up in the order of the ranks, so that all holders compute the same to the bit.

@@ -17,7 +17,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import move_running
 
 
-def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
+def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model with its batch normalizations replaced; names and values stay.
 
     The replacements are torch's on accelerators and ours on the CPU. Raises ConfigError for a layer
@@ -27,8 +27,8 @@ def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
         plain = isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward
         if isinstance(module, _BatchNorm) and not plain:
             raise ConfigError(
-                f"model.sync_batchnorm: {type(module).__name__} of this model does more than to normalize, which a"
-                " synchronized one would leave out; leave out model.sync_batchnorm (statistics are then those of"
+                f"model.sync_batchnorm: {type(module).__name__} of this model does more than normalize, and a "
+                f"synchronized layer would not do that; leave out model.sync_batchnorm (statistics are then those of"
                 " data.micro_batches micro-batches, on any number of ranks)"
             )
     if device.type != "cpu":
@@ -58,7 +58,7 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class CpuSyncBatchNorm(_BatchNorm):
-    """Like nn.SyncBatchNorm, for (n, channels, ...); n may be 0 on some of the ranks."""
+    """Normalize (n, channels, ...) as nn.SyncBatchNorm does; n may be 0 on some of the ranks."""
 
     is_synchronized = True
 

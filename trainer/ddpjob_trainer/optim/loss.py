@@ -65,8 +65,8 @@ class Loss:
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
-                f"optim.label_smoothing={self._smoothing}: spreads a class over the others, which"
-                f" optim.loss={self.name} does not do; leave it out"
+                f"optim.label_smoothing={self._smoothing}: spreads a class over the others, but optim.loss={self.name} "
+                f"cannot do that; leave it out"
             )
         mixed = next((key for key in ("mixup", "cutmix") if getattr(data, key)), "")
         if mixed and targets is not Targets.CLASSES:
@@ -76,8 +76,8 @@ class Loss:
             )
         if mixed and self._own is not None:
             raise ConfigError(
-                f"data.{mixed}: turns classes into shares of classes, which optim.loss={self.name} was not made for;"
-                " leave it out, or set optim.loss=cross_entropy or bce"
+                f"data.{mixed}: turns classes into fractions of classes, but optim.loss={self.name} does not support "
+                f"that; leave it out, or set optim.loss=cross_entropy or bce"
             )
         fitting = {
             Targets.CLASSES: ("cross_entropy", "bce"),
@@ -135,7 +135,11 @@ class Loss:
         if not isinstance(scores, torch.Tensor):
             raise TrainingError(f"the model returns {type(scores).__name__}; return a tensor of scores (n, classes)")
         if self._classes and scores.shape[1:] != (self._classes,):
-            other = ", or data whose targets have the shape (1,): an evaluation has the loss alone" if self._own else ""
+            other = (
+                ", or data whose targets have the shape (1,), for which an evaluation computes only the loss"
+                if self._own
+                else ""
+            )
             raise TrainingError(
                 f"the model's output has the shape {tuple(scores.shape)} for {len(scores)} samples of {self._classes}"
                 f" classes; give a model whose last layer has {self._classes} outputs{other}"

@@ -108,7 +108,8 @@ class NonFiniteGuard:
             row = "it was" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row were"
             raise TrainingError(
                 f"{what}; {row} skipped (train.nonfinite_limit={self._limit}). Lower optim.lr, lengthen"
-                " optim.warmup_epochs, set optim.clip_norm, or inspect these samples; checkpoints are from before"
+                " optim.warmup_epochs, set optim.clip_norm, or inspect these samples; checkpoints are from earlier "
+                "steps"
             )
         self._notify(
             taken.step,

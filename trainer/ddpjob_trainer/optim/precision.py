@@ -19,6 +19,7 @@ from ddpjob_trainer.config.sections import AmpConfig, AmpDtype, AmpLevel
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.private_torch import find_overflow
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Precision:
     ) -> None:
         """Raises ConfigError for a wrong value, or a format that the device cannot compute in."""
         self._device = device or torch.device("cpu")
-        self.config = chosen(config or AmpConfig(), self._device)
+        self.config = choose_amp(config or AmpConfig(), self._device)
         if clip_norm < 0:
             raise ConfigError(
                 f"optim.clip_norm: {clip_norm} is below 0; write the largest norm allowed, such as 1.0, or 0 for any"
@@ -107,7 +108,7 @@ class Precision:
         for name, original in self._originals.items():
             if is_sharded(own[name]):
                 raise ConfigError(
-                    "amp.level=O2: its float32 copy is of whole weights, and strategy=fsdp shards them; set"
+                    "amp.level=O2: its float32 copy needs whole weights, and strategy=fsdp shards them; set"
                     " amp.level=O1"
                 )
             if own[name].dtype is not original.dtype:
@@ -199,10 +200,7 @@ class Precision:
 
     def _scaled_step(self, optimizer: torch.optim.Optimizer) -> bool:
         assert self._scaler is not None
-        # Otherwise fused optimizers skip inside, which leaves SGD's momentum uninitialized if it
-        # was the first step.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        found = list(self._scaler._found_inf_per_device(optimizer).values())
+        found = find_overflow(self._scaler, optimizer)
         if self.over_parts is not None:
             for flag in found:
                 self.over_parts(flag)
@@ -281,7 +279,7 @@ def _part(weight: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def chosen(config: AmpConfig, device: torch.device) -> AmpConfig:
+def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
     """Return the configuration with a level in place of `auto`.
 
     bfloat16 has the range of float32, so it needs no loss scale, and the rest of the configuration
@@ -296,13 +294,13 @@ def chosen(config: AmpConfig, device: torch.device) -> AmpConfig:
     return replace(config, level=AmpLevel.O1, dtype=config.dtype if given else AmpDtype.BFLOAT16)
 
 
-def agreed(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
-    """Return `chosen`, the same on every rank, and the ranks that make `auto` use float32.
+def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
+    """Return the result of `choose_amp`, the same on every rank, and the ranks without bfloat16.
 
     Ranks that compute in different formats would add up gradients of different precision. All ranks
     must call this together.
     """
-    own = chosen(config, device)
+    own = choose_amp(config, device)
     if config.level is not AmpLevel.AUTO:
         return own, []
     levels = group.gather(own.level is not AmpLevel.O0)

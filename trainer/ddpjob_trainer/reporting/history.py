@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.errors import TrainerError
+from ddpjob_pod.metrics_log import METRICS
 
-METRICS = "metrics.jsonl"
+from ddpjob_trainer.errors import TrainerError
 
 
 @dataclass

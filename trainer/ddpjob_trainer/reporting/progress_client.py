@@ -1,24 +1,21 @@
 """Posts progress to the job's coordinator in the background, only the newest.
 
-It never delays training, and errors are ignored. The job's token proves the sender without being
-sent, because someone else may have the coordinator's address by now.
+Scripts post their figures together. The trainer posts each kind by itself, because the coordinator
+takes figures for the sign of a step; figures that are none (`add`) go by themselves, too.
 """
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  (the codec of host names: the thread must not be the first to import it)
-import http.client
-import threading
-import time
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
-from ddpjob_pod.posting import TIMEOUT_SECONDS, Poster
+from ddpjob_pod.outbox import INTERVAL_SECONDS, Outbox, merged, next_pause
+from ddpjob_pod.posting import Poster
 
-_INTERVAL_SECONDS, _BRIEF_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 1.0, 15.0
+_BRIEF_SECONDS = 1.0
 
 
-class ProgressClient:
+class ProgressClient(Outbox):
     """Posts progress to the coordinator, at most every half second.
 
     It posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
@@ -33,10 +30,7 @@ class ProgressClient:
         # None: no stragglers have been posted yet.
         self._stragglers: list[dict[str, float]] | None = None
         self._said_stragglers: Any = None  # The last post of stragglers, and its coordinator.
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="coordinator-link", daemon=True)
-        self._thread.start()
+        super().__init__("coordinator-link")
 
     @classmethod
     def from_env(cls) -> ProgressClient | None:
@@ -79,27 +73,24 @@ class ProgressClient:
                 self._said = None
             self._changed.notify()
 
-    def close(self) -> None:
-        """Post what remains, waiting at most two seconds."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(TIMEOUT_SECONDS)
-
     def _work(self) -> None:
-        pause = _INTERVAL_SECONDS
+        pause = INTERVAL_SECONDS
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due() or self._activity != self._said)
                 self._changed.wait_for(lambda: self._is_due() or self._activity == self._said, _BRIEF_SECONDS)
                 progress, self._newest = self._newest, None
                 copies, self._copies = self._copies, None
+                others, self._pending = self._pending, {}
             if progress is not None:
-                pause = _INTERVAL_SECONDS if self._send(progress) else min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                pause = next_pause(pause, self._send(progress))
                 self._said = None
                 self._send_stragglers()
-            elif self._closing and copies is None:
+            elif self._closing and copies is None and not others:
                 return
+            if others and not self._send(others) and not self._closing:
+                with self._changed:
+                    self._pending = merged(others, self._pending)
             if copies is not None:
                 self._send({"metrics": copies})
             if (activity := self._activity) != self._said:
@@ -113,26 +104,12 @@ class ProgressClient:
         stragglers = self._stragglers
         if stragglers is None or (self._poster.instance, stragglers) == self._said_stragglers:
             return
-        status = self._post({"stragglers": stragglers})
+        status, _ = self._poster.post({"stragglers": stragglers})
         if 0 < status < 300 or status == 400:
             self._said_stragglers = self._poster.instance, stragglers
 
     def _is_due(self) -> bool:
-        return self._newest is not None or self._copies is not None or self._closing
+        return self._newest is not None or self._copies is not None or bool(self._pending) or self._closing
 
     def _send(self, progress: dict[str, Any]) -> bool:
-        return 0 < self._post(progress) < 300
-
-    def _post(self, report: dict[str, Any]) -> int:
-        """Return the status of the answer to a post, or 0 if there was none."""
-        try:
-            return self._poster.post(report)[0]
-        except (OSError, ValueError, http.client.HTTPException):
-            # A coordinator that restarts or is gone must not disturb training. The operator notices
-            # it.
-            return 0
-
-
-def wall_clock() -> float:
-    """Return the seconds since the Unix epoch, rounded to milliseconds for logs."""
-    return round(time.time(), 3)
+        return 0 < self._poster.post(progress)[0] < 300

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import time
@@ -13,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.atomic_files import write_all
+from ddpjob_pod.metrics_log import METRICS, MetricsLog, wall_clock
+
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import TrainingError
 from ddpjob_trainer.evaluation.accumulate import Evaluation
 from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
-from ddpjob_trainer.reporting.history import METRICS
-from ddpjob_trainer.reporting.progress_client import ProgressClient, wall_clock
+from ddpjob_trainer.reporting.progress_client import ProgressClient
 from ddpjob_trainer.reporting.sinks.background import Sinks, check_report, open_sinks
 from ddpjob_trainer.reporting.sinks.sink import Run
 from ddpjob_trainer.reporting.stragglers import Straggler, Stragglers
@@ -75,52 +73,16 @@ class Machines:
         return {"ranks": ranks, "phases": {name: float(f"{value:.4g}") for name, value in self.phases.items()}}
 
 
-class MetricsLog:
-    """Appends JSON lines to RUN/metrics.jsonl, which survives restarts.
-
-    `incarnations` is the number of incarnations that the file recorded when it was opened.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        """Raises TrainingError if the file cannot be continued, for example another user's."""
-        path = run_dir / METRICS
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            content = path.read_bytes() if path.exists() else b""
-            self._path, self._file = path, path.open("ab", buffering=0)
-        except OSError as error:
-            raise TrainingError(
-                f"{path} cannot be continued ({error.strerror}): make it readable and writable for uid {os.getuid()},"
-                " or set train.run_dir to another folder"
-            ) from error
-        self.incarnations = content.count(b'{"event": "start"')
-        # A writer was killed within a line.
-        self._truncated = bool(content) and not content.endswith(b"\n")
-        self._warned = False
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Write one line: the event, its time and its numbers.
-
-        Numbers that are not finite become null, because JSON has no NaN. On a full disk lines are
-        lost, with one warning, and training continues.
-        """
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in fields.items()
-        }
-        line = json.dumps({"event": event, "time": wall_clock()} | finite) + "\n"
-        try:
-            write_all(self._file, (("\n" if self._truncated else "") + line).encode())
-            self._truncated = False
-        except OSError as error:
-            self._truncated = True
-            if not self._warned:
-                print(
-                    f"warning: {self._path} cannot be written ({error.strerror}): lines are lost",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            self._warned = True
+def open_log(run_dir: Path) -> MetricsLog:
+    """Return the run's log. Raises TrainingError if it cannot be continued."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return MetricsLog(run_dir)
+    except OSError as error:
+        raise TrainingError(
+            f"{run_dir / METRICS} cannot be continued ({error.strerror}): make it readable and writable for uid"
+            f" {os.getuid()}, or set train.run_dir to another folder"
+        ) from error
 
 
 class Reporter:
@@ -135,7 +97,7 @@ class Reporter:
         """Raises ConfigError if a configured sink is not available."""
         check_report(config.report)
         self._plan, self._config, self._group = plan, config, group
-        self._log = MetricsLog(config.run_dir) if writes else None
+        self._log = open_log(config.run_dir) if writes else None
         self.restarts = max(plan.round, self._log.incarnations if self._log else 0)
         self._display: Display = open_display(
             group.rank == 0, config.train.print_seconds, config.run_dir.resolve().name
@@ -357,6 +319,11 @@ class Reporter:
         """
         if self._link is not None:
             self._link.post_copies(dict(copies))
+
+    def post_memory(self, figures: dict[str, Any]) -> None:
+        """Post what the nodes have in memory, and where training continued, if that is new."""
+        if self._link is not None and figures:
+            self._link.add(figures)
 
     def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
         """Report that step `step` was skipped on all ranks.

@@ -58,7 +58,7 @@ class Stragglers:
     """
 
     def __init__(self, factor: float, seconds: float) -> None:
-        """With `factor` 0, no rank is named."""
+        """Name no rank if `factor` is 0."""
         self._factor, self._seconds = factor, seconds
         self._back = 1 + (factor - 1) / 2
         self._ranks: dict[int, _Rank] = {}

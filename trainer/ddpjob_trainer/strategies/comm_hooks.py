@@ -16,8 +16,8 @@ def check(config: DdpConfig) -> None:
         return
     if config.ordered:
         raise ConfigError(
-            f"ddp.comm_hook={config.comm_hook.value}: compresses gradients, and ddp.ordered is exact to the bit;"
-            f" set ddp.comm_hook=none or ddp.ordered=false"
+            f"ddp.comm_hook={config.comm_hook.value}: compresses gradients, and ddp.ordered must be bit-exact; set "
+            f"ddp.comm_hook=none or ddp.ordered=false"
         )
     if config.comm_hook is CommHook.POWERSGD and config.powersgd_rank < 1:
         raise ConfigError(f"ddp.powersgd_rank: {config.powersgd_rank} is less than 1; write for example 2")

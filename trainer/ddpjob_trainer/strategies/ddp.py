@@ -22,6 +22,7 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics, ordered_parts
 from ddpjob_trainer.optim.precision import Update
+from ddpjob_trainer.private_torch import check_all_reduced
 from ddpjob_trainer.strategies import comm_hooks
 from ddpjob_trainer.strategies.strategy import Strategy, flat_gradients, set_gradients
 
@@ -59,9 +60,7 @@ class Ddp(Strategy):
         """Raises ConfigError if options of ddp exclude each other."""
         comm_hooks.check(self.config.ddp)
         if self.config.ddp.ordered and self.config.amp.level in (AmpLevel.O2, AmpLevel.O3):
-            raise ConfigError(
-                "ddp.ordered: float32 sums that are exact to the bit; set amp.level=O0 or O1, or ddp.ordered=false"
-            )
+            raise ConfigError("ddp.ordered: needs bit-exact float32 sums; set amp.level=O0 or O1, or ddp.ordered=false")
         super().prepare(model, shape)
         # cuDNN's and cuBLAS' faster kernels have no fixed order of addition.
         if self.config.ddp.ordered and self.device.type == "cuda":
@@ -193,7 +192,7 @@ class Ddp(Strategy):
         This happens before the optimizer uses gradients of this rank alone.
         """
         try:
-            network._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            check_all_reduced(network)
         except RuntimeError as error:
             named = self.model.named_parameters()
             idle = [name for name, weight in named if weight.requires_grad and weight.grad is None]

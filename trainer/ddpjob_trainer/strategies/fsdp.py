@@ -133,7 +133,7 @@ class Fsdp(Strategy):
 
 
 class _Precision(Precision):
-    """At O2, ranks keep shards of the float32 copy and gather them in amp.dtype.
+    """Ranks at O2 keep shards of the float32 copy and gather them in amp.dtype.
 
     The model itself is not converted.
     """

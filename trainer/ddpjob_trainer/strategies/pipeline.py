@@ -280,12 +280,13 @@ def _checked_stages(config: Config, group: Group) -> int:
         )
     if config.train.accumulate != 1:
         raise ConfigError(
-            "train.accumulate: strategy=pipeline has pipeline.micro_batches for it; set that, and leave out"
-            " train.accumulate"
+            "train.accumulate: strategy=pipeline uses pipeline.micro_batches instead; set that, and leave out "
+            "train.accumulate"
         )
     if config.model.sync_batchnorm:
         raise ConfigError(
-            "model.sync_batchnorm: with strategy=pipeline ranks are at different layers and micro-batches; leave it out"
+            "model.sync_batchnorm: with strategy=pipeline, ranks compute different layers and micro-batches; leave it "
+            "out"
             " (statistics are those of a micro-batch, the same on any number of ranks), or set strategy=ddp"
         )
     return given or world

@@ -28,7 +28,9 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     if script.suffix != ".py":
         raise Mistake(f"{script}: the script's name must end in .py")
     if script.is_absolute() or ".." in script.parts:
-        raise Mistake(f"{script}: must be in this folder: on a cluster the path is one in the image")
+        raise Mistake(
+            f"{script}: must be in this folder, because on a cluster the path is relative to the image's working folder"
+        )
     values = {"name": name, "image": image, "script": script.as_posix()}
     text = Template(_file(_MANIFEST.name)).substitute(
         {key: _scalar(value) for key, value in values.items()}, nodes=nodes, gpus=gpus
@@ -37,7 +39,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     try:
         _create(_MANIFEST, text)
     except FileExistsError:
-        raise Mistake(f"{_MANIFEST} is there already; remove it, or change to another folder") from None
+        raise Mistake(f"{_MANIFEST} already exists; remove it, or change to another folder") from None
     except OSError as error:
         raise Mistake(f"{_MANIFEST}: {error.strerror}") from error
     written = [str(_MANIFEST)]

@@ -95,7 +95,7 @@ class ApiServer:
                 config.load_incluster_config(client_configuration=settings)
                 return cls(client.ApiClient(settings), _NAMESPACE_FILE.read_text().strip(), "in-cluster")
             why = str(error).removeprefix("Invalid kube-config file. ").rstrip(".")
-            remedy = "name a kubeconfig by KUBECONFIG or --kubeconfig; jobs of this machine: --local"
+            remedy = "set KUBECONFIG or --kubeconfig, or write --local for jobs of this machine"
             raise Unreachable(f"no cluster: {why}; {remedy}") from error
         except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
             why = " ".join(str(error).split())
@@ -111,7 +111,7 @@ class ApiServer:
         content_type: str = "application/json",
     ) -> Json:
         """Return the JSON response."""
-        response = self._send(method, path, query or {}, body, content_type, SECONDS)
+        response = self._send(method, path, query or {}, body, content_type)
         with self._answering():
             text = response.read()
         return self._parsed(response, text)
@@ -150,9 +150,7 @@ class ApiServer:
         limit, total, more = LARGEST_PAGE, 0, ""
         while True:
             place = {"continue": more} if more else {}
-            response = self._send(
-                "GET", path, {**(query or {}), "limit": str(limit), **place}, None, "application/json", SECONDS
-            )
+            response = self._send("GET", path, {**(query or {}), "limit": str(limit), **place})
             try:
                 with self._answering():
                     bounded = self.largest_answer is not None and limit > 1
@@ -181,7 +179,7 @@ class ApiServer:
         """
         import urllib3
 
-        response = self._send("GET", path, query, None, "application/json", (SECONDS, silence))
+        response = self._send("GET", path, query, timeout=(SECONDS, silence))
         raw = response.response
         if response.status >= 400:
             with self._answering():
@@ -213,8 +211,9 @@ class ApiServer:
                 del event
 
     def _send(
-        self, method: str, path: str, query: Mapping[str, str], body: Json | None, content_type: str, timeout: Any
-    ) -> Any:
+        self, method: str, path: str, query: Mapping[str, str], body: Json | None = None,
+        content_type: str = "application/json", timeout: Any = SECONDS,
+    ) -> Any:  # fmt: skip
         headers = {"Content-Type": content_type, "Accept": "application/json, */*"}
         method, url, headers, *_ = self.client.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
@@ -244,7 +243,9 @@ class ApiServer:
             answer = found if isinstance(found, dict) else None
         if answer is None:
             if response.status < 400:
-                raise Unreachable(f"the server at {self._where} is no API server: it answers no JSON object")
+                raise Unreachable(
+                    f"the server at {self._where} is not an API server, because its answer is not a JSON object"
+                )
             answer = {}
         if response.status >= 400:
             message = str(answer.get("message") or (text or b"")[:300].decode(errors="replace"))
@@ -285,8 +286,9 @@ class BearerServer(ApiServer):
         self._pool.clear()
 
     def _send(
-        self, method: str, path: str, query: Mapping[str, str], body: Json | None, content_type: str, timeout: Any
-    ) -> Any:
+        self, method: str, path: str, query: Mapping[str, str], body: Json | None = None,
+        content_type: str = "application/json", timeout: Any = SECONDS,
+    ) -> Any:  # fmt: skip
         import urllib3
 
         if self._closed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
@@ -25,6 +25,12 @@ METRICS = "run/metrics.jsonl"
 """The training's measurements, in the job's checkpoint folder."""
 METRICS_WRITERS = "the built-in trainer, and scripts that call ddpjob_report.report(step=...)"
 METRICS_BYTES = 8 << 20
+
+
+FINISHED = ("Complete", "Failed")
+"""Phases that a job does not leave."""
+INTERRUPTED = "Interrupted"
+ENDED = (*FINISHED, INTERRUPTED)
 
 
 class Mistake(Exception):
@@ -85,7 +91,7 @@ class PodLine:
     role: str
     index: int | None
     state: str
-    """As in kubectl's column STATUS."""
+    """The same word as in kubectl's column STATUS."""
     host: str = ""
     message: str = ""
     """What it waits for, or why it ended."""
@@ -145,15 +151,12 @@ class Backend(Protocol):
     @property
     def where(self) -> str:
         """The place in words: `namespace ml, context prod`, or the folder of the runs."""
-        ...
 
     def jobs(self) -> list[Json]:
         """Return all jobs as objects, the oldest first."""
-        ...
 
     def job(self, name: str) -> Json:
         """Return one job. Raises NoSuchJob."""
-        ...
 
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
@@ -166,40 +169,56 @@ class Backend(Protocol):
 
         Raises NoSuchJob if there is no job `name`, also after its deletion.
         """
-        ...
 
     def pods(self, name: str) -> list[PodLine]:
         """Return the job's pods, in the order of their index."""
-        ...
 
     def events(self, name: str) -> list[Happened]:
         """Return the job's events, the oldest first."""
-        ...
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         """Yield pieces of a pod's log."""
-        ...
 
     def metrics(self, name: str) -> str:
         """Return the end of rank 0's metrics.jsonl, at most METRICS_BYTES."""
-        ...
 
     def patch(self, name: str, spec: Json) -> None:
         """Merge into `spec`, as `kubectl patch --type=merge` does."""
-        ...
 
     def create(self, manifests: list[Json]) -> str:
         """Create a job, and first the objects that it needs. Returns its name."""
-        ...
 
     def delete(self, name: str) -> None:
         """Delete a job and its pods. Checkpoints on volumes stay."""
-        ...
 
     def kill(self, pod: str) -> None:
         """Delete a pod by force, as the loss of its machine would."""
-        ...
 
     def run_in(self, pod: PodLine, code: str) -> str:
         """Run Python code in a pod's trainer container; return its output."""
-        ...
+
+
+def poll_changes(
+    jobs: Callable[[], list[Json]], name: str | None, nowhere: str, pause: float,
+    seconds: float | None, known: Iterable[Json] | None,
+) -> Iterator[tuple[Json, bool]]:  # fmt: skip
+    """Yield the changes of jobs that have no watch, as `Backend.changes` does.
+
+    `jobs` is called every `pause` seconds. `nowhere` says that there is no job `name`.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    seen = _by_name(known or ())
+    while True:
+        now = _by_name(job for job in jobs() if name in (None, job["metadata"]["name"]))
+        if name is not None and not now and not seen:
+            raise NoSuchJob(nowhere)
+        yield from [(job, True) for key, job in seen.items() if key not in now]
+        yield from [(job, False) for key, job in now.items() if seen.get(key) != job]
+        seen = now
+        if end is not None and time.monotonic() >= end:
+            return
+        time.sleep(pause)
+
+
+def _by_name(jobs: Iterable[Json]) -> dict[tuple[str, str], Json]:
+    return {(job["metadata"].get("namespace") or "default", job["metadata"]["name"]): job for job in jobs}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from ddpjob.api.job import API_VERSION, KIND, PLURAL
@@ -30,7 +31,7 @@ from ddpjob.client.backends.backend import (
     PodLine,
 )
 from ddpjob.controller.pod_views import read_pod
-from ddpjob.core.failures.classify import stuck, termination_message
+from ddpjob.core.failures.classify import find_stuck, read_termination_message
 from ddpjob.core.status.waiting_pods import SCHEDULING_GATED
 from ddpjob.core.world import (
     COORDINATOR_CONTAINER,
@@ -72,7 +73,6 @@ if os.path.isfile(path):
         print({_METRICS_MARK!r} + file.read({METRICS_BYTES}).decode("utf-8", "replace"))
 """
 """Prints the end of the file after a mark."""
-_T = TypeVar("_T")
 
 
 class ClusterBackend:
@@ -112,7 +112,8 @@ class ClusterBackend:
 
     def jobs(self) -> list[Json]:
         path = self.path(PLURAL, everywhere=self.everywhere)
-        listed, _ = self._explained(lambda: self.api.listing(path, shape=self._shaped))
+        with self._explaining():
+            listed, _ = self.api.listing(path, shape=self._shaped)
         return sorted(listed, key=lambda job: str(job["metadata"].get("creationTimestamp")))
 
     def _shaped(self, job: Json) -> Json:
@@ -127,16 +128,24 @@ class ClusterBackend:
         return {"type": event["type"], "object": self._shaped(event["object"])}
 
     def job(self, name: str) -> Json:
-        try:
+        with self._explaining(name):
             return _typed(self.api.request("GET", self.path(PLURAL, name)))
-        except ApiRefusal as refusal:
-            raise self._no_job(name, refusal) from refusal
 
-    def _no_job(self, name: str, refusal: ApiRefusal) -> Mistake:
+    @contextmanager
+    def _explaining(self, name: str | None = None) -> Iterator[None]:
+        """Raise what a refusal means: that there is no such job, or no DDPJob in the cluster."""
+        try:
+            yield
+        except ApiRefusal as refusal:
+            raise self._find_reason(name, refusal) from refusal
+
+    def _find_reason(self, name: str | None, refusal: ApiRefusal) -> Mistake:
         if refusal.status != 404:
             return refusal
         if not _names_object(refusal):
             return Mistake(NO_CRD)
+        if name is None:
+            return refusal
         try:
             known = [job["metadata"]["name"] for job in self.jobs()]
         except Mistake as mistake:
@@ -145,14 +154,6 @@ class ClusterBackend:
             raise
         shown = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
         return NoSuchJob(f"no job {name} in {self.where}; jobs there: {shown or 'none'}")
-
-    def _explained(self, ask: Callable[[], _T]) -> _T:
-        try:
-            return ask()
-        except ApiRefusal as refusal:
-            # It may be a namespace that was not found, too.
-            no_kind = refusal.status == 404 and not _names_object(refusal)
-            raise Mistake(NO_CRD) if no_kind else refusal from refusal
 
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
@@ -166,7 +167,8 @@ class ClusterBackend:
         patience = OutagePatience()
         while True:
             try:
-                items, version = self._explained(lambda: self.api.listing(path, query, shape=self._shaped))
+                with self._explaining():
+                    items, version = self.api.listing(path, query, shape=self._shaped)
             except Mistake as mistake:
                 if not answered:
                     raise
@@ -234,11 +236,9 @@ class ClusterBackend:
                 continue  # It is somebody else's pod with the job's label.
             lines.append(_pod_line(view, [c["name"] for c in body["spec"]["containers"]]))
         lines.sort(key=lambda pod: (-1 if pod.index is None else pod.index, str(pod.created), pod.name))
-        asked = 0
-        for number, line in enumerate(lines):
-            if line.state in _PREPARED and not line.message and asked < _WARNED_PODS:
-                asked += 1
-                lines[number] = replace(line, message=self._last_warning(line.name))
+        prepared = [at for at, line in enumerate(lines) if line.state in _PREPARED and not line.message]
+        for at in prepared[:_WARNED_PODS]:
+            lines[at] = replace(lines[at], message=self._last_warning(lines[at].name))
         return lines
 
     def _without_those_of_a_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
@@ -368,10 +368,8 @@ class ClusterBackend:
     # --- acting, as the user
 
     def patch(self, name: str, spec: Json) -> None:
-        try:
+        with self._explaining(name):
             self.api.request("PATCH", self.path(PLURAL, name), body={"spec": spec}, content_type=MERGE_PATCH)
-        except ApiRefusal as refusal:
-            raise self._no_job(name, refusal) from refusal
 
     def create(self, manifests: list[Json]) -> str:
         """Create the job, which is the last one.
@@ -379,7 +377,8 @@ class ClusterBackend:
         It comes first, so that its ConfigMaps can name it as their owner.
         """
         *needed, job = manifests
-        created = self._explained(lambda: self.api.request("POST", self.path(PLURAL), body=job))
+        with self._explaining():
+            created = self.api.request("POST", self.path(PLURAL), body=job)
         name = str(created["metadata"]["name"])
         owner = {"apiVersion": API_VERSION, "kind": KIND, "name": name, "uid": created["metadata"]["uid"]}
         try:
@@ -420,10 +419,8 @@ class ClusterBackend:
         return self.api.request("POST", self.path(plural), query=query, body=body)
 
     def delete(self, name: str) -> None:
-        try:
+        with self._explaining(name):
             self.api.request("DELETE", self.path(PLURAL, name), query={"propagationPolicy": "Background"})
-        except ApiRefusal as refusal:
-            raise self._no_job(name, refusal) from refusal
 
     def kill(self, pod: str) -> None:
         body = self.api.optional(self.path("pods", pod))
@@ -479,8 +476,8 @@ def _output(sock: Any, pod: str) -> str:
                 size += len(frame.data)
             if size > MOST_OUTPUT:
                 raise Mistake(
-                    f"pod {pod}: its python3 printed more than {MOST_OUTPUT >> 20} MiB, and was read no further; look"
-                    f" at what python3 is in the job's image"
+                    f"pod {pod}: its python3 printed more than {MOST_OUTPUT >> 20} MiB, so reading stopped; check "
+                    f"which program python3 is in the job's image"
                 )
     except (WebSocketConnectionClosedException, WebSocketTimeoutException):
         pass  # Show what has arrived.
@@ -568,12 +565,12 @@ def _key(job: Json) -> tuple[str, str]:
 
 
 def _pod_line(view: PodView, containers: list[str]) -> PodLine:
-    waits = stuck(view, has_run=True)
+    waits = find_stuck(view, has_run=True)
     message = waits.message if waits else view.unschedulable or view.gated or view.status_message
     state = view.phase
     if view.main.ended:
         state = "Completed" if view.main.exit_code == 0 else f"Error ({view.main.exit_code})"
-        message = message or termination_message(view.main).message
+        message = message or read_termination_message(view.main).message
     elif view.deleted_at is not None:
         state = "Terminating"
     elif waits:

@@ -18,7 +18,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import format_time, known_time
 from ddpjob.client.backends.backend import METRICS, METRICS_BYTES, Mistake
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.shown_progress import duration, shown_progress
+from ddpjob.core.status.shown_progress import duration, show_progress
 
 _BYTES = 8 << 20
 """Bytes of the newest lines that are read; the runtime keeps at most two files of 4 MiB."""
@@ -68,7 +68,7 @@ class LeftBehind:
 def read_left_behind(folder: Path) -> LeftBehind:
     """Read a checkpoint folder, or one of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
-        raise Mistake(f"{folder}: no such folder here; give the folder of the job's checkpoints")
+        raise Mistake(f"{folder}: there is no such folder here; give the folder of the job's checkpoints")
     place = _place(folder)
     text = _end_of(place / f"{ROUNDS_FILE}.1") + _end_of(place / ROUNDS_FILE)
     metrics = _end_of(place / METRICS)
@@ -80,7 +80,7 @@ def read_left_behind(folder: Path) -> LeftBehind:
             unread += 1
     if not found and not metrics:
         raise Mistake(
-            f"{folder}: holds neither {ROUNDS_FILE} nor {METRICS}; job pods write them into the folder of "
+            f"{folder}: contains neither {ROUNDS_FILE} nor {METRICS}; job pods write them into the folder of "
             "spec.storage.checkpoints"
         )
     identity = found[-1][0] if found else (folder.resolve().name, "", "")
@@ -133,7 +133,7 @@ def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
 def _whole(row: Json, key: str) -> int:
     value = row.get(key)
     if not isinstance(value, int) or not is_number(value):
-        raise ValueError(f"{key} is no whole number")
+        raise ValueError(f"{key} is not a whole number")
     return value
 
 
@@ -176,12 +176,12 @@ def in_words(found: LeftBehind) -> Iterator[str]:
 
 def _state(last: Line) -> str:
     if last.world is not None:
-        return f"not known: round {last.round} began, and no end was recorded (suspended, deleted, or cut off)"
+        return f"unknown: round {last.round} began, and its end was not recorded (suspended, deleted or interrupted)"
     return f"{'Complete' if last.ok else 'Stopped'}: {last.why}"
 
 
 def _progress(line: Line) -> str:
-    shown = shown_progress({}, line.progress, line.time, at_once=True)
+    shown = show_progress({}, line.progress, line.time, at_once=True)
     words = [str(shown["display"])] if "display" in shown else []
     words += [f"loss {shown['lossDisplay']}"] if "lossDisplay" in shown else []
     metrics = {name: value for name, value in (shown.get("metrics") or {}).items() if is_number(value)}
@@ -191,9 +191,14 @@ def _progress(line: Line) -> str:
 def _break(incident: Incident) -> Iterator[str]:
     where = [f"pod {incident.pod}"] if incident.pod else []
     where += [f"rank {incident.rank}"] if incident.rank is not None else []
-    where += [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
-    where += [incident.signal] if incident.signal else []
-    where += [count(incident.consequences, "consequence")] if incident.consequences else []
+    where += describe_end(incident)
     message = next(iter(incident.message.splitlines()), "")
     yield f"{format_time(incident.time)}  {incident.kind} ({', '.join(where)}): {message}"
     yield from (f"    | {line}" for line in incident.traceback.splitlines())
+
+
+def describe_end(incident: Incident) -> list[str]:
+    """Return the exit code, the signal and the number of consequences, as far as they are known."""
+    parts = [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
+    parts += [incident.signal] if incident.signal else []
+    return [*parts, *([count(incident.consequences, "consequence")] if incident.consequences else [])]

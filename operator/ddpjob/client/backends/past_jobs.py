@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ddpjob_runtime.protocol import ROUNDS_FILE, Incident
 
 from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import format_time
-from ddpjob.client.backends.backend import METRICS, METRICS_WRITERS, Happened, LogOptions, Mistake, NoSuchJob, PodLine
-from ddpjob.client.backends.left_behind import LeftBehind, Line, read_left_behind
+from ddpjob.client.backends.backend import (
+    METRICS,
+    METRICS_WRITERS,
+    Happened,
+    LogOptions,
+    Mistake,
+    NoSuchJob,
+    PodLine,
+    poll_changes,
+)
+from ddpjob.client.backends.left_behind import LeftBehind, Line, describe_end, read_left_behind
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.shown_progress import shown_progress
+from ddpjob.core.status.shown_progress import show_progress
 
 _MOST_FOLDERS = 1000
 _MOST_RESTARTS = 200
 _MOST_ROUNDS = 200
 _LOOK_SECONDS = 2.0
 _NAME = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
-_READ_ONLY = "what a job has left can only be looked at"
+_READ_ONLY = "the files that a finished job left can only be read"
 
 
 class PastJobs:
@@ -73,7 +82,7 @@ class PastJobs:
                 name = f"{name or 'job'}.{len(found)}"[-253:]
             found[namespace, name] = folder, left
         if len(folders) > _MOST_FOLDERS:
-            notes.append(f"of {len(folders)} folders the newest {_MOST_FOLDERS} are shown")
+            notes.append(f"the newest {_MOST_FOLDERS} of {len(folders)} folders are shown")
         self.notes, self._found, self._known = notes, found, kept
         bodies = [_as_job(name, left) for (_, name), (_, left) in found.items()]
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
@@ -101,9 +110,6 @@ class PastJobs:
             raise Mistake(f"{self._root}: {error.strerror}") from error
         return [folder for _, folder in sorted(inside, reverse=True)] or [self._root]
 
-    def _left(self, name: str) -> LeftBehind:
-        return self._folder_of(name)[1]
-
     def _folder_of(self, name: str) -> tuple[Path, LeftBehind]:
         for (namespace, known), found in self._found.items():
             if known == name and self._namespace in ("", namespace):
@@ -111,34 +117,20 @@ class PastJobs:
         raise NoSuchJob(f"no job {name} in {self._root}")
 
     def job(self, name: str) -> Json:
-        return _as_job(name, self._left(name))
+        return _as_job(name, self._folder_of(name)[1])
 
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield changes.
-
-        A job that still trains continues to write, so its folder is read again when it has changed.
-        """
-        end = None if seconds is None else time.monotonic() + seconds
-        stamps: dict[Path, tuple[float, ...]] | None = None
-        seen = _by_name(known or ())
-        while end is None or time.monotonic() < end:
-            now = {folder: _stamp(folder) for folder in self._folders()}
-            if now != stamps:
-                stamps = now
-                chosen = [body for body in self.jobs() if name in (None, body["metadata"]["name"])]
-                before, seen = seen, _by_name(chosen)
-                yield from ((body, True) for key, body in before.items() if key not in seen)
-                yield from ((body, False) for body in chosen)
-            time.sleep(_LOOK_SECONDS)
+        """Yield changes, also of a job that still trains and continues to write."""
+        return poll_changes(self.jobs, name, f"no job {name} in {self._root}", _LOOK_SECONDS, seconds, known)
 
     def pods(self, name: str) -> list[PodLine]:
         return []
 
     def events(self, name: str) -> list[Happened]:
         found = []
-        for line in self._left(name).lines[-_MOST_ROUNDS:]:
+        for line in self._folder_of(name)[1].lines[-_MOST_ROUNDS:]:
             if line.world is not None:
                 found.append(Happened(line.time, False, "Round", f"round {line.round}: {count(line.world, 'node')}"))
             else:
@@ -154,20 +146,10 @@ class PastJobs:
             raise Mistake(f"{name}: there is no {METRICS}; it is written by {METRICS_WRITERS}")
         return found
 
-    def patch(self, name: str, spec: Json) -> None:
+    def _refuse(self, *_: object) -> Any:
         raise Mistake(_READ_ONLY)
 
-    def create(self, manifests: list[Json]) -> str:
-        raise Mistake(_READ_ONLY)
-
-    def delete(self, name: str) -> None:
-        raise Mistake(_READ_ONLY)
-
-    def kill(self, pod: str) -> None:
-        raise Mistake(_READ_ONLY)
-
-    def run_in(self, pod: PodLine, code: str) -> str:
-        raise Mistake(_READ_ONLY)
+    patch = create = delete = kill = run_in = _refuse
 
 
 def _stamp(folder: Path) -> tuple[float, ...]:
@@ -205,7 +187,7 @@ def _as_job(name: str, left: LeftBehind) -> Json:
     status: Json = {
         "phase": "Interrupted",
         "startTime": format_time(first.time),
-        "progress": shown_progress({}, left.reported.progress, left.reported.time, at_once=True),
+        "progress": show_progress({}, left.reported.progress, left.reported.time, at_once=True),
         "restarts": {
             "total": len(restarts),
             "uncounted": 0,
@@ -242,14 +224,8 @@ def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
             yield entry
 
 
-def _by_name(jobs: Iterable[Json]) -> dict[tuple[str, str], Json]:
-    return {(job["metadata"]["namespace"], job["metadata"]["name"]): job for job in jobs}
-
-
 def _message(incident: Incident) -> str:
-    where = [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
-    where += [incident.signal] if incident.signal else []
-    where += [count(incident.consequences, "consequence")] if incident.consequences else []
+    where = describe_end(incident)
     head = next(iter(incident.message.splitlines()), "")
     said = f"{head} ({', '.join(where)})" if where else head
     return "\n".join(filter(None, (said.strip(), incident.traceback)))

@@ -22,6 +22,7 @@ from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.job_status import JobStatus, SlotState, parse_time
 from ddpjob.api.reader import validate, with_defaults
 from ddpjob.client.backends.backend import (
+    INTERRUPTED,
     METRICS,
     METRICS_BYTES,
     METRICS_WRITERS,
@@ -30,6 +31,7 @@ from ddpjob.client.backends.backend import (
     Mistake,
     NoSuchJob,
     PodLine,
+    poll_changes,
 )
 from ddpjob.core.world import COORDINATOR_CONTAINER
 from ddpjob.local import processes
@@ -41,7 +43,6 @@ STOP_MARGIN = 15.0
 """Seconds beyond the pods' grace period for which `stop` waits for the runner."""
 _POLL = 0.3
 _STARTED_SECONDS = 30.0
-INTERRUPTED = "Interrupted"
 """Phase of a job whose `ddpjob run` was stopped or has died before the job's end."""
 _STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
 """Message of the condition Suspended in that case, since there is no job whose runPolicy.suspend
@@ -138,21 +139,8 @@ class ProcessBackend:
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        end = None if seconds is None else time.monotonic() + seconds
-        seen: dict[str, Json] = {job["metadata"]["name"]: job for job in known or ()}
-        while True:
-            now = {job["metadata"]["name"]: job for job in self.jobs() if name in (None, job["metadata"]["name"])}
-            if name is not None and not now and not seen:
-                raise NoSuchJob(f"no job {name} was run in {runs_folder()}")
-            for gone in [job for job in seen if job not in now]:
-                yield seen.pop(gone), True
-            for found, job in now.items():
-                if seen.get(found) != job:
-                    seen[found] = job
-                    yield job, False
-            if end is not None and time.monotonic() >= end:
-                return
-            time.sleep(_POLL)
+        nowhere = f"no job {name} was run in {runs_folder()}"
+        return poll_changes(self.jobs, name, nowhere, _POLL, seconds, known)
 
     @_named
     def pods(self, name: str) -> list[PodLine]:
@@ -191,7 +179,7 @@ class ProcessBackend:
         if options.previous:
             raise Mistake("--previous: a pod of this machine is never restarted; its successor has another name")
         if options.since is not None:
-            raise Mistake("--since: logs of this machine hold no times; use --tail")
+            raise Mistake("--since: logs of this machine contain no times; use --tail")
         folder, record = self.job_of_pod(pod.name)
         path = folder.run(record["local"]["run"]).pods / f"{pod.name}.log"
         if not path.is_file():
@@ -233,7 +221,7 @@ class ProcessBackend:
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
         if not fitting:
             if pod in jobs:
-                raise Mistake(f"{pod} is a job; name one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
+                raise Mistake(f"{pod} is a job; give one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
             raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}")
         exact = [name for name in fitting if _OF_POD.fullmatch(pod.removeprefix(f"{name}-"))]
         folder = job_folder(max(exact or fitting, key=len))
@@ -297,7 +285,7 @@ class ProcessBackend:
             if run.poll() is not None:
                 raise Mistake(output.read_text(errors="replace").strip() or f"`ddpjob run` ended with {run.returncode}")
             if time.monotonic() > deadline:
-                raise Mistake(f"`ddpjob run` (process {run.pid}) has written no record; see {output}")
+                raise Mistake(f"`ddpjob run` (process {run.pid}) did not write a record; see {output}")
             time.sleep(0.1)
 
     @_named

@@ -38,7 +38,7 @@ def of_pod(pid):
     return False
 holders = {}
 for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-    with contextlib.suppress(OSError):  # it has just ended, or belongs to someone else
+    with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
         for path in files(pid):  # only a process that holds the file open handles the signal; any other would end
             if re.search(r"/ddpjob-worker-stacks-[^/]+/\\d+\\.txt$", path) and of_pod(pid):
                 holders.setdefault(path, {})[pid] = parent(pid)

@@ -51,7 +51,9 @@ class JobRequest:
     cpu: str = ""
     memory: str = ""
     checkpoints: str | os.PathLike[str] = ""
-    """`claim:NAME`, `s3://BUCKET/FOLDER`, or an absolute folder of every Kubernetes node."""
+    """`claim:NAME`, `s3://BUCKET/FOLDER`, or the absolute path of a folder on every Kubernetes
+    node.
+    """
     entry: str | os.PathLike[str] = ""
     """The script in a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -109,16 +111,16 @@ def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list
     """Set script or module, and return the files that travel with the job."""
     program, path = request.program, Path(request.program)
     if not program:
-        raise Mistake("the program's name is empty, as of a variable that is not set")
+        raise Mistake("the program's name is empty, perhaps because a shell variable is not set")
     if request.entry and (request.source or not path.is_dir()):
-        raise Mistake(f"entry (--entry) names a script of a folder, and {program} is none")
+        raise Mistake(f"entry (--entry) names a script in a folder, and {program} is not a folder")
     if request.source:
         spec["script"] = f"{job_folder(name).code if local else CODE_FOLDER}/{SOURCE}"
         return [_limited([(SOURCE, len(request.source.encode()), request.source.encode)], program)]
     if path.is_dir():
         entry = os.fspath(request.entry) or next((name for name in _ENTRIES if (path / name).is_file()), "")
         if not entry or not (path / entry).is_file():
-            raise Mistake(f"{program}: a folder; name the script in it by entry (--entry), such as {_ENTRIES[0]}")
+            raise Mistake(f"{program}: is a folder; name the script in it with entry (--entry), such as {_ENTRIES[0]}")
         if local:
             spec |= {"script": str((path / entry).absolute()), "workingDir": str(path.absolute())}
             return []
@@ -126,8 +128,8 @@ def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list
         files = _limited(_files(path), program)
         if inside not in files:
             raise Mistake(
-                f"entry (--entry) {entry}: is not among the files of {program} that travel: those in it, but for "
-                f"hidden ones, links to folders, and {', '.join(_LEFT_OUT)}"
+                f"entry (--entry) {entry}: is not among the files of {program} that are copied, which are all but "
+                f"hidden files, links to folders, and {', '.join(_LEFT_OUT)}"
             )
         spec |= {"script": f"{CODE_FOLDER}/{inside}", "workingDir": CODE_FOLDER}
         return [files]
@@ -143,8 +145,8 @@ def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list
         spec["module"] = program
     else:
         raise Mistake(
-            f"{program}: no such file or folder here; a script that is in the image is named by its absolute path, "
-            "a module by its name"
+            f"{program}: there is no such file or folder here; name a script in the image by its absolute path, and a "
+            f"module by its name"
         )
     return []
 
@@ -166,8 +168,8 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
     for name, length, read in files:
         size += length + len(name)
         if size > MOST_BYTES:
-            most = f"more than {MOST_BYTES // 1024} KiB, the most that a ConfigMap takes"
-            raise Mistake(f"{source}: holds {most}; put the code into the image, or on a volume of podTemplate")
+            most = f"more than {MOST_BYTES // 1024} KiB, the limit of a ConfigMap"
+            raise Mistake(f"{source}: contains {most}; put the code into the image, or on a volume of podTemplate")
         found[name] = read()
     return found
 
@@ -229,8 +231,8 @@ def _volume(text: str) -> Json:
     if kind == "s3":
         return {"url": text}
     raise Mistake(
-        f"checkpoints (--checkpoints) {text}: write claim:NAME, s3://BUCKET/FOLDER, or an absolute folder of every"
-        " Kubernetes node"
+        f"checkpoints (--checkpoints) {text}: write claim:NAME, s3://BUCKET/FOLDER, or the absolute path of a folder "
+        f"on every Kubernetes node"
     )
 
 
@@ -267,7 +269,7 @@ def _joined(path: str, old: Any, value: Any) -> Any:
     Raises Mistake if it would replace the list of another option.
     """
     if isinstance(old, list):
-        raise Mistake(f"{path} (--set): is set by another option, too; write the whole list in one of them")
+        raise Mistake(f"{path} (--set): is also set by another option; write the whole list in one of them")
     if not isinstance(old, dict) or not isinstance(value, dict):
         return value
     return old | {key: _joined(f"{path}.{key}", old.get(key), below) for key, below in value.items()}
@@ -289,4 +291,4 @@ def _plain(where: str, value: Any) -> Any:
             return {key: _plain(f"{where}.{key}", below) for key, below in value.items()}
         case list() | tuple():
             return [_plain(f"{where}[{number}]", below) for number, below in enumerate(value)]
-    raise Mistake(f"{where}: {value!r:.80} is no text, number, list or mapping with names as keys")
+    raise Mistake(f"{where}: {value!r:.80} is not text, a number, a list or a mapping with names as keys")

@@ -99,7 +99,7 @@ def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str,
         for name in path.split("."):
             here = (here.get(name) if isinstance(here, Mapping) else None) or {}
         made.notes += [
-            f"{path}.{name}: ".removeprefix("spec.") + "left out, since it is no field that is known here"
+            f"{path}.{name}: ".removeprefix("spec.") + "left out, because the field is not known here"
             for name, value in here.items()
             if name not in names and value not in (None, {}, [], "")
         ]
@@ -110,17 +110,17 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     made = _empty({"name": name})
     made.job["spec"]["image"] = image
     if image == "IMAGE":
-        made.notes.append("spec.image: a command line has none; write an image with Python, PyTorch and the script")
+        made.notes.append("spec.image: a command line names no image; write one with Python, PyTorch and the script")
     text = words[0].replace("\\\n", " ").strip()
     line = list(words) if len(words) > 1 else _shell_words(text)
     if len(words) == 1 and (signs := _signs_of_shell(text)) and not _reads_only_theirs(text):
         made.notes.append(
-            f"{' '.join(signs)}: of a shell, which a script or module is not started by: they became arguments; leave "
+            f"{' '.join(signs)}: no shell starts a script or module, so these words became arguments; leave "
             'them out, or write command: [bash, -c, "..."]'
         )
     while line and (variable := _VARIABLE.fullmatch(line[0])):
         if variable[1] == "CUDA_VISIBLE_DEVICES":
-            made.notes.append("CUDA_VISIBLE_DEVICES: left out: a pod sees the GPUs that gpusPerNode gives it")
+            made.notes.append("CUDA_VISIBLE_DEVICES: left out: a pod sees as many GPUs as gpusPerNode says")
         else:
             made.job["spec"].setdefault("env", []).append({"name": variable[1], "value": variable[2]})
         line = line[1:]
@@ -128,8 +128,8 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
         _entry_point(made, line, [])
     if not {"script", "module"} & made.job["spec"].keys() and (not line or _after_launcher(line) is None):
         raise Mistake(
-            f"{' '.join(words)}: is not a torchrun command line; write it as one (torchrun --nnodes=NODES"
-            " --nproc-per-node=PROCESSES SCRIPT ARGS), or a manifest whose spec.command starts it as it is"
+            f"{' '.join(words)}: is not a torchrun command line; write it as one (torchrun --nnodes=NODES "
+            f"--nproc-per-node=PROCESSES SCRIPT ARGS), or write a manifest with this line as spec.command"
         )
     return made
 
@@ -172,7 +172,10 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     nproc = spec.get("nprocPerNode")
     elastic = spec.get("elasticPolicy") or {}
     if elastic and "command" in target:
-        notes.append("elasticPolicy: not with command, whose group the operator does not form; use script or module")
+        notes.append(
+            "elasticPolicy: cannot be combined with command, because the operator does not form the group then; "
+            "use script or module"
+        )
     elif elastic:
         bounds = {"minNodes": elastic.get("minReplicas"), "maxNodes": elastic.get("maxReplicas")}
         target["elastic"] = {key: value for key, value in bounds.items() if value is not None}
@@ -191,7 +194,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     if "ExitCode" in policies:
         notes.append(
             "restartPolicy: ExitCode: codes from 1 to 127 failed the job at once; a DDPJob restarts within its budget. "
-            "recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}] fails it for those that you name"
+            "recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}] fails it for the codes that you name"
         )
     if policies == {"Never"}:
         target.setdefault("recovery", {})["maxRestarts"] = 0
@@ -231,7 +234,7 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
     if policy.get("backoffLimit") is not None:
         target.setdefault("recovery", {})["maxRestarts"] = policy["backoffLimit"]
     if scheduling := policy.get("schedulingPolicy"):
-        made.notes.append("runPolicy.schedulingPolicy: gangs are the scheduler's; see spec.scheduling")
+        made.notes.append("runPolicy.schedulingPolicy: the scheduler places gangs; see spec.scheduling")
         if scheduling.get("queue"):
             made.notes.append(
                 f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out; Volcano's is named by the "
@@ -241,7 +244,7 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
         if scheduling.get("priorityClass") not in (None, "", here):
             made.notes.append(
                 f"runPolicy.schedulingPolicy.priorityClass {scheduling['priorityClass']}: left out; write "
-                "scheduling.priorityClassName, which the pods have, too"
+                f"scheduling.priorityClassName, which also applies to the pods"
             )
     if policy.get("managedBy"):
         made.notes.append("runPolicy.managedBy: has no counterpart")
@@ -262,7 +265,7 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
     _pod(made, {"spec": {"containers": [container]}}, "node")
     for name, set_here in (("numNodes", "nodes"), ("resourcesPerNode", "gpusPerNode")):
         if not trainer.get(name):
-            notes.append(f"trainer.{name}: is the runtime's, which is not in this manifest; write {set_here}")
+            notes.append(f"trainer.{name}: comes from the runtime, which is not in this manifest; write {set_here}")
     _procs(made, trainer.get("numProcPerNode"))
     policy = {key: spec[key] for key in ("suspend", "activeDeadlineSeconds") if spec.get(key)}
     if policy:
@@ -271,8 +274,8 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
         ("initializer", "download data and models in an init container of podTemplate, or with the script"),
         ("podTemplateOverrides", "write them in podTemplate"),
         ("runtimePatches", "write them in podTemplate"),
-        ("labels", "were the JobSet's; write those that pods need in podTemplate.metadata"),
-        ("annotations", "were the JobSet's; write those that pods need in podTemplate.metadata"),
+        ("labels", "belonged to the JobSet; write the ones that pods need in podTemplate.metadata"),
+        ("annotations", "belonged to the JobSet; write the ones that pods need in podTemplate.metadata"),
         ("managedBy", "has no counterpart"),
     ):
         if spec.get(name):
@@ -350,7 +353,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     if resources.get("claims"):
         container["resources"] = {"claims": resources["claims"]}
     if container.pop("ports", None):
-        notes.append("ports: the operator's service and rendezvous replace them")
+        notes.append("ports: left out, because the operator makes the service and the rendezvous")
     _entry_point(made, *(_words(container, key) for key in ("command", "args")))
     _references(made)
     _privileges(made, pod, container)
@@ -370,8 +373,8 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         notes.append("nodeName: a lost Kubernetes node could not be left; use nodeSelector")
     if pod.get("serviceAccountName") and "automountServiceAccountToken" not in pod:
         notes.append(
-            "serviceAccountName: pods get no token of it by default here; if what runs in them calls the API server, "
-            "add automountServiceAccountToken: true to podTemplate.spec"
+            "serviceAccountName: pods get no token of this account by default; if a program in them calls the API "
+            "server, add automountServiceAccountToken: true to podTemplate.spec"
         )
     _shared_memory(made, pod, container, sidecars)
     if container:
@@ -384,13 +387,13 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         target["podTemplate"] = wanted
     if theirs := _their_labels(wanted):
         notes.append(
-            f"podTemplate: has {', '.join(theirs)}, which pods of a DDPJob have not, so that a selector finds none; "
-            f"their label is {LABEL_JOB}, with the job's name"
+            f"podTemplate: has {', '.join(theirs)}, which pods of a DDPJob do not have, so a selector for it finds "
+            f"none; their label is {LABEL_JOB}, with the job's name"
         )
     if theirs := _their_labels(target.get("env")):
         notes.append(
-            f"env: reads {', '.join(theirs)}, which pods of a DDPJob have not, so that it is empty; torchrun gives a "
-            "script RANK and GROUP_RANK, the number of its node"
+            f"env: reads {', '.join(theirs)}, which pods of a DDPJob do not have, so it is empty; torchrun sets RANK "
+            f"and GROUP_RANK (the number of the node) for the script"
         )
 
 
@@ -413,8 +416,8 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
     needs += ["securityContext.runAsUser: 0"] if any(context.get("runAsUser") == 0 for context in contexts) else []
     if needs and not contexts[1].get("privileged"):
         made.notes.append(
-            f"{needs[0]}, and containers have no capabilities here, so that root neither installs packages nor writes "
-            "others' files; podTemplate.spec.containers: [{name: trainer, securityContext: {capabilities: {add: "
+            f"{needs[0]}, and containers have no capabilities here, so root can neither install packages nor write "
+            "other users' files; podTemplate.spec.containers: [{name: trainer, securityContext: {capabilities: {add: "
             "[CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID]}}}] gives them back"
         )
 
@@ -439,7 +442,7 @@ def _words(container: Json, name: str) -> list[str]:
     if not isinstance(words, list):
         raise Mistake(f"{name}: must be a list, not {words!r}; write each word as an item")
     if wrong := [word for word in words if not isinstance(word, str)]:
-        raise Mistake(f"{name}: has {json.dumps(wrong[0])}, which is no text; put it in quotes")
+        raise Mistake(f"{name}: has {json.dumps(wrong[0])}, which is not text; put it in quotes")
     return words
 
 
@@ -451,8 +454,8 @@ def _references(made: Conversion) -> None:
     for name, values in texts.items():
         if unset := dict.fromkeys(match[1] for text in values for match in _NOT_SET.finditer(text)):
             made.notes.append(
-                f"{name}: refers to {', '.join(unset)}, which no pod has here before its workers start: a script "
-                "finds its rank, and where the group meets, in its own environment"
+                f"{name}: refers to {', '.join(unset)}, which are not set before the workers start; a script finds its "
+                f"rank and the group's address in its own environment"
             )
 
 
@@ -466,7 +469,7 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
         for name in [n for n in amounts if _GPUS.fullmatch(n)]:
             number = str(amounts.pop(name))
             if not number.isdigit():
-                raise Mistake(f"resources.{kind}.{name}: {number} is no whole number of GPUs")
+                raise Mistake(f"resources.{kind}.{name}: {number} is not a whole number of GPUs")
             target["gpusPerNode"] = int(number)
             if name != "nvidia.com/gpu":
                 target["gpuResource"] = name
@@ -487,8 +490,8 @@ def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Seque
     others = (container, *sidecars, *(pod.get("initContainers") or ()))
     if any(m.get("name") == shm.get("name") for other in others for m in other.get("volumeMounts") or ()):
         made.notes.append(
-            f"the volume {shm.get('name')}: is mounted elsewhere, too, and stays there; the trainer's /dev/shm is "
-            "another volume here, spec.storage.sharedMemory"
+            f"the volume {shm.get('name')}: is also mounted elsewhere and stays there; the trainer's /dev/shm is a "
+            f"separate volume here, spec.storage.sharedMemory"
         )
     else:
         pod["volumes"] = [v for v in pod.get("volumes") or () if v is not volume]
@@ -500,8 +503,8 @@ def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Seque
         made.job["spec"].setdefault("storage", {})["sharedMemory"] = size
     else:
         made.notes.append(
-            "the volume at /dev/shm has no sizeLimit: here /dev/shm holds 1Gi, and a data loader that needs more dies"
-            " of SIGBUS; write the size as spec.storage.sharedMemory"
+            "the volume at /dev/shm has no sizeLimit; here /dev/shm has 1Gi, and a data loader that needs more is "
+            "killed by SIGBUS; write the size as spec.storage.sharedMemory"
         )
 
 
@@ -521,13 +524,14 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
             spec["args"] = list(args)
         return
     if not command and args[0].endswith(".py"):
-        made.notes.append(f"script: {args[0]}, the first of args, which the image's own entry point was given to run")
+        made.notes.append(f"script: {args[0]}, the first of args, which the image's own entry point was to run")
         words = ["torchrun", *words]
     launched = _after_launcher(words)
     if launched is not None:
         if "torch.distributed.launch" in words and not {"--use-env", "--use_env"} & {*words}:
             made.notes.append(
-                "torch.distributed.launch: gave the script --local-rank; here it reads LOCAL_RANK of the environment"
+                "torch.distributed.launch: passed --local-rank to the script; here the script must read the variable "
+                "LOCAL_RANK"
             )
         _torchrun(made, words[: len(words) - len(launched)], launched)
         return
@@ -548,8 +552,8 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         spec["args"] = list(args)
     if not command:
         made.notes.append(
-            f"command: is what args had, of which the image's own entry point was given {args[0]}; where that does not "
-            "just start it, write the entry point before it"
+            f"command: was taken from args, which the image's own entry point received as {args[0]}; if that entry "
+            f"point does more than start it, write the entry point first"
         )
     made.notes.append(
         "command: runs as it is, so it must start torchrun itself (which reads the PET_ variables); with script or "
@@ -557,8 +561,8 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
     )
     if unset := dict.fromkeys(match[1] for word in words for match in _NOT_SET.finditer(word)):
         made.notes.append(
-            f"command: reads {', '.join(unset)}, which nobody sets here: leave out torchrun's options of nodes, ranks"
-            " and addresses, which it finds in the PET_ variables"
+            f"command: reads {', '.join(unset)}, which are not set here; leave out torchrun's options for nodes, ranks "
+            f"and addresses, because torchrun reads them from the PET_ variables"
         )
 
 
@@ -628,7 +632,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
             position += 1
             value = words[position] if position < len(words) else ""
             if (not value and name != "role") or value.startswith("-"):  # TorchX writes --role ''
-                raise Mistake(f"{word} {value}: has no value; a variable of the shell that is not set leaves none")
+                raise Mistake(f"{word} {value}: has no value, perhaps because a shell variable is not set")
         position += 1
         if name in ("m", "module"):
             module = True
@@ -671,7 +675,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
         made.notes.append("--nproc-per-node=cpu: write procsPerNode, the number of processes")
     elif nproc is not None:
         made.notes.append(
-            f"--nproc-per-node={nproc}: is no number here; write procsPerNode, without which each GPU has one process"
+            f"--nproc-per-node={nproc}: is not a number; write procsPerNode, or leave it out for one process per GPU"
         )
 
 

@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob.api.schema import load_crd, object_schema, to_json_schema
+from ddpjob.api.job import API_VERSION, GROUP, KIND, VERSION
+from ddpjob.api.schema import object_schema, to_json_schema
 from ddpjob.client.backends.backend import Mistake
 
 Schema = Mapping[str, Any]
@@ -33,11 +34,9 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
         schema, required = holder["properties"][name], name in holder.get("required", ())
         rules += _rules_on(schema, names[depth + 1 :])
         rules += _rules_on(schema.get("items", {}), names[depth + 1 :])
-    crd = load_crd()["spec"]
-    [version] = [version["name"] for version in crd["versions"] if version["storage"]]
-    yield f"GROUP:      {crd['group']}"
-    yield f"KIND:       {crd['names']['kind']}"
-    yield f"VERSION:    {version}"
+    yield f"GROUP:      {GROUP}"
+    yield f"KIND:       {KIND}"
+    yield f"VERSION:    {VERSION}"
     yield ""
     if names:
         yield f"FIELD: {'.'.join(names)} <{_type(schema)}>{' -required-' if required else ''}"
@@ -70,7 +69,10 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
     known, name = holder.get("properties", {}), names[depth]
     where = ".".join(names[:depth]) or "DDPJob"
     if holder.get("x-kubernetes-preserve-unknown-fields"):
-        return f"{'.'.join(names)}: {where} is Kubernetes' own; `kubectl explain {_kubernetes(names)}` knows its fields"
+        return (
+            f"{'.'.join(names)}: {where} is defined by Kubernetes; `kubectl explain "
+            f"{_kubernetes(names)}` knows its fields"
+        )
     if not known:
         return f"{'.'.join(names)}: {where} has no fields"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
@@ -78,7 +80,7 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
     hint = f"did you mean {' or '.join(dict.fromkeys(meant[:3]))}?" if meant else f"its fields are {', '.join(known)}"
     if not depth and not meant:
         hint += f" (`ddpjob why {name}` explains a job)"
-    return f"{'.'.join(names)}: no such field of {where}; {hint}"
+    return f"{'.'.join(names)}: there is no such field of {where}; {hint}"
 
 
 def _kubernetes(names: list[str]) -> str:
@@ -87,7 +89,7 @@ def _kubernetes(names: list[str]) -> str:
     return ".".join(["pod", *names[at:]])
 
 
-def paths() -> list[str]:
+def paths(of: Schema | None = None) -> list[str]:
     """Return the path of every field."""
     found: list[str] = []
 
@@ -96,7 +98,7 @@ def paths() -> list[str]:
             found.append(f"{above}{name}")
             walk(child, f"{above}{name}.")
 
-    walk(object_schema(), "")
+    walk(object_schema() if of is None else of, "")
     return found
 
 
@@ -171,16 +173,14 @@ def editor_schema() -> dict[str, Any]:
     schema = object_schema()
     made: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "DDPJob"}
     made |= _with_texts(to_json_schema(schema), schema)
-    crd = load_crd()["spec"]
-    [version] = [version["name"] for version in crd["versions"] if version["storage"]]
-    made["properties"]["apiVersion"]["const"] = f"{crd['group']}/{version}"
-    made["properties"]["kind"]["const"] = crd["names"]["kind"]
+    made["properties"]["apiVersion"]["const"] = API_VERSION
+    made["properties"]["kind"]["const"] = KIND
     made["required"] = ["apiVersion", "kind", "metadata", *made.get("required", ())]
     return made
 
 
 def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """Return `made` from `schema`, with its texts for people.
+    """Convert `schema` into `made`, including descriptions and messages.
 
     Patterns are as JavaScript reads them.
     """

@@ -33,8 +33,8 @@ def script_of(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
         source = inspect.getsource(function)
     except (OSError, TypeError) as error:
         raise Mistake(
-            f"{name}: its source cannot be read, as of a function that was typed at Python's prompt or made by exec; "
-            "write it into a file or a notebook's cell"
+            f"{name}: its source cannot be read, because it was typed at Python's prompt or made by exec; write it "
+            f"into a file or a notebook's cell"
         ) from error
     if source[:1].isspace():
         source = f"if True:\n{source}"  # Dedenting the text would change multi-line strings.
@@ -53,13 +53,17 @@ def _checked_name(function: Callable[..., Any]) -> str:
     if not inspect.isfunction(function):
         raise Mistake(f"{name}: not a function written with def; write one that calls it")
     if hasattr(function, "__wrapped__"):
-        raise Mistake(f"{name}: is wrapped by a decorator, which does not travel; pass the function without it")
+        raise Mistake(f"{name}: is decorated, and decorators are not copied to the job; pass the function without it")
     if function.__name__ == "<lambda>":
         raise Mistake("a lambda has no source of its own; write a function with def")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise Mistake(f"{name}: a coroutine or generator, which a call does not run; write a function that runs it")
+        raise Mistake(
+            f"{name}: is a coroutine or generator, and calling it does not run it; write a function that runs it"
+        )
     if inspect.isasyncgenfunction(function):
-        raise Mistake(f"{name}: an asynchronous generator, which a call does not run; write a function that runs it")
+        raise Mistake(
+            f"{name}: is an asynchronous generator, and calling it does not run it; write a function that runs it"
+        )
     return function.__name__
 
 
@@ -78,7 +82,7 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
     except SyntaxError as error:
         raise Mistake(f"{name}: its source cannot be read ({error.msg}); has its file changed since?") from error
     if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in nodes):
-        raise Mistake(f"{name}: its source is not that of a function with this name; write it with def")
+        raise Mistake(f"{name}: its source does not define a function with this name; write it with def")
     within = [symbol for table in _below(top) for symbol in table.get_symbols()]
     known = {*vars(builtins), "__file__", "__name__", name} - _OF_NOTEBOOKS
     changed = _changed(nodes)
@@ -92,7 +96,7 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
     if around:
         raise Mistake(
             f"{name}: its decorators, defaults or annotations use {', '.join(around)}, defined outside of it. "
-            f"{_ALONE}: leave them out, write annotations in quotes, and pass values by args"
+            f"{_ALONE}: leave them out, write annotations in quotes, and pass values in args"
         )
     used = {symbol.get_name() for symbol in within if symbol.is_global() and symbol.is_referenced()}
     used |= {symbol.get_name() for symbol in within if symbol.is_global()} & changed
@@ -103,7 +107,7 @@ def _check_used(name: str, outside: set[str]) -> None:
     if outside:
         raise Mistake(
             f"{name} uses {', '.join(sorted(outside))}, defined outside of it. {_ALONE}: import and define within it "
-            "what it needs, and pass values by args"
+            "what it needs, and pass values in args"
         )
 
 

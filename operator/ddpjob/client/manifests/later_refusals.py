@@ -84,7 +84,7 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
     for name in ("script", "module"):
         if _STARTER.fullmatch(program := spec.get(name) or ""):
             remedy = "name the program alone (`ddpjob convert` translates a whole torchrun line)"
-            yield Problem(f"spec.{name}", f"{program} only starts a program, which the job does itself; {remedy}")
+            yield Problem(f"spec.{name}", f"{program} only starts a program, and the job does that itself; {remedy}")
     yield from _resources(spec.get("resources") or {}, "spec.resources")
     if (shared := (spec.get("storage") or {}).get("sharedMemory")) is not None:
         yield from _few_bytes(shared, "spec.storage.sharedMemory")
@@ -113,12 +113,12 @@ def _one_file(script: str) -> Iterator[Problem]:
         command = json.dumps(["bash", script])
         yield Problem(
             "spec.script",
-            f"{script} is a shell's, and torchrun starts Python's alone; name the Python script that it starts, or"
-            f" write command: {command} in place of script",
+            f"{script} is a shell script, and torchrun starts only Python scripts; name the Python script that it "
+            f"starts, or write command: {command} instead of script",
         )
     if script.endswith(".ipynb"):
         remedy = f"`jupyter nbconvert --to script {PurePosixPath(script).name}` makes a script of it"
-        yield Problem("spec.script", f"{script} is a notebook, and torchrun starts Python scripts alone; {remedy}")
+        yield Problem("spec.script", f"{script} is a notebook, and torchrun starts only Python scripts; {remedy}")
     found = re.fullmatch(r"(?:python[0-9.]*\s+|torchrun\s+)?(\S+\.py)(\s.*)?", script)
     if found and found[1] != script:
         try:
@@ -135,7 +135,7 @@ def _few_bytes(value: Any, path: str) -> Iterator[Problem]:
     if number is not None and 0 < number < _LEAST_BYTES:
         digits = text.removesuffix("m")
         meant = f"; did you mean {digits}{'Mi' if text.endswith('m') else 'Gi'}?" if digits.isdigit() else ""
-        yield Problem(path, f"{text} is {number:g} bytes, too few for anything{meant}")
+        yield Problem(path, f"{text} is {number:g} bytes, which is too small to be intended{meant}")
 
 
 def _claim_template(spec: Mapping[str, Any]) -> Iterator[Problem]:
@@ -181,7 +181,7 @@ def _name(name: Any, path: str) -> Iterator[Problem]:
 
 def _host_path(path: Any, at: str) -> Iterator[Problem]:
     if ".." in str(path or "").split("/"):
-        yield Problem(at, f"{path} contains '..', which no pod may name; write the folder itself")
+        yield Problem(at, f"{path} contains '..', which pods may not use; write the folder itself")
 
 
 def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
@@ -203,7 +203,7 @@ def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
     for name in sorted(requests):
         whole = name.startswith("hugepages-") or ("/" in name and "kubernetes.io/" not in name)
         if whole and (name not in limits or (amount(requests[name]) or 0) < (amount(limits[name]) or 0)):
-            why = f"needs an equal limit, since it cannot be overcommitted; write it in {path}.limits alone"
+            why = f"needs an equal limit, because it cannot be overcommitted; write it only in {path}.limits"
             yield Problem(f"{path}.requests[{name}]", why)
 
 

@@ -54,7 +54,7 @@ def standard_input() -> str:
 def refuse_address(source: str, command: str) -> None:
     """Raise BadInput for a web address, which `ddpjob COMMAND -` takes from another program."""
     if source.startswith(("http://", "https://")):
-        raise BadInput(f"{source}: is not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
+        raise BadInput(f"{source}: URLs are not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
 
 
 def _read(source: str) -> Iterator[Manifest | BadInput]:
@@ -64,8 +64,8 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
     elif source.endswith(".py"):
         line = shlex.quote(source)
         yield BadInput(
-            f"{source}: is no manifest but a script; `ddpjob init {line}` writes one for it,"
-            f" `ddpjob submit {line}` needs none"
+            f"{source}: is a script, not a manifest; `ddpjob init {line}` writes a manifest for it, and `ddpjob submit "
+            f"{line}` needs none"
         )
     elif Path(source).is_dir():
         files = _files(Path(source))
@@ -81,7 +81,7 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
                     jobs += 1
                     yield BadInput(str(error))
         if not jobs:
-            yield BadInput(f"{source}: holds no DDPJob in {len(files)} files that end in {', '.join(SUFFIXES)}")
+            yield BadInput(f"{source}: contains no DDPJob in its {len(files)} files that end in {', '.join(SUFFIXES)}")
     else:
         yield from read_manifests(Path(source))
 

@@ -10,7 +10,7 @@ from ddpjob.api.job_status import JobStatus, Slot
 from ddpjob.client.backends.api_server import ApiRefusal
 from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.controller.pod_views import read_claim
-from ddpjob.core.volumes import FIELD, unusable_claim
+from ddpjob.core.volumes import FIELD, find_unusable_claim
 from ddpjob.core.world import ClaimView, World
 from ddpjob.objects.claim import build_claim, template_mark
 from ddpjob.objects.platform import Platform
@@ -56,7 +56,7 @@ def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
         elif found is None:
             yield f"spec.storage: there is no claim {name} in namespace {backend.namespace}, or you may not read it"
         claim = read_claim(found) if found is not None else ClaimView(name=name, exists=name != job.made_claim)
-        problem = unusable_claim(job, World(claims=(claim,), claim_template=template_mark(job)))
+        problem = find_unusable_claim(job, World(claims=(claim,), claim_template=template_mark(job)))
         if problem is not None:
             yield problem.message
 

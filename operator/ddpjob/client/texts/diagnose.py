@@ -9,14 +9,13 @@ import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Any
 
 from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
 from ddpjob.api.schema import load_crd
 from ddpjob.client.backends.api_server import ApiRefusal, ApiServer
-from ddpjob.missing_package import INSTALL
+from ddpjob.client.manifests.explain_fields import paths
+from ddpjob.missing_package import INSTALL, installed_version
 
 SUPPORTED_MINOR = 29
 """Oldest minor version of Kubernetes 1 that the chart accepts."""
@@ -42,20 +41,12 @@ class Diagnosis:
     remedy: str = ""
 
 
-def client_version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return metadata.version("ddpjob")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     """Yield all checks of a cluster, ordered so that the first failure explains the others.
 
     Raises Unreachable.
     """
-    yield Diagnosis(True, f"client {client_version()}, Python {platform.python_version()}")
+    yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()}")
     try:
         version = api.request("GET", "/version")
     except ApiRefusal as error:
@@ -73,7 +64,9 @@ def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 def _definition(api: ApiServer) -> Iterator[Diagnosis]:
     name = f"{PLURAL}.{GROUP}"
-    upgrade = "kubectl apply --server-side --force-conflicts -f charts/ddpjob-operator/crds, of the operator's release"
+    upgrade = (
+        "kubectl apply --server-side --force-conflicts -f charts/ddpjob-operator/crds, from the operator's release"
+    )
     try:
         crd = api.request("GET", f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
     except ApiRefusal as refusal:
@@ -97,12 +90,12 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
             f"upgrade the client: {INSTALL.format(extra='cli')}",
         )
     else:
-        yield Diagnosis(True, f"definition {name} is that of this client")
+        yield Diagnosis(True, f"definition {name} is the same as this client's")
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
     """Return the fields that only the client's definition has, and only the cluster's."""
-    here, there = ({*_fields(_schema(c), "")} for c in (load_crd(), crd))
+    here, there = ({*paths(_schema(c))} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 
 
@@ -111,15 +104,6 @@ def _schema(crd: Json) -> Json:
     version: Json = next((v for v in versions if v.get("name") == VERSION), {})
     schema: Json = version.get("schema", {}).get("openAPIV3Schema", {})
     return schema
-
-
-def _fields(schema: Any, path: str) -> Iterator[str]:
-    for name, child in (schema.get("properties") or {}).items():
-        below = f"{path}.{name}".lstrip(".")
-        yield below
-        yield from _fields(child, below)
-    if isinstance(schema.get("items"), dict):
-        yield from _fields(schema["items"], path)
 
 
 def _operators(api: ApiServer) -> Iterator[Diagnosis]:
@@ -143,9 +127,9 @@ def _operators(api: ApiServer) -> Iterator[Diagnosis]:
         image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
         tag = re.search("/[^/]*:v?([0-9]+[.][0-9]+[.][^:@/]+)(@|$)", f"/{image}")
         version = tag[1] if tag else (meta.get("labels") or {}).get("app.kubernetes.io/version") or f"of image {image}"
-        same = version == client_version()
+        same = version == installed_version()
         yield Diagnosis(
-            same, f"operator {where}: version {version}", f"this client is {client_version()}; use the same release"
+            same, f"operator {where}: version {version}", f"this client is {installed_version()}; use the same release"
         )
 
 
@@ -164,8 +148,8 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     if lacking:
         remedy = (
             f"ask for the ClusterRole edit in namespace {namespace}: the chart adds DDPJobs to it, but not with "
-            "watchNamespaces or userRoles.create=false, where a Role has to name them"
+            "watchNamespaces or userRoles.create=false, in which case a Role has to name them"
         )
         yield Diagnosis(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
     else:
-        yield Diagnosis(True, f"your rights in namespace {namespace}: all that the commands need")
+        yield Diagnosis(True, f"your rights in namespace {namespace}: everything that the commands need")

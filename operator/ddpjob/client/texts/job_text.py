@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ddpjob.api.job_spec import MANAGER, Json
 from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, known_time, parse_time
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.core.status.conditions import QUEUED
-from ddpjob.core.status.messages import cause_first, count
+from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.repeated import repeats
 from ddpjob.core.status.shown_progress import began_again, duration
 from ddpjob.local.environment import HOST
@@ -38,9 +39,11 @@ _SHOWN = 8
 PAGE = "docs/troubleshooting.md"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with aligned columns, like kubectl's."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def table(rows: Sequence[Sequence[str]], widths: list[int] | None = None) -> list[str]:
+    """Return lines with aligned columns, like kubectl's; `widths` of earlier lines only grow."""
+    widths = [] if widths is None else widths
+    columns = zip(widths or [0] * len(rows[0]), zip(*rows, strict=True), strict=True)
+    widths[:] = [max(width, *map(len, cells)) for width, cells in columns]
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
@@ -89,7 +92,9 @@ def readable(body: Json) -> Iterator[None]:
         yield
     except ValidationError as error:
         fields = ", ".join(dict.fromkeys(".".join(["spec", *map(str, fault["loc"])]) for fault in error.errors()))
-        unread = f"this client cannot read {fields}, as of a newer release; `ddpjob doctor` compares the two"
+        unread = (
+            f"this client cannot read {fields}, perhaps because the operator is newer; `ddpjob doctor` compares the two"
+        )
         raise Mistake(f"{body['metadata']['name']}: {unread}") from error
 
 
@@ -180,16 +185,13 @@ def _ranks(status: JobStatus) -> str:
             runs.append([index])
     shown = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_SHOWN]]
     more = ["..."] if len(runs) > _SHOWN else []
-    return f"from 0 on: nodes {', '.join(shown + more)}" if runs else ""
+    return f"in this order: nodes {', '.join(shown + more)}" if runs else ""
 
 
 def _progress(status: JobStatus) -> str:
-    progress = status.progress
-    words = [str(progress[name]) for name in ("display",) if name in progress]
-    words += [f"loss {progress['lossDisplay']}"] if "lossDisplay" in progress else []
-    words += [str(progress["speedDisplay"])] if "speedDisplay" in progress else []
-    words += [f"eta {progress['eta']}"] if "eta" in progress and time_is_left(status) else []
-    return ", ".join(words)
+    shown = [("", "display"), ("loss ", "lossDisplay"), ("", "speedDisplay")]
+    shown += [("eta ", "eta")] if time_is_left(status) else []
+    return ", ".join(f"{label}{status.progress[name]}" for label, name in shown if name in status.progress)
 
 
 def time_is_left(status: JobStatus) -> bool:
@@ -239,10 +241,7 @@ def _pods(pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 
 
 def _tally(words: Iterable[str]) -> str:
-    counted: dict[str, int] = {}
-    for word in words:
-        counted[word] = counted.get(word, 0) + 1
-    return ", ".join(f"{number} {word}" for word, number in sorted(counted.items()))
+    return ", ".join(f"{number} {word}" for word, number in sorted(Counter(words).items()))
 
 
 def restart_line(restart: Restart, now: datetime) -> str:
@@ -251,7 +250,7 @@ def restart_line(restart: Restart, now: datetime) -> str:
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
     after += f", {again}" if (again := repeats(restart)) else ""
     consequence = ", a consequence" if restart.consequence else ""
-    ago, message = _since(restart.time, now), _first_line(cause_first(restart.message))
+    ago, message = _since(restart.time, now), _first_line(put_cause_first(restart.message))
     named = restart.node in ("", HOST) or restart.node in message
     where = "" if named else f" on {restart.node}"
     return f"{ago} ago {restart.reason}{where}: {message} ({counted}{consequence}{after})"
@@ -280,13 +279,16 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     deleted = parse_time(meta.get("deletionTimestamp"))
     if held and deleted is not None:
         ago = _since(deleted, now)
-        yield f"It was deleted {ago} ago, and is left alone until whoever set the finalizer {held[0]} removes it."
+        yield (
+            f"It was deleted {ago} ago, and the operator leaves it alone until the finalizer {held[0]} "
+            f"is removed by its owner."
+        )
         return
     seen = (body.get("status") or {}).get("observedGeneration")
     if isinstance(seen, int) and seen < meta.get("generation", 0):
         yield (
-            "This is what was so before its spec changed: the operator has not acted on the change yet. "
-            f"If that lasts, `ddpjob events {name}` may say why; `ddpjob doctor` checks the operator."
+            f"This describes the job before its spec changed, because the operator has not acted on the change yet. If "
+            f"that lasts, `ddpjob events {name}` may show why; `ddpjob doctor` checks the operator."
         )
 
 
@@ -296,7 +298,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     main = main_condition(status)
     if state == "Interrupted" and body["spec"].get("image") == "":
         # Only what it has left in its folder is known.
-        yield f"{name}: no end was recorded. It was suspended, deleted or cut off, or it still trains."
+        yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":
         yield f"{name}: its `ddpjob run` was stopped before the end of the job."
@@ -316,14 +318,14 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         if doubt:
             yield f"{doubt[0].upper()}{doubt[1:]}."
         if not body["spec"].get("command") and status.progress.get("step") is None and not status.progress.get("epoch"):
-            yield f"Its program has ended with 0, but no step of it was seen: `ddpjob logs {name}` shows what it did."
+            yield f"Its program ended with exit code 0 and reported no step. `ddpjob logs {name}` shows what it did."
         return
     if main is None:
         spare = f" and {count(status.spare, 'spare')}" if status.spare else ""
         yield f"{name} trains on {count(status.ready, 'node')}{spare}. {_progress(status)}".rstrip()
         changed = known_time(status.progress.get("updatedAt"))
         if changed is not None and (now - changed).total_seconds() >= QUIET_SECONDS:
-            yield f"This has not changed for {_since(changed, now)}: `ddpjob stacks {name}` shows where each rank is."
+            yield f"This has not changed for {_since(changed, now)}. `ddpjob stacks {name}` shows where each rank is."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
         if again := began_again(status.progress):
@@ -376,7 +378,7 @@ def _explained(condition: Condition) -> Iterator[str]:
     For containers' reasons that the page does not list, it has one common text.
     """
     known, reason = remedies(), condition.reason
-    texts = (name for name in known if name.startswith(_SAID) and name[len(_SAID) :] in condition.message)
+    texts = (name for name in known if name.startswith(SAID) and name[len(SAID) :] in condition.message)
     found = known.get(next(texts, "")) or known.get(f"{condition.type} {reason}") or known.get(reason)
     if found is None and condition.type is ConditionType.RUNNING and condition.message.startswith("container "):
         found = remedies().get("Running ErrImagePull")
@@ -386,7 +388,7 @@ def _explained(condition: Condition) -> Iterator[str]:
         yield f"What to do: {found['remedy']}"
 
 
-_SAID = "message "
+SAID = "message "
 """Prefix of the name of a remedy that is found by the text of an error."""
 _STATUS = re.compile(r"^\([^)]*\) ")
 """A status in parentheses, with which the page's text begins if the reason belongs to a true
@@ -426,11 +428,11 @@ def _without_status(body: Json, now: datetime) -> Iterator[str]:
     if manager not in (None, MANAGER):
         yield f"{name} is managed by {manager} (spec.managedBy): DDPJob's operator leaves it alone."
         return
-    yield f"{name} has no status yet, {duration(age)} after its creation: no operator has looked at it."
+    yield f"{name} has no status {duration(age)} after its creation, so no operator has reconciled it."
     if age > NO_STATUS_SECONDS:
         yield (
             "What to do: check that the operator runs and watches this namespace (`ddpjob doctor`; the chart's "
-            "watchNamespaces), and look at its log: kubectl -n ddpjob logs deployment/ddpjob-operator"
+            "watchNamespaces), and read its log: kubectl -n ddpjob logs deployment/ddpjob-operator"
         )
 
 
@@ -440,40 +442,3 @@ def remedies() -> dict[str, dict[str, str]]:
     text = resources.files(__package__).joinpath("remedies.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)
     return found
-
-
-_LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
-"""A link to another page of docs/, which a terminal would show as Markdown."""
-
-
-_CONDITION = re.compile(r"## Condition (\w+)")
-"""The heading above a condition's table."""
-
-
-def read_remedies(page: str) -> dict[str, dict[str, str]]:
-    """Read the page's tables: {reason: {meaning, remedy}}.
-
-    If several conditions have a reason, it is repeated for each further one as `CONDITION REASON`.
-    Errors that are known by their text are listed as `message TEXT`.
-    """
-    found: dict[str, dict[str, str]] = {}
-    titles: list[str] = []
-    kind = ""
-    for line in page.splitlines():
-        if line.startswith("#"):
-            heading = _CONDITION.match(line)
-            kind = heading[1] if heading is not None else ""
-        cells = [_LINK.sub(r"\1 (docs/\2)", cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
-        if not line.startswith("|"):
-            titles = []
-        elif not titles:
-            titles = cells
-        elif titles[0] == "reason" and not set(line) <= set("|- "):
-            by_title = dict(zip(titles, cells, strict=False))
-            entry = {"meaning": by_title.get("what it means", ""), "remedy": by_title.get("what to do", "")}
-            for reason in re.findall(r"`(\w+)`", cells[0]):
-                found.setdefault(reason if reason not in found else f"{kind} {reason}".strip(), entry)
-        elif titles[0] == "the message has" and not set(line) <= set("|- "):
-            for text in re.findall(r"`([^`]+)`", cells[0]):
-                found[_SAID + text] = {"meaning": cells[1], "remedy": cells[2]}
-    return dict(sorted(found.items()))

@@ -180,7 +180,7 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
         try:
             return await _term(lease, act)
         except LeadershipLost as lost:
-            log.warning("%s: this replica has stopped acting, and waits for the Lease", lost)
+            log.warning("%s: this replica has stopped acting and waits for the Lease", lost)
 
 
 async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:

@@ -77,7 +77,7 @@ class Rest:
                 await config.load_kube_config()
             except config.ConfigException as outside:
                 raise NoCredentials(
-                    "it cannot sign in at an API server: in a pod it needs the token of the pod's service account "
+                    "it cannot sign in to an API server; in a pod it needs the token of the pod's service account "
                     f"({inside}), elsewhere a kubeconfig ({outside})"
                 ) from outside
         return cls.open(client.Configuration.get_default_copy(), connections)

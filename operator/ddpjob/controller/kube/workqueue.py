@@ -178,7 +178,7 @@ class DelayQueue(Generic[Key]):
         except Exception:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
             delay = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** min(failures - 1, 10))
-            log.exception("the reconcile of %s failed; the next one in %.1f s", key, delay)
+            log.exception("the reconcile of %s failed; the next one is in %.1f s", key, delay)
         finally:
             self._end(key)
             gate.release()
@@ -199,7 +199,8 @@ class DelayQueue(Generic[Key]):
 
 
 class Turns:
-    """At most `most` turns at a time, and as many again that have taken longer than SLOW seconds.
+    """Limit the turns to `most` at a time, plus as many again that have taken longer than SLOW
+    seconds.
 
     While several groups wait, the next turn is for the group that has had the fewest lately. A
     group that holds half of all turns comes last.
@@ -260,7 +261,7 @@ class Turns:
             self._had = {other: had * left for other, had in self._had.items() if had * left > 0.5}
             self._halved = now
         self._had[group] = self._had.get(group, 0.0) + 1
-        assert self._free > 0, "a turn was begun that is not free"
+        assert self._free > 0, "a turn was begun although none is free"
         self._free -= 1
         self._taken[group] += 1
 

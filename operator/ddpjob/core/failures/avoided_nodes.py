@@ -21,7 +21,7 @@ FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
 enough."""
 
 
-def avoided(
+def find_avoided_nodes(
     status: JobStatus, now: datetime, *, trained: bool, faults: tuple[Restart, ...] = ()
 ) -> tuple[AvoidedNode, ...]:
     """Return the hosts to avoid, by name.
@@ -56,7 +56,7 @@ def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> l
         elif len(losses) >= LOSSES:
             reason, of = f"lost {len(losses)} times within an hour", losses
         elif alone and len(failures) >= FAILURES:
-            reason, of = f"{len(failures)} failures within an hour, none on other nodes", failures
+            reason, of = f"{len(failures)} failures within an hour, none on other Kubernetes nodes", failures
         else:
             continue
         suspects.append(AvoidedNode(node=host, until=max(r.time for r in of) + WINDOW, reason=reason))

@@ -4,7 +4,8 @@
 Kubernetes says this in many places, and often in several of them at once: a condition of the pod,
 its reason, the state of its container, the exit code, and what the program wrote at its end. An
 evicted pod has an exit code too, and a container whose host was started again has one that nobody
-chose. So the witnesses are asked in a fixed order, and the first that knows decides (`why_ended`).
+chose. So the witnesses are asked in a fixed order, and the first that knows decides
+(`explain_end`).
 
 1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
    kubelet. These explain every exit code.
@@ -96,7 +97,7 @@ def names_pod(restart: Restart) -> bool:
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
 
-def ranks_of(group_rank: int, procs: int) -> str:
+def describe_ranks(group_rank: int, procs: int) -> str:
     """Name the ranks of a node: `rank 1`, or `ranks 2 to 3` if it has several processes."""
     first = group_rank * procs
     return f"rank {first}" if procs == 1 else f"ranks {first} to {first + procs - 1}"
@@ -176,21 +177,21 @@ containerd's."""
 Hosts = Mapping[str, HostView] | None
 
 
-def vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
+def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
     """Return the end of a pod whose object is gone, by its last known state if that shows a reason.
 
     Otherwise it was deleted by force or with its host, or it lost the labels by which it is known,
     which a watch shows as the end of a pod whose deletion nobody has requested.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
-        return why_ended(last, hosts, launcher=launcher)
+        return explain_end(last, hosts, launcher=launcher)
     if is_down(host, hosts):
         return End(Cause.NODE_LOST, f"pod {name} is gone with its Kubernetes node {host}")
     asked = last is None or last.deleted_at is not None
     return End(Cause.DELETED, f"pod {name} was deleted" + ("" if asked else ", or its labels were removed"))
 
 
-def why_ended(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
+def explain_end(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
     """Return the end of a pod that failed, is being deleted or was evicted.
 
     If `hosts` is None, the state of hosts is not known. The pod's own conditions take precedence
@@ -222,7 +223,7 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
         )
     if pod.status_reason == "Evicted" and _OWN_STORAGE.search(pod.status_message):
         return End(
-            Cause.STORAGE_EXCEEDED, f"pod {pod.name} used more storage than it may: {pod.status_message.strip()}"
+            Cause.STORAGE_EXCEEDED, f"pod {pod.name} used more storage than its limit: {pod.status_message.strip()}"
         )
     if pod.status_reason in _ENDED_BY_HOST:
         return End(
@@ -273,7 +274,7 @@ def _by_rank(pod: PodView) -> End | None:
     """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
-    failed = failed_rank(pod.main.message)
+    failed = read_failed_rank(pod.main.message)
     if failed is None:
         return None
     if failed.init:
@@ -289,22 +290,24 @@ def _by_launcher(pod: PodView) -> End | None:
     """Judge by the exit codes that are the launcher's own."""
     main = pod.main
     if main.exit_code == EXIT_INIT_FAILURE:
-        written = termination_message(main)
+        written = read_termination_message(main)
         return End(
             Cause.INIT_FAILURE,
             f"the entry point of pod {pod.name} cannot start: {written.message}".rstrip(": "),
             written.traceback,
         )
     if main.exit_code == EXIT_RENDEZVOUS_LOST:
-        return End(Cause.RENDEZVOUS_LOST, termination_message(main).message or f"pod {pod.name} lost the rendezvous")
+        return End(
+            Cause.RENDEZVOUS_LOST, read_termination_message(main).message or f"pod {pod.name} lost the rendezvous"
+        )
     if main.exit_code == EXIT_FENCED:
         return End(
             Cause.FENCED,
-            termination_message(main).message or f"pod {pod.name} was fenced: the group has continued without it",
+            read_termination_message(main).message or f"pod {pod.name} was fenced: the group has continued without it",
         )
     if main.exit_code == EXIT_UNFIT:
         where = f" on Kubernetes node {pod.host}" if pod.host else ""
-        why = termination_message(main).message
+        why = read_termination_message(main).message
         return End(Cause.PREFLIGHT_FAILED, f"pod {pod.name}{where} has not passed the preflight: {why}".rstrip(": "))
     if main.exit_code == EXIT_STOPPED and pod.deleted_at is None:
         return End(Cause.DELETED, f"pod {pod.name} was stopped by the coordinator")
@@ -316,7 +319,7 @@ def _by_program(pod: PodView) -> End:
     if pod.deleted_at is not None:
         return End(Cause.DELETED, f"pod {pod.name} was deleted")
     if main.ended:
-        written = termination_message(main)
+        written = read_termination_message(main)
         message = f"pod {pod.name} ended with {_code(main.exit_code)}: {written.message or main.reason}".rstrip(": ")
         return End(Cause.EXIT_CODE, message + if_shared_memory_full(written.message), written.traceback)
     return _never_began(pod)
@@ -340,7 +343,7 @@ def _never_began(pod: PodView) -> End:
     # which began before it.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
-            written = termination_message(container)
+            written = read_termination_message(container)
             why = f"init container {name} of pod {pod.name} ended with exit code {container.exit_code}"
             why += f": {written.message or container.reason}"
             cause = Cause.START_ERROR if container.reason in _CANNOT_START else Cause.EXIT_CODE
@@ -377,7 +380,7 @@ class TerminationMessage:
     traceback: str
 
 
-def termination_message(container: ContainerView) -> TerminationMessage:
+def read_termination_message(container: ContainerView) -> TerminationMessage:
     """Read a termination message: the launcher writes JSON, any other program its last lines."""
     text = container.message.strip()
     try:
@@ -411,7 +414,7 @@ _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE)
 ended."""
 
 
-def failed_rank(text: str) -> FailedRank | None:
+def read_failed_rank(text: str) -> FailedRank | None:
     """Read a rank's own account of its failure (worker.py), or torchrun's table of failures.
 
     The table is at the end of a log. None if the text has neither.
@@ -463,7 +466,7 @@ PULLING = ("ErrImagePull", "ImagePullBackOff")
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
-def wrong_platform(pod: PodView) -> End | None:
+def find_wrong_platform(pod: PodView) -> End | None:
     """Return the end of a pod that waits for an image that does not fit its host.
 
     None if it does not.
@@ -473,7 +476,7 @@ def wrong_platform(pod: PodView) -> End | None:
     return _of_wrong_platform(pod, found) if found is not None else None
 
 
-def of_platform(end: End) -> bool:
+def is_about_platform(end: End) -> bool:
     """Whether a START_ERROR is caused by an image that does not fit the host.
 
     Hosts of a different architecture may run it.
@@ -502,7 +505,7 @@ class Stuck:
     """Whether waiting is pointless, so that the job fails."""
 
 
-def stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
+def find_stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
     """Return the first container of a pod that waits for something that may never come.
 
     None if all is well. Only two faults are final, and only for a job that has never run a pod: an

@@ -12,8 +12,8 @@ either may be wrong alone.
   the one that is partitioned (`World.deaf_since`).
 
 The earlier of the two moments counts (`lost_since`). The pod is given up when it has been silent
-for `recovery.nodeLostAfterSeconds` (`given_up`), or at once if somebody has marked its host as out
-of service. A pod that ends or is heard again meanwhile is not lost.
+for `recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if somebody has marked its host as
+out of service. A pod that ends or is heard again meanwhile is not lost.
 
 Example, a limit of 30 s, and a machine loses its power:
 
@@ -49,7 +49,7 @@ def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
     return member if host is None else host if member is None else min(host, member)
 
 
-def out_of_service(pod: PodView, world: World) -> bool:
+def is_out_of_service(pod: PodView, world: World) -> bool:
     """Whether the pod's host was marked as down for good, and is not ready.
 
     Waiting for it is pointless.
@@ -58,14 +58,14 @@ def out_of_service(pod: PodView, world: World) -> bool:
     return host is not None and host.out_of_service and not host.ready
 
 
-def given_up(view: View, pod: PodView, since: datetime | None) -> bool:
+def is_given_up(view: View, pod: PodView, since: datetime | None) -> bool:
     """Whether a pod that has been silent since `since` is given up.
 
     It has recovery.nodeLostAfterSeconds to return, unless its host is out of service. A pod that is
     alive (`since` None) is never given up.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
-    return since is not None and (view.now >= since + patience or out_of_service(pod, view.world))
+    return since is not None and (view.now >= since + patience or is_out_of_service(pod, view.world))
 
 
 def is_overdue(pod: PodView, now: datetime) -> bool:
@@ -99,7 +99,7 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
 def _member_lost(pod: PodView, world: World) -> datetime | None:
     """Return since when the coordinator has lost its connection to a running pod.
 
-    The kubelet reports that the pod runs. None if it hears hardly anybody, because its view of the
-    pods then means nothing.
+    The kubelet reports that the pod runs. None if the coordinator has lost most pods, because
+    its view then means nothing.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

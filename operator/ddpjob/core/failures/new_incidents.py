@@ -8,7 +8,7 @@ from datetime import datetime
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind
 
 from ddpjob.api.job_status import JobStatus, Restart
-from ddpjob.core.failures.classify import Cause, if_shared_memory_full, ranks_of, with_traceback
+from ddpjob.core.failures.classify import Cause, describe_ranks, if_shared_memory_full, with_traceback
 from ddpjob.core.failures.merge_causes import SAME_BREAK, Finding
 from ddpjob.core.failures.policy import evaluate_rules, shell_code
 from ddpjob.core.view import View
@@ -36,7 +36,7 @@ class NewIncidents:
     """The number of the newest incident that has been seen."""
 
 
-def new_incidents(view: View) -> NewIncidents:
+def find_new_incidents(view: View) -> NewIncidents:
     """Return the incidents of the coordinator's report that the status has not seen yet."""
     restarts = view.status.restarts
     seen = restarts.seen_incident if restarts.seen_generation == view.status.rendezvous.generation else 0
@@ -64,7 +64,7 @@ def _came_back(view: View) -> list[Finding]:
         return []
     if any(restart.time >= last.time - SAME_BREAK for restart in recent):
         return []
-    message = f"pod {last.pod} was lost to the group, and came back: {last.message}"
+    message = f"pod {last.pod} was lost to the group and came back: {last.message}"
     return [Finding(_restart(view, last, Cause.PEER_LOST, message, counted=False))]
 
 
@@ -116,7 +116,7 @@ def _is_everywhere(view: View, incident: Incident) -> bool:
 
 def _summary(cause: Cause, incident: Incident, procs: int) -> str:
     if incident.group_rank is not None:
-        ranks = ranks_of(incident.group_rank, procs)
+        ranks = describe_ranks(incident.group_rank, procs)
         return f"{ranks} in pod {incident.pod} ended with exit code 0 before the others"
     if incident.rank is None and cause is not Cause.INIT_FAILURE:
         return incident.message or f"{incident.kind} in pod {incident.pod}"

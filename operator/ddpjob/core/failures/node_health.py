@@ -36,7 +36,7 @@ from ddpjob.api.job_spec import JobSpec
 from ddpjob.api.job_status import PodChanges, QueueStatus, Restart, SlotState
 from ddpjob.core.failures.avoided_nodes import RECENT, WINDOW
 from ddpjob.core.failures.classify import PLANNED, Cause, End, without_wait
-from ddpjob.core.failures.policy import COUNTED, lost_device, names_program_error
+from ddpjob.core.failures.policy import COUNTED, find_lost_device, names_program_error
 from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
 
@@ -99,24 +99,30 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     verdicts = []
     for index, pod, host, end in found:
         if storm:
-            # Without their number, because a flapping node would change the status each time.
+            # The text omits their number, because a flapping node would change the status each
+            # time.
             reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
         elif host.name in left:
-            reason, why = "MovedBefore", "the job has left this node within the last hour, and found no better one"
+            reason, why = (
+                "MovedBefore",
+                "the job has left this Kubernetes node within the last hour, and found no better one",
+            )
         elif _came_after(pod, host):
-            reason, why = "PlacedThere", "the scheduler chose the node when it was unhealthy already"
+            reason, why = "PlacedThere", "the scheduler chose this Kubernetes node when it was unhealthy already"
         elif often:
             reason = "MovedTooOften"
             why = f"{MAX_MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
         elif spares:
             reason, why, spares = "", "", spares - 1
         elif wants.more:
-            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler could judge {_BEYOND}"
+            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler can judge {_BEYOND}"
         elif not wants.admitted_to(host):
-            why = "no spare is ready, and this node is cordoned or tainted: it could not take the pod back"
+            why = (
+                "no spare is ready, and this Kubernetes node is cordoned or tainted, so it could not take the pod back"
+            )
             reason = "NoOtherNode"
         elif not places:
-            reason, why = "NoOtherNode", "no spare is ready, and no node is known that has a place for this pod too"
+            reason, why = "NoOtherNode", "no spare is ready, and no known Kubernetes node has room for this pod"
         else:
             reason, why, places = "", "", places - 1
         verdicts.append(NodeVerdict(index, end, reason, why))
@@ -172,7 +178,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
         return f"has lost its connection {LINK_LOSSES} times in a row while other pods did not" if often else ""
-    said = lost_device(view.job.spec, failure.message, trained=view.trained)
+    said = find_lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
         return f"has lost its device ({said})"
     if failure.everywhere and view.job.spec.nodes > 1:
@@ -226,7 +232,7 @@ def _has_a_place(view: View, pod: PodView) -> bool:
     return spares or host is None or Wants.of(view.job.spec, view.status.queue).admitted_to(host)
 
 
-def next_judgement(view: View) -> datetime | None:
+def find_next_judgement(view: View) -> datetime | None:
     """Return when a node of the job will have been unhealthy long enough.
 
     None if none is about to be.

@@ -142,7 +142,7 @@ def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, traine
     return Ruling(cause in COUNTED)
 
 
-def repeated_program_error(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
+def find_repeated_error(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
     """Return a message if the last REPEATS counted failures are the same error in the program.
 
     None if a rule covers exit code 1, because its author knows better.
@@ -166,7 +166,7 @@ def _is_ruled(spec: JobSpec) -> bool:
     return any(not rule.exit_codes or 1 in rule.exit_codes for rule in rules)
 
 
-def repeated_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
+def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
     """Return a message if repeated failures had the same error everywhere.
 
     They are REPEATS counted failures in a row, APART from each other. The error's type does not
@@ -205,7 +205,7 @@ def names_program_error(message: str) -> bool:
     return _PROGRAM_ERROR.search(without_wait(message)) is not None
 
 
-def lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
+def find_lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
     """Return the words in a failure's message that show a lost device; empty without any.
 
     A job that requests no device and has not made a step may never have had one.

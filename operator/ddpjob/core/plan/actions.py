@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, Command, CoordinatorState, MemberState, order_mark
@@ -26,29 +27,45 @@ from ddpjob.core.decision import (
     LabelPod,
     NotifyCoordinator,
 )
-from ddpjob.core.failures.liveness import ENDING_MARGIN, given_up, lost_since, may_run
-from ddpjob.core.plan.gang import not_served
-from ddpjob.core.plan.slots import ROOM, can_replace
+from ddpjob.core.failures.liveness import ENDING_MARGIN, is_given_up, lost_since, may_run
+from ddpjob.core.plan.gang import is_unserved
+from ddpjob.core.plan.slots import ROOM, can_replace, with_rounds
 from ddpjob.core.plan.wind_down import end_leftovers, has_leftovers
-from ddpjob.core.rank_order import pods_in_order
+from ddpjob.core.rank_order import order_pods
 from ddpjob.core.view import View
-from ddpjob.core.volumes import missing_claim
+from ddpjob.core.volumes import lacks_claim
 from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 
-def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], datetime | None]:
-    """Return what to create and remove, and until when a part of it is held back.
+@dataclass(frozen=True)
+class PlannedActions:
+    """Actions, in the view whose slots belong to the round that they are made in."""
 
-    None: nothing is held back. `lost` names pods to delete immediately (grace period 0). For a job
+    view: View
+    actions: tuple[Action, ...]
+    held: datetime | None
+    """When the actions that are held back are due; None: none of them is."""
+
+    @property
+    def creates(self) -> bool:
+        """Whether something is missing and is about to be created."""
+        return any(isinstance(action, Creation) for action in self.actions)
+
+
+def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
+    """Return what to create and remove.
+
+    `lost` names pods to delete immediately (grace period 0). For a job
     whose claims cannot be used, nothing is created, but its pods still end, because a claim that is
     being removed waits for them. A job whose podTemplate has faults gets no pods. The same
     observation always gives the same actions: creations have names, deletions uids.
     """
+    view = view.with_status(with_rounds(view))
     job, status, world = view.job, view.status, view.world
     actions: list[Action] = []
     if not world.has_service:
         actions.append(CreateService())
-    if missing_claim(job, world):
+    if lacks_claim(job, world):
         actions.append(CreateClaim())
     if world.runtime != status.runtime and can_replace(view):
         actions.append(CreateRuntime())
@@ -60,7 +77,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     held = [_held_until(view)]
     dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
     missing = dedicated and status.rendezvous.state is SlotState.PLANNED and view.coordinator is None
-    buildable = not world.problems and not not_served(view)
+    buildable = not world.problems and not is_unserved(view)
     if buildable and held[0] is None:
         planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
@@ -83,8 +100,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> tuple[tuple[Action, ...], 
     kept = gang_name(job, status.rendezvous.generation) if status.gang is not None else ""
     actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid and name != kept]
     if view.claim_problem is not None:
-        return tuple(action for action in actions if not isinstance(action, Creation)), None
-    return tuple(actions), min((moment for moment in held if moment is not None), default=None)
+        return PlannedActions(view, tuple(action for action in actions if not isinstance(action, Creation)), None)
+    return PlannedActions(view, tuple(actions), min((moment for moment in held if moment is not None), default=None))
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
@@ -141,7 +158,7 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
     for pod in world.pods:
         if pod.name in view.current_names and pod.name not in lost:
             continue
-        if not pod.ended and (pod.name in lost or given_up(view, pod, lost_since(pod, world, view.now))):
+        if not pod.ended and (pod.name in lost or is_given_up(view, pod, lost_since(pod, world, view.now))):
             # A host that does not answer will never confirm the pod's end.
             actions.append(DeletePod(pod.name, pod.uid, 0))
         elif pod.role is Role.COORDINATOR:
@@ -183,7 +200,7 @@ def _labels(view: View) -> list[Action]:
     return actions
 
 
-def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
+def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
     """Return messages to the coordinator.
 
     They are settings, until its report shows them, and pods that are gone. A pod on a dead host
@@ -202,7 +219,7 @@ def notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str
         actions.append(
             NotifyCoordinator(endpoint, Command.PATIENCE, {"hangAfter": patience[0], "backoff": list(patience[1])})
         )
-    ordered = pods_in_order(view)
+    ordered = order_pods(view)
     if report is not None and report.order != order_mark(ordered):
         actions.append(NotifyCoordinator(endpoint, Command.ORDER, {"pods": list(ordered)}))
     present = {p.name for p in view.world.pods} - lost
@@ -242,7 +259,7 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
         ]
     if name not in lost:
         return []
-    why = f"{name} was given up, and the group continues as generation {after.generation}"
+    why = f"{name} was replaced, and the group continues as generation {after.generation}"
     return [NotifyCoordinator(before.endpoint, Command.STOP, {"ok": False, "why": why})]
 
 

@@ -41,7 +41,7 @@ YIELD = timedelta(seconds=30)
 missing pod."""
 
 
-def planned_gang(view: View) -> GangStatus | None:
+def plan_gang(view: View) -> GangStatus | None:
     """Return the gang of a generation that begins now; None if its pods are placed one by one."""
     spec = view.job.spec
     wanted = spec.scheduling.gang
@@ -54,7 +54,7 @@ def planned_gang(view: View) -> GangStatus | None:
     return GangStatus(nodes=spec.min_nodes) if wanted and spec.min_nodes > 1 else None
 
 
-def not_served(view: View) -> bool:
+def is_unserved(view: View) -> bool:
     """Whether the job waits for a gang that this cluster does not support.
 
     Its user insists on a gang.
@@ -71,7 +71,7 @@ def is_outdated(view: View) -> bool:
     status = view.status
     if not status.gang_waits and not status.holds(ConditionType.SUSPENDED):
         return False
-    return status.gang != planned_gang(view)
+    return status.gang != plan_gang(view)
 
 
 def with_placed(view: View) -> JobStatus:
@@ -100,7 +100,7 @@ def is_broken_up(view: View, kept: list[Slot]) -> bool:
     return view.status.gang is not None and view.status.gang.placed and held < view.job.spec.min_nodes
 
 
-def yields(view: View) -> str:
+def explain_yield(view: View) -> str:
     """Return why the job gives up its nodes and waits as a gang again; empty if it does not.
 
     It holds nodes and has not trained for YIELD, while the scheduler finds no room for a pod that
@@ -122,7 +122,7 @@ def yields(view: View) -> str:
     if now - max(running.since, scheduled.since, first.created or now) < YIELD:
         return ""
     return (
-        f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a node for {YIELD.seconds} s without "
-        f"training, and there is no room for pod {first.name}: the job gives up what it holds and waits for "
+        f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a Kubernetes node for {YIELD.seconds} s "
+        f"without training, and there is no room for pod {first.name}, so the job releases its pods and waits for "
         f"{spec.min_nodes} nodes at once"
     )

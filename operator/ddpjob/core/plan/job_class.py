@@ -16,7 +16,7 @@ from ddpjob.core.view import View
 CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "ClassExceeded"
 
 
-def class_fault(view: View) -> tuple[str, str] | None:
+def find_class_fault(view: View) -> tuple[str, str] | None:
     """Return reason and message if a job that begins cannot have its class.
 
     None if it can, or does not begin.
@@ -27,7 +27,7 @@ def class_fault(view: View) -> tuple[str, str] | None:
     if offer.job_class is None:
         known = ", ".join(offer.known[:10]) or "none"
         message = (
-            f'spec.className: "{job.spec.class_name}" is none of the classes that namespace {job.namespace} may use '
+            f'spec.className: "{job.spec.class_name}" is not one of the classes that namespace {job.namespace} may use '
             f"({known}); the job waits until the platform team has added it to the chart's jobClasses, or suspend the "
             "job and name another one"
         )
@@ -35,7 +35,7 @@ def class_fault(view: View) -> tuple[str, str] | None:
     return (CLASS_REFUSED, "; ".join(offer.problems)) if offer.problems else None
 
 
-def takes_class(view: View) -> JobStatus | None:
+def take_class(view: View) -> JobStatus | None:
     """Return the status with the current class, for a job that begins without it.
 
     None if it has it already, or has none.
@@ -64,5 +64,5 @@ def with_class_applied(view: View) -> JobStatus:
         # It runs with the values of the class, and with as many nodes as the class allows.
         message = "not applied: " + "; ".join(exceeded)
         return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
-    message = f"the job has what class {taken.name} gave when it started; status.jobClass holds it"
+    message = f"the job keeps the values of class {taken.name} from its start; status.jobClass contains them"
     return with_condition(status, ConditionType.CLASS_APPLIED, True, "Applied", message, view.now)

@@ -48,7 +48,7 @@ _NOT_SERVED = (
     "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
     "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
 )
-_NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed: it asks for no other quota"
+_NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed: the job does not ask for a different quota"
 
 
 def shape_of(job: DDPJob) -> str:
@@ -113,7 +113,7 @@ def with_grant(view: View) -> View:
     return view.with_status(replace(status, queue=held.grant if held is not None else None))
 
 
-def waits_for(view: View) -> tuple[str, str]:
+def explain_waiting(view: View) -> tuple[str, str]:
     """Return reason and message of a job that waits in its queue."""
     job, world = view.job, view.world
     if not job.queue:
@@ -144,16 +144,16 @@ def with_admitted(view: View) -> JobStatus:
     """Return the status of a job in a queue with its condition Admitted."""
     job, status, queue = view.job, view.status, view.status.queue
     if queue is None:
-        reason, message = waits_for(view)
+        reason, message = explain_waiting(view)
         return with_condition(status, ConditionType.ADMITTED, False, reason, message, view.now)
     reason, message = "Admitted", f"{queue.cluster_queue} has granted {_size(queue.pods)}"
     if queue.pods < job.spec.pods:
-        reason, (_, waits) = "Growing", waits_for(view)
+        reason, (_, waits) = "Growing", explain_waiting(view)
         message += f"; {waits}"
     return with_condition(status, ConditionType.ADMITTED, True, reason, message, view.now)
 
 
-def queue_actions(view: View) -> list[Action]:
+def plan_queue_actions(view: View) -> list[Action]:
     """Return what to request and give back for a job that has no pods or runs with quota.
 
     Nothing is returned while pods of a job without quota still end, because their quota is given

@@ -18,11 +18,11 @@ Example, 2 nodes:
     nodes=2              slot 1 is new, at attempt 2          pod train-1-2
 
 A generation is a group that starts again around a new coordinator, because the spec, the token or
-the runtime has changed, or because the group cannot be repaired pod by pod (`new_generation`).
+the runtime has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
 
 A pod that ends within QUICK of its creation, for a cause that waiting may help, makes the next one
-wait (`repeated`): not after the first time, then `recovery.backoff.initialSeconds`, doubled each
-time. A pod that lasted longer ends the row.
+wait (`count_repetition`): not after the first time, then `recovery.backoff.initialSeconds`, doubled
+each time. A pod that lasted longer ends the row.
 
 Why: docs/decisions/0009.
 """
@@ -38,7 +38,7 @@ from ddpjob_runtime import protocol
 from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot, SlotState
 from ddpjob.core.failures.classify import Cause, End
-from ddpjob.core.plan.gang import planned_gang
+from ddpjob.core.plan.gang import plan_gang
 from ddpjob.core.view import View
 from ddpjob.core.world import PodView
 
@@ -103,7 +103,7 @@ def fits(view: View) -> bool:
     """Whether the current generation still suits the job.
 
     Pods with the runtime of a different release stay until one of them has to be made again. An
-    upgrade of the operator, or its rollback, is no reason to end a training.
+    upgrade of the operator, or its rollback, is not a reason to end a training.
     """
     made_from = "-".join(view.status.template_hash.split("-")[:2])
     return made_from == _spec_and_key(view) and (can_replace(view) or not _lacks_pods(view))
@@ -132,12 +132,12 @@ def _lacks_pods(view: View) -> bool:
 def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
     """Return the status with these slots, and the highest attempt that any slot has ever had."""
     grow = all(new.attempt >= old.attempt for old, new in zip(status.slots, slots, strict=False))
-    assert grow, "an attempt of a slot is planned again: the name of its pod would be used twice"
+    assert grow, "an attempt of a slot is planned again, so the name of its pod would be used twice"
     highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
     return replace(status, slots=tuple(slots), highest_attempt=highest)
 
 
-def new_generation(view: View) -> JobStatus:
+def begin_generation(view: View) -> JobStatus:
     """Return the status of a new generation: every slot is planned again, around a new coordinator.
 
     A slot keeps its attempt if no pod was created for it yet. Otherwise its next attempt is higher
@@ -168,7 +168,7 @@ def new_generation(view: View) -> JobStatus:
         not_before=status.rendezvous.not_before,
     )
     status = with_slots(status, slots)
-    status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=planned_gang(view))
+    status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=plan_gang(view))
     return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
 
 
@@ -180,7 +180,7 @@ def _unused(status: JobStatus) -> int:
     return status.highest_attempt + 1 if status.slots or status.highest_attempt else 0
 
 
-def resized(view: View) -> JobStatus:
+def resize(view: View) -> JobStatus:
     """Return the status with as many slots as spec.nodes and spec.spares ask for.
 
     Slots are added or removed at the end.
@@ -191,14 +191,14 @@ def resized(view: View) -> JobStatus:
     return replace(with_slots(status, slots), rendezvous=replace(status.rendezvous, nodes=job.spec.nodes))
 
 
-def next_attempt(slot: Slot, repeated: Repeated) -> Slot:
+def plan_next_attempt(slot: Slot, repeated: Repeated) -> Slot:
     """Return the slot with its next pod planned."""
     return Slot(
         attempt=slot.attempt + 1, reason=repeated.reason, failures=repeated.failures, not_before=repeated.not_before
     )
 
 
-def next_coordinator(status: JobStatus) -> JobStatus:
+def plan_next_coordinator(status: JobStatus) -> JobStatus:
     """Return the status with a new coordinator planned for the same generation.
 
     The group continues.
@@ -207,7 +207,7 @@ def next_coordinator(status: JobStatus) -> JobStatus:
     return replace(status, rendezvous=rendezvous)
 
 
-def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
+def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
     """Return `before` with `end` counted in.
 
     It is one more if the cause is the same, the end was quick, and waiting may help; otherwise
@@ -224,7 +224,7 @@ def repeated(view: View, before: Repeated, end: End, pod: PodView | None) -> Rep
     return Repeated(end.cause, failures, _whole(view.now + timedelta(seconds=seconds)) if seconds else None)
 
 
-def in_a_row(view: View, cause: Cause) -> int:
+def count_in_a_row(view: View, cause: Cause) -> int:
     """Return how often in a row the job's pods have ended for a cause that they share.
 
     They have achieved nothing since.

@@ -33,7 +33,7 @@ from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.status.running import NO_GROUP
-from ddpjob.core.status.shown_progress import began_again, shown_progress
+from ddpjob.core.status.shown_progress import began_again, show_progress
 from ddpjob.core.view import View
 from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
 
@@ -84,8 +84,8 @@ def complete(view: View, events: list[Event]) -> Decision:
         # The group may have been smaller, and a suspension removed it.
         message = "all nodes have finished"
     if _trained_apart(view):
-        message += ", but the ranks formed no group: each of them has trained a model of its own"
-    progress = shown_progress(view.status.progress, view.reported_progress, view.now, at_once=True)
+        message += ", but the ranks formed no group, so each of them trained a separate model"
+    progress = show_progress(view.status.progress, view.reported_progress, view.now, at_once=True)
     if progress.get("resumed") == NO:
         message += f", but {began_again(progress)}"
     status = with_condition(view.status, ConditionType.COMPLETE, True, "Finished", message, view.now)
@@ -116,7 +116,7 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
         active=0,
         ready=0,
         spare=0,
-        progress=shown_progress(status.progress, view.reported_progress, now, at_once=True),
+        progress=show_progress(status.progress, view.reported_progress, now, at_once=True),
     )
     status = with_phase(status)
     return replace(wind_down(view.with_status(status)), status=status, events=tuple(events))

@@ -1,81 +1,114 @@
-"""Describes the present in the status: conditions, counts and progress, from pods and the report."""
+"""Describes the present in the status: conditions, counts and progress, from pods and the
+report.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 
-from ddpjob_runtime.protocol import (
-    COPY_BEHIND,
-    COPY_STEP,
-)
+from ddpjob_runtime.protocol import COPY_BEHIND, COPY_STEP
 
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
 from ddpjob.core.failures.node_health import judge_nodes
 from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
-from ddpjob.core.status.group_counts import IN_GROUP, ready_spares, training_nodes
+from ddpjob.core.status.group_counts import IN_GROUP, count_ready_spares, count_training_nodes
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.repeated import accounted, snapshots_held
-from ddpjob.core.status.restarting import fast_recovery, preflight_passed, restarting
+from ddpjob.core.status.repeated import count_repeats, judge_snapshots
+from ddpjob.core.status.restarting import judge_fast_recovery, judge_preflight, judge_restarting
 from ddpjob.core.status.running import judge_running
-from ddpjob.core.status.scheduled import scheduled
-from ddpjob.core.status.shown_progress import shown_progress, shown_stragglers
+from ddpjob.core.status.scheduled import judge_scheduled
+from ddpjob.core.status.shown_progress import show_progress, show_stragglers
 from ddpjob.core.view import View, is_number
 from ddpjob.core.volumes import has_claim
+from ddpjob.core.world import PodView
 
 SURELY_TRAINED = timedelta(minutes=10)
 
 
-def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> JobStatus:
-    """The view's status with conditions, counts and progress as of now.
+@dataclass(frozen=True)
+class Present:
+    """The job at present, with the conditions that have been judged so far in its status."""
 
-    `restarts` are those recorded in this reconcile. `creating`: something is missing and is about
-    to be created.
-    """
-    job, now = view.job, view.now
+    view: View
+    restarts: tuple[Restart, ...]
+    """Those recorded in this reconcile."""
+    creating: bool
+    """Whether something is missing and is about to be created."""
+    alive: list[PodView]
+    running_pods: int
+    training: int | None
+    """Nodes that train according to the report; None without one."""
+
+
+CONDITIONS: tuple[Callable[[Present], JobStatus], ...] = (
+    lambda present: judge_scheduled(present.view, present.alive, creating=present.creating),
+    lambda present: _running(present),
+    lambda present: count_repeats(present.view),
+    lambda present: _restarting(present),
+    lambda present: judge_preflight(
+        present.view, present.restarts, formed=present.view.status.holds(ConditionType.RUNNING)
+    ),
+    lambda present: judge_fast_recovery(present.view),
+    lambda present: _isolated(present.view),
+    lambda present: _nodes_healthy(present.view),
+    lambda present: _checkpoints_copied(present.view),
+    lambda present: judge_snapshots(present.view),
+    lambda present: _ranks_ordered(present.view, present.training),
+)
+"""The conditions in the order in which they are judged. Each sees the ones before it; Restarting
+and those after it depend on Running."""
+
+
+def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> JobStatus:
+    """Return the view's status with conditions, counts and progress as of now."""
+    present = _count(view, restarts, creating=creating)
+    for judge in CONDITIONS:
+        present = replace(present, view=present.view.with_status(judge(present)))
+    view, status, now = present.view, present.view.status, present.view.now
+    trained = view.trained or _has_run_long(status, now)
+    status = replace(status, trained=trained, claim_made=status.claim_made or has_claim(view.job, view.world))
+    due, stragglers = status.phase is not with_phase(status).phase, show_stragglers(view)
+    progress = show_progress(status.progress, view.reported_progress, now, at_once=due, stragglers=stragglers)
+    return with_phase(replace(status, progress=progress))
+
+
+def _count(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Present:
+    nodes, training = view.job.spec.nodes, count_training_nodes(view)
     alive = [p for p in view.pods if p is not None and not p.ended and p.deleted_at is None]
-    training = training_nodes(view)
     running_pods = sum(p.main.running for p in alive)
     finished = sum(s.state is SlotState.SUCCEEDED for s in view.status.slots)
-    ready = max(0, training - finished) if training is not None else min(running_pods, job.spec.nodes)
-    spare = min(ready_spares(view, training), max(0, running_pods - ready))
-    status = replace(view.status, active=min(len(alive), job.spec.nodes), ready=ready, spare=spare)
-    view = view.with_status(scheduled(view.with_status(status), alive, creating=creating))
-    running, reason, message = judge_running(view, training, running_pods)
-    view = view.with_status(with_condition(view.status, ConditionType.RUNNING, running, reason, message, now))
+    ready = max(0, training - finished) if training is not None else min(running_pods, nodes)
+    spare = min(count_ready_spares(view, training), max(0, running_pods - ready))
+    status = replace(view.status, active=min(len(alive), nodes), ready=ready, spare=spare)
+    return Present(view.with_status(status), restarts, creating, alive, running_pods, training)
+
+
+def _running(present: Present) -> JobStatus:
+    view = present.view
+    running, reason, message = judge_running(view, present.training, present.running_pods)
+    return with_condition(view.status, ConditionType.RUNNING, running, reason, message, view.now)
+
+
+def _restarting(present: Present) -> JobStatus:
+    view, training = present.view, present.training
+    running = view.status.condition(ConditionType.RUNNING)
     whole = (
-        running
-        and reason not in ("CoordinatorUnreachable", "CoordinatorReplaced")
-        and (training is None or training <= job.spec.nodes)
+        running is not None
+        and running.status
+        and running.reason not in ("CoordinatorUnreachable", "CoordinatorReplaced")
+        and (training is None or training <= view.job.spec.nodes)
     )
-    view = view.with_status(accounted(view))
-    view = view.with_status(restarting(view, whole, [r for r in restarts if r.round]))
-    view = view.with_status(preflight_passed(view, restarts, formed=view.status.holds(ConditionType.RUNNING)))
-    status = _isolated(view.with_status(fast_recovery(view)))
-    status = _nodes_healthy(view.with_status(status))
-    status = _checkpoints_copied(view.with_status(status))
-    status = snapshots_held(view.with_status(status))
-    status = _ranks_ordered(view.with_status(status), training)
-    status = replace(
-        status,
-        trained=view.trained or _has_run_long(status, now),
-        claim_made=status.claim_made or has_claim(job, view.world),
-    )
-    due = status.phase is not with_phase(status).phase
-    return with_phase(
-        replace(
-            status,
-            progress=shown_progress(
-                status.progress, view.reported_progress, now, at_once=due, stragglers=shown_stragglers(view)
-            ),
-        )
-    )
+    return judge_restarting(view, whole, [r for r in present.restarts if r.round])
 
 
 def _has_run_long(status: JobStatus, now: datetime) -> bool:
-    """Whether the group has run for so long that steps must be assumed, although the program reports none."""
+    """Whether the group has run for so long that steps must be assumed, although the program
+    reports none.
+    """
     running = status.condition(ConditionType.RUNNING)
     return running is not None and running.status and now - running.since >= SURELY_TRAINED
 
@@ -86,10 +119,10 @@ def _isolated(view: View) -> JobStatus:
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
     if world.policy_refused:
-        reached = "pods of others reach this job's; the operator tries again with the job's next pod"
+        reached = "pods of other jobs can reach this job's pods; the operator tries again with the job's next pod"
         return condition(False, "PolicyRefused", f"NetworkPolicy {world.policy}: {world.policy_refused}; {reached}")
     if spec.network.isolate and spec.on_host_network:
-        why = "with podTemplate.spec.hostNetwork no NetworkPolicy applies to the job's pods"
+        why = "no NetworkPolicy applies to the job's pods, because podTemplate.spec.hostNetwork is set"
         return condition(False, "HostNetwork", f"{why}; if this is intended, set spec.network.isolate to false")
     if not world.policy:
         return without_condition(status, ConditionType.ISOLATED)
@@ -132,11 +165,13 @@ def _ranks_ordered(view: View, training: int | None) -> JobStatus:
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
 BEHIND_SECONDS = 600
 FIRST_COPY = timedelta(minutes=30)
-"""After so long without a restart a job has saved something, if it copies at all."""
+"""Time without a restart after which a job has saved something, if it copies at all."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Whether checkpoints reach the bucket, by what the script reports; no condition where they always did."""
+    """Whether checkpoints reach the bucket, by what the script reports; no condition where they
+    always did.
+    """
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
     before = status.condition(ConditionType.CHECKPOINTS_COPIED)
@@ -145,17 +180,17 @@ def _checkpoints_copied(view: View) -> JobStatus:
     behind, step = metrics.get(COPY_BEHIND), metrics.get(COPY_STEP)
     where = url or "its bucket"
     if is_number(behind) and behind > BEHIND_SECONDS:
-        newest = f"the newest there is of step {step:.0f}" if is_number(step) else "none of this start is there"
-        text = f"no checkpoint has reached {where} for more than 10 minutes, {newest}: training continues, and the loss"
-        return condition(False, COPIES_BEHIND, f"{text} of rank 0's pod would cost what came since; its log says why")
+        newest = f"latest: step {step:.0f}" if is_number(step) else "none since this start"
+        text = f"no checkpoint has reached {where} for more than 10 minutes ({newest}). Training continues, but losing"
+        return condition(False, COPIES_BEHIND, f"{text} rank 0's pod would lose the work since then; see its log")
     running = status.condition(ConditionType.RUNNING)
     long = running is not None and running.status and view.now - running.since >= FIRST_COPY
     if url and behind is None and step is None and long:
         return condition(
             False,
             NO_COPIES,
-            f"the program has reported no copy to {url} in more than 30 minutes; what it saves in its folder alone is "
-            "lost with the pod: have it call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a claim",
+            f"the program has reported no copy to {url} for more than 30 minutes. Checkpoints that exist only in its "
+            f"folder are lost with the pod; call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a claim",
         )
     if before is None or before.status or (behind is None and step is None):
         return status

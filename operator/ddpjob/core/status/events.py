@@ -111,7 +111,7 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
     for entry in new.avoided_nodes:
         if entry.node not in known:
             where = f"Kubernetes node {entry.node} until {entry.until:%H:%M} UTC: {entry.reason}"
-            message = f"new pods go elsewhere, if they can, than to {where}"
+            message = f"new pods avoid {where} if they can"
             events.append(Event(True, "NodeAvoided", message))
     return events + _lagging(old, new)
 
@@ -125,7 +125,7 @@ def _lagging(old: JobStatus, new: JobStatus) -> list[Event]:
         if _episode(entry) not in known
     ]
     its, it = ("its", "it") if len(named) == 1 else ("their", "them")
-    text = f"for {its} own work of a step as the median rank, and all others wait for {it}"
+    text = f"as the median rank for {its} own work in a step, and all other ranks wait for {it}"
     return [Event(True, "RankLags", event_text(f"{', '.join(named)} {text}"))] if named else []
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from ddpjob_runtime.protocol import (
-    CoordinatorState,
-    MemberState,
-)
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
 
 from ddpjob.core.view import View
 
@@ -13,7 +10,7 @@ FORMED = (CoordinatorState.RUNNING, CoordinatorState.SUCCEEDED)
 IN_GROUP = (MemberState.RUNNING, MemberState.FINISHED)
 
 
-def training_nodes(view: View) -> int | None:
+def count_training_nodes(view: View) -> int | None:
     """How many nodes train as one group; None: not known, or none do.
 
     The coordinator's report counts only while the pods of all its members are alive: it may be
@@ -29,8 +26,9 @@ def training_nodes(view: View) -> int | None:
     return report.world
 
 
-def ready_spares(view: View, training: int | None) -> int:
-    """How many members are ready to take over at once: a pod that runs has a Python to start before it is one.
+def count_ready_spares(view: View, training: int | None) -> int:
+    """How many members are ready to take over at once: a pod that runs has a Python to start before
+    it is one.
 
     Without a report as many as were known.
     """

@@ -28,7 +28,7 @@ def event_text(message: str, facts: str = "") -> str:
     return f"{head}\n{traceback}" if len(tail) <= room else f"{head}\n...{tail[-room:].decode(errors='ignore')}"
 
 
-def cause_first(message: str, facts: str = "") -> str:
+def put_cause_first(message: str, facts: str = "") -> str:
     """Return the message with an error's own words at its beginning.
 
     The rank or pod that had it, and the facts, follow in brackets, because a list shows only the
@@ -66,5 +66,5 @@ def count(number: int, noun: str) -> str:
 def why_held(slot: Slot) -> str:
     """Return why the slot's next pod is not made yet."""
     if slot.reason == Cause.PREEMPTED:
-        return "its room is for the pods that it was preempted for"
+        return "its room is reserved for the pods that preempted it"
     return f"backing off: {slot.reason}, {slot.failures} times in a row"

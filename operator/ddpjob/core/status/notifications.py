@@ -16,7 +16,7 @@ from ddpjob.api.job_spec import Json, NotifyEvent
 from ddpjob.api.job_status import ConditionType, JobStatus, Notification, NotificationState, format_time
 from ddpjob.core.decision import BLOCKED_POLL, Decision, DeleteJob, Event, SendNotification
 from ddpjob.core.status.conditions import with_condition, without_condition
-from ddpjob.core.status.messages import cause_first, event_text
+from ddpjob.core.status.messages import event_text, put_cause_first
 from ddpjob.core.world import World
 
 _PROGRESS = ("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerSecond", "eta", "updatedAt")
@@ -152,7 +152,7 @@ def _why(job: DDPJob, status: JobStatus, event: NotifyEvent) -> tuple[str, str]:
     last = next((r for r in reversed(counts.recent) if r.counted), None)
     if last is None:
         return str(event), used
-    return str(event), f"{last.reason}: {cause_first(last.message, used)}"
+    return str(event), f"{last.reason}: {put_cause_first(last.message, used)}"
 
 
 def _text(body: Json) -> str:

@@ -20,7 +20,7 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import View, is_number
 
 
-def accounted(view: View) -> JobStatus:
+def count_repeats(view: View) -> JobStatus:
     """Return the status with what the coordinator's current round has repeated, once its workers have said so."""
     status, report = view.status, view.report
     start = {} if report is None else protocol.read_start(report.progress.get(protocol.START))
@@ -65,7 +65,7 @@ def _cause(counts: Restarts, number: int) -> Restart | None:
     return next((r for r in reversed(counts.recent) if r.round == number and not r.consequence), None)
 
 
-def snapshots_held(view: View) -> JobStatus:
+def judge_snapshots(view: View) -> JobStatus:
     """Return the status with the condition SnapshotsHeld: only where two states do not fit, or did not."""
     status, figures = view.status, view.reported_progress
     condition = partial(with_condition, status, ConditionType.SNAPSHOTS_HELD, now=view.now)

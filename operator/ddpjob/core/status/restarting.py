@@ -7,17 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ddpjob_runtime.protocol import (
-    DATA,
-    PREFLIGHT,
-)
+from ddpjob_runtime.protocol import DATA, PREFLIGHT
 
 from ddpjob.api.job_spec import PreflightScope
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.status.conditions import with_condition, without_condition
 from ddpjob.core.status.group_counts import FORMED
-from ddpjob.core.status.messages import cause_first
+from ddpjob.core.status.messages import put_cause_first
 from ddpjob.core.status.repeated import repeats
 from ddpjob.core.status.running import reported_figures
 from ddpjob.core.view import View, is_number
@@ -28,14 +25,18 @@ _BEFORE_THE_REPORT = frozenset(
 """Decided by the operator itself: a report that was read before cannot know of them."""
 
 
-def restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
-    """True from a break until the group runs again; never for one that is over already when it is seen."""
+def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
+    """True from a break until the group runs again; never for one that is over already when it is
+    seen.
+    """
     status, now = view.status, view.now
     if not broke and status.round > view.job.status.round and status.restarts.recent:
         broke = [status.restarts.recent[-1]]
     if broke and not (running and all(r.reason not in _BEFORE_THE_REPORT for r in broke)):
         last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
-        message = next(iter(cause_first(last.message).splitlines()), "")  # Of a user's coordinator: it may be empty.
+        message = next(
+            iter(put_cause_first(last.message).splitlines()), ""
+        )  # Of a user's coordinator: it may be empty.
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
     running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):
@@ -50,14 +51,14 @@ def restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
 
 
 PODS_RUN = "PodsRunAgain"
-_PODS_RUN = "the pods run again; no step is reported, so whether training has resumed is not known"
+_PODS_RUN = "the pods run again; no step is reported, so it is unknown whether training has resumed"
 
 
 def _has_resumed(view: View) -> bool:
     """Whether the group that runs trains again, as far as can be known.
 
-    With `command` nothing says when the group forms. A program that has reported steps before reports the next one to
-    the new generation's coordinator, which has heard of none yet.
+    With `command` nothing says when the group forms. A program that has reported steps before
+    reports the next one to the new generation's coordinator, which has heard of none yet.
     """
     return view.job.spec.under_torchrun or not _steps(view.status.progress) or _steps(reported_figures(view))
 
@@ -70,7 +71,8 @@ def _timed(view: View) -> tuple[Restart, ...]:
     """Recent restarts, those that have ended with their duration in seconds.
 
     They end with the next step, if the coordinator hears of steps. Its measurement of the last one
-    is finer than the time between two reconciles. Those that a suspension cut short have none: it took no recovery.
+    is finer than the time between two reconciles. Those that a suspension cut short have none: it
+    took no recovery.
     """
     report = view.report
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
@@ -90,8 +92,9 @@ def _timed(view: View) -> tuple[Restart, ...]:
     )
 
 
-def fast_recovery(view: View) -> JobStatus:
-    """In mode Fast: whether every pod of the group can do what the mode promises, once it runs or one cannot.
+def judge_fast_recovery(view: View) -> JobStatus:
+    """Whether, in mode Fast, every pod of the group can do what the mode promises. None until the
+    group runs or one cannot.
 
     A coordinator that takes over hears the pods one after the other.
     """
@@ -112,10 +115,12 @@ def fast_recovery(view: View) -> JobStatus:
     return with_condition(status, ConditionType.FAST_RECOVERY, True, "WarmWorkers", message, view.now)
 
 
-def preflight_passed(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
-    """With spec.preflight: which pod has not passed, until the group is `formed`; then what the links are like.
+def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
+    """Report spec.preflight: which pod has not passed, and once the group is `formed` the speed of
+    the links.
 
-    `restarts` are new. A coordinator that took over has no notes until the pods are back: its predecessor's hold.
+    `restarts` are new. A coordinator that took over has no notes until the pods are back: its
+    predecessor's hold.
     """
     status, report, preflight = view.status, view.report, view.job.spec.preflight
     if preflight is None:

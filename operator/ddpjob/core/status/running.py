@@ -20,10 +20,10 @@ from ddpjob_runtime.protocol import (
 )
 
 from ddpjob.api.job_status import Condition, ConditionType, SlotState, format_time, known_time
-from ddpjob.core.failures.classify import Stuck, ranks_of, stuck
+from ddpjob.core.failures.classify import Stuck, describe_ranks, find_stuck
 from ddpjob.core.status.conditions import GROUP_RESTARTS
 from ddpjob.core.status.messages import count
-from ddpjob.core.status.waiting_pods import NODES_MISSING, not_considered, not_started
+from ddpjob.core.status.waiting_pods import NODES_MISSING, find_not_considered, find_not_started
 from ddpjob.core.view import View
 
 STEP_OVERDUE = "StepOverdue"
@@ -31,7 +31,8 @@ NO_GROUP = "NoGroup"
 NODES_RUN = "NodesRun"
 FINISHED_EARLY = "NodeFinishedEarly"
 LEFT_ALONE = timedelta(minutes=3)
-"""How long a pod may run without progress, after another has ended with 0, before that is reported."""
+"""How long a pod may run without progress, after another has ended with 0, before that is reported.
+"""
 
 
 def judge_running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
@@ -41,7 +42,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
     if training is not None:
         return _group_runs(view, training)
     for pod in [view.coordinator, *view.pods]:
-        held = stuck(pod, has_run=True) if pod and pod.deleted_at is None else None
+        held = find_stuck(pod, has_run=True) if pod and pod.deleted_at is None else None
         if held is not None and not (report is None and spec.fast and status.holds(ConditionType.RUNNING)):
             return False, held.reason, held.message + _secret_hint(view, held)
     finished = sum(s.state is SlotState.SUCCEEDED for s in status.slots)
@@ -50,13 +51,17 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
     if there + finished < spec.min_nodes and not (spec.under_torchrun and finished):
         needed = f"{spec.min_nodes} {'is' if spec.min_nodes == 1 else 'are'} needed"
         least = f", {needed}" if spec.min_nodes < wanted else ""
-        reason, why = not_started([p for p in view.pods if p is not None], view.now) or (NODES_MISSING, "")
+        reason, why = find_not_started([p for p in view.pods if p is not None], view.now) or (NODES_MISSING, "")
         return False, reason, present + least + (f"; {why}" if why else "")
     if not spec.under_torchrun:
         ended = f", {finished} {'has' if finished == 1 else 'have'} finished" if finished else ""
         return True, *(_waits_for_finished(view) or (NODES_RUN, present + ended))
     coordinator = view.coordinator
-    waits = not_started([coordinator], view.now) if coordinator is not None and not status.rendezvous.endpoint else None
+    waits = (
+        find_not_started([coordinator], view.now)
+        if coordinator is not None and not status.rendezvous.endpoint
+        else None
+    )
     if report is None and waits is not None and not status.holds(ConditionType.RUNNING):
         return False, waits[0], f"{present}; {waits[1]}"
     placed = coordinator is not None and coordinator.host
@@ -87,7 +92,9 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
 
 
 def _waits_for_finished(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows no progress."""
+    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows
+    no progress.
+    """
     over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
     at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
     reported = known_time(reported_figures(view).get("updatedAt"))
@@ -97,13 +104,15 @@ def _waits_for_finished(view: View) -> tuple[str, str] | None:
         return None
     return FINISHED_EARLY, (
         f"pod {name} has ended with exit code 0 at {format_time(at)}, and pod {running} still runs and reports no "
-        "step. If its ranks wait for those of the other pod, they wait for ever: look at its log, and run "
-        "`ddpjob restart` if it hangs"
+        "step. If its ranks wait for the ranks of the other pod, they wait forever. Read its log, and run `ddpjob "
+        "restart` if it hangs"
     )
 
 
 def _has_just_broken(view: View) -> bool:
-    """Whether the group trained until a moment ago, and no restart says yet why it does not any more."""
+    """Whether the group trained until a moment ago, and no restart says yet why it does not any
+    more.
+    """
     status, before = view.status, view.status.condition(ConditionType.RUNNING)
     if before is None or status.holds(ConditionType.RESTARTING) or status.round > view.job.status.round:
         return False
@@ -126,14 +135,16 @@ def _secret_hint(view: View, held: Stuck) -> str:
         if secret and held.reason == "CreateContainerConfigError" and secret in held.message:
             return (
                 f"; spec.storage.{name}.secretName needs a Secret {secret} in namespace {view.job.namespace} with the "
-                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: when it is there, the pod starts by itself"
+                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: the pod starts by itself once the Secret exists"
             )
     return ""
 
 
 UNREACHABLE = timedelta(minutes=1)
-"""After so long it is worth an event: restarts of workers are neither counted nor shown meanwhile."""
-UNREACHABLE_LONG = "meanwhile failures of workers are neither counted nor shown"
+"""Time after which it is worth an event. Until then, restarts of workers are neither counted nor
+shown.
+"""
+UNREACHABLE_LONG = "until then, failures of workers are neither counted nor shown"
 
 
 def _unreachable(view: View) -> str:
@@ -150,7 +161,7 @@ def _unreachable(view: View) -> str:
         port = view.job.spec.rendezvous.endpoint_port
         text += f": training may continue, but {UNREACHABLE_LONG}; let the operator's pod reach port {port} of pods"
     before = last_step(known)
-    return text if before is None else f"{text}; when it last did, the group had {_NO_STEP} {format_time(before)}"
+    return text if before is None else f"{text}; when it last answered, the group had {_NO_STEP} {format_time(before)}"
 
 
 _SINCE = re.compile(r"has not answered the operator since (\S+Z)")
@@ -165,8 +176,8 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
         return (
             True,
             NO_GROUP,
-            f"{run}, but the ranks form no group: the script makes steps without torch.distributed being initialized, "
-            "so each rank trains a model of its own",
+            f"{run}, but the ranks form no group: the script trains without initializing torch.distributed, so each "
+            f"rank trains a separate model",
         )
     if training == wanted:
         return True, "GroupRuns", f"{_train(view, wanted)}{_finished_early(view)}{_without_count(view)}"
@@ -177,11 +188,13 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
 
 
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
-    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays the same."""
+    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays
+    the same.
+    """
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
-    remedy = "to have groups without a step restarted, set recovery.hangAfterSeconds"
+    remedy = "to restart groups that make no step, set recovery.hangAfterSeconds"
     text = (
         f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far beyond the job's own "
         f"pace{said}: {overdue.where}. It is left alone; {remedy}"
@@ -190,13 +203,17 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""What a step's time may differ by from one report to the next: each is read by a new comparison of the clocks."""
+"""What a step's time may differ by from one report to the next: each is read by a new comparison of
+the clocks.
+"""
 _NO_STEP = "made no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
 
 def last_step(running: Condition | None) -> datetime | None:
-    """When the group made its last step, if the next one is overdue: the condition's message remembers it."""
+    """When the group made its last step, if the next one is overdue: the condition's message
+    remembers it.
+    """
     said = _LAST_STEP.search(running.message) if running is not None else None
     return known_time(said[1]) if said else None
 
@@ -206,7 +223,9 @@ def _train(view: View, nodes: int) -> str:
 
 
 def _verb(view: View, nodes: int) -> str:
-    """What nodes do. That the ranks train one model is known once their steps have exchanged something."""
+    """What nodes do. That the ranks train one model is known once their steps have exchanged
+    something.
+    """
     if nodes == 1:
         return "trains"
     exchange = view.report is not None and view.report.progress.get(EXCHANGING)
@@ -214,14 +233,16 @@ def _verb(view: View, nodes: int) -> str:
 
 
 def _finished_early(view: View) -> str:
-    """Names a node whose program has ended with 0 while others still train: they wait for it in vain."""
+    """Names a node whose program has ended with 0 while others still train: they wait for it in
+    vain.
+    """
     report = view.report
     members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members
     finished = [m for m in members if m.state is MemberState.FINISHED]
     if not finished or len(finished) == len(members):
         return ""
     first = finished[0]
-    ranks = "" if first.rank is None else f" ({ranks_of(first.rank, view.job.spec.procs_per_node)})"
+    ranks = "" if first.rank is None else f" ({describe_ranks(first.rank, view.job.spec.procs_per_node)})"
     others, have = (f" and {len(finished) - 1} more", "have") if len(finished) > 1 else ("", "has")
     return f"; pod {first.pod}{ranks}{others} {have} already ended with exit code 0"
 
@@ -232,8 +253,8 @@ def _without_count(view: View) -> str:
     if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
         return ""
     return (
-        "; no step of this script can be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
-        "still: have it call ddpjob_report.report() after each step"
+        "; this script's steps cannot be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
+        "still; call ddpjob_report.report() after each step"
     )
 
 
@@ -247,20 +268,20 @@ def _missing(view: View) -> str:
         if pod is None or pod.ended or pod.name in present:
             continue
         if pod.main.running and pod.name in silent:
-            return f"pod {pod.name} runs, but the coordinator does not hear from it"
-        held = stuck(pod, has_run=True)
+            return f"pod {pod.name} runs, but has no contact with the coordinator"
+        held = find_stuck(pod, has_run=True)
         if held is not None:
             return held.message
         if pod.unschedulable:
             return f"pod {pod.name} is not scheduled: {pod.unschedulable}"
-        waits = not_considered([pod], view.job.spec.scheduling, view.now) or not_started([pod], view.now)
+        waits = find_not_considered([pod], view.job.spec.scheduling, view.now) or find_not_started([pod], view.now)
         return waits[1] if waits is not None else f"pod {pod.name} is starting"
     spare = view.status.spare
     if spare:
         return f"{spare} more {'joins' if spare == 1 else 'join'} at the next restart"
     scheduled = view.status.condition(ConditionType.SCHEDULED)
     if scheduled is not None and not scheduled.status and scheduled.reason != "Placing":
-        return f"the missing pods are not created: {scheduled.reason}: {scheduled.message}"
+        return f"the missing pods cannot be created ({scheduled.reason}): {scheduled.message}"
     return "the missing pods are being created"
 
 

@@ -9,9 +9,9 @@ from functools import partial
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
 from ddpjob.core.decision import BLOCKED_POLL
 from ddpjob.core.status.conditions import with_condition
-from ddpjob.core.status.group_counts import training_nodes
+from ddpjob.core.status.group_counts import count_training_nodes
 from ddpjob.core.status.messages import count, why_held
-from ddpjob.core.status.waiting_pods import not_considered
+from ddpjob.core.status.waiting_pods import find_not_considered
 from ddpjob.core.view import View
 from ddpjob.core.volumes import FIELD
 from ddpjob.core.world import PodView, Rejection, Role, World, gang_name
@@ -21,7 +21,7 @@ NAME_IS_TAKEN = "NameTaken"
 DELETION_REFUSED = "DeletionRefused"
 
 
-def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
+def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
     """The status with its condition Scheduled. `alive`: pods of slots that run or will."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.SCHEDULED, now=view.now)
@@ -38,8 +38,8 @@ def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
         return condition(False, *_refused(view, alive, blocking[0]))
     before = status.condition(ConditionType.SCHEDULED)
     if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
-        # The outcome of the next try is not known yet. Another reason in the meantime would be a write, which wakes
-        # the job, which tries again: without end and without a pause.
+        # The outcome of the next try is not known yet. Another reason in the meantime would be a
+        # write, which wakes the job, which tries again: without end and without a pause.
         return status
     coordinator = view.coordinator
     dedicated = [coordinator] if coordinator is not None and coordinator.role is Role.COORDINATOR else []
@@ -50,7 +50,7 @@ def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
             message = _gang_waits(view, alive)
         return condition(False, "Unschedulable", message)
     by_volcano = status.gang_waits and spec.scheduling.by_volcano
-    ignored = not_considered([*alive, *dedicated], spec.scheduling, view.now) if not by_volcano else None
+    ignored = find_not_considered([*alive, *dedicated], spec.scheduling, view.now) if not by_volcano else None
     if ignored is not None:
         return condition(False, *ignored)
     placed = sum(bool(p.host) for p in alive) + sum(s.state is SlotState.SUCCEEDED for s in status.slots)
@@ -59,15 +59,15 @@ def scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
     if placed >= spec.pods:
         budget = next((rejection for rejection in world.rejections if rejection.of_budget), None)
         if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
-            return status  # As above.
+            return status  # The outcome of the next try is not known yet.
         refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
         return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}")
     message = f"{_are_scheduled(placed, spec.pods)}{_backing_off(status, view.now)}"
     if by_volcano and alive:
         group = gang_name(view.job, status.rendezvous.generation)
         message += (
-            "; Volcano has said nothing of them yet: if that lasts, see whether their queue exists and is open, and "
-            f"look at the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
+            f"; Volcano has not reported on them yet; if that lasts, check that their queue exists and is open, and "
+            f"read the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
         )
     return condition(False, "Placing", message)
 
@@ -77,20 +77,22 @@ def _are_scheduled(placed: int, pods: int) -> str:
 
 
 def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str, str]:
-    """Reason and message for an object that the API server refuses, with the field where it names none."""
+    """Reason and message for an object that the API server refuses, with the field where it names
+    none.
+    """
     what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
     if rejected.name_taken:
         return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
     if _NO_CLASS.search(rejected.message):
-        what += "; what is judged is spec.scheduling.priorityClassName"
+        what += "; the value comes from spec.scheduling.priorityClassName"
     elif rejected.of_gang:
-        what += "; to have the pods scheduled one by one, without a gang, set scheduling.gang to false"
+        what += "; to schedule the pods one by one, without a gang, set scheduling.gang to false"
     if _OF_A_CONTAINER.search(rejected.message):
         of_coordinator = rejected.object.startswith(f"Pod {view.job.name}-coordinator-")
-        what += f"; what is judged is {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
+        what += f"; the values come from {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
     if "violates PodSecurity" in rejected.message:
         where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
-        instead = "instead of hostPath and nfs use claims, and do without hostNetwork and hostPort"
+        instead = "replace hostPath and nfs by claims, and remove hostNetwork and hostPort"
         what += f"; set what is missing in {where}; {instead}"
     return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
 
@@ -98,9 +100,9 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
 _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
 """What a LimitRange refuses. It names no container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
-"""Without it no pod is created either, one by one or as a gang."""
+"""No pod is created without it, neither one by one nor as a gang."""
 _NO_BUDGET = (
-    "is refused, so that a drain may end several pods at once (scheduling.disruptionBudget: false does without)"
+    "is refused, so a drain may end several pods at once (to do without it, set scheduling.disruptionBudget to false)"
 )
 
 
@@ -110,11 +112,13 @@ def deletion_refused(world: World) -> str:
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
-    """What a gang waits for, and how much of it the scheduler has found room for in its last try."""
+    """What a gang waits for, and how much of it the scheduler has found room for in its last
+    try.
+    """
     spec, gang = view.job.spec, view.status.gang
     nodes = gang.nodes if gang is not None else spec.nodes
     gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
-    text = f"waits for {nodes} nodes{gpus} at once, and holds none meanwhile"
+    text = f"waits for {nodes} nodes{gpus} at once, and holds none until then"
     judged = [pod for pod in alive if pod.unschedulable and not pod.host]
     fitting = [pod for pod in judged if _FITS in pod.unschedulable]
     short = next((pod for pod in judged if pod not in fitting), None)
@@ -126,7 +130,9 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
 
 
 _FITS = "waiting for minCount pods from a gang"
-"""What kube-scheduler (1.36) says of a pod for which there is room, while there is none for others of its group."""
+"""What kube-scheduler (1.36) says of a pod for which there is room, while there is none for others
+of its group.
+"""
 GANG_NOT_SERVED = "GangNotServed"
 
 
@@ -139,20 +145,22 @@ def _gang_not_served(*, volcano: bool) -> str:
     missing = "PodGroups of Volcano in this cluster (scheduling.volcano.sh/v1beta1)" if volcano else kubernetes
     return (
         f"scheduling.gang is true, and the operator finds no {missing}; leave scheduling.gang out, or set it to false, "
-        "to have the pods scheduled one by one"
+        f"to schedule the pods one by one"
     )
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
-    """What the pods that there are hold while they wait for those that are refused, and how to let them go."""
+    """What the pods that there are hold while they wait for those that are refused, and how to let
+    them go.
+    """
     spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
-    if not alive or unknown or training_nodes(view) is not None:
+    if not alive or unknown or count_training_nodes(view) is not None:
         return ""
     wait = "waits" if len(alive) == 1 else "wait"
     gpus = len(alive) * spec.gpus_per_node
     held = f" with {count(gpus, 'GPU')}" if gpus else ""
     text = f"; meanwhile {len(alive)} of {count(spec.pods, 'pod')} {wait}{held}"
-    return f"{text}: to let go of them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
+    return f"{text}: to release them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
 
 
 def _backing_off(status: JobStatus, now: datetime) -> str:
@@ -175,8 +183,8 @@ def _spread_hint(view: View, pod: PodView) -> str:
         return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
     if scheduling.same_topology and "pod affinity" in pod.unschedulable:
         return (
-            f" (all pods share one {scheduling.same_topology}: where that of the placed ones has no room, "
-            "runPolicy.suspend set to true and back to false lets the job choose again)"
+            f" (all pods share one {scheduling.same_topology}: if the placed pods' one has no room, set "
+            f"runPolicy.suspend to true and back to false, so that the job chooses again)"
         )
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"

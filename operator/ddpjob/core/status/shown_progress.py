@@ -25,7 +25,7 @@ _METRICS = 100
 """Maximum number of metrics, for a script that reports a new one at every step."""
 
 
-def shown_progress(
+def show_progress(
     shown: Json, reported: Json, now: datetime, *, at_once: bool, stragglers: Sequence[Json] = ()
 ) -> Json:
     """Return the progress to write.
@@ -99,12 +99,12 @@ def began_again(progress: Json) -> str:
         return ""
     if known == protocol.NO:
         return (
-            "after the last restart the script seems to have begun again from step 0: its optimizer had no state of "
-            f"the {before} steps before"
+            f"after the last restart the script seems to have started again from step 0, because its optimizer had no "
+            f"state from the {before} earlier steps"
         )
     return (
-        "whether the script continued from a checkpoint after the last restart is not known: have it report its steps "
-        "by ddpjob_report.report()"
+        "it is unknown whether the script continued from a checkpoint after the last restart; report its steps with "
+        "ddpjob_report.report()"
     )
 
 
@@ -116,7 +116,7 @@ def without_speed(progress: Json) -> Json:
     return kept
 
 
-def shown_stragglers(view: View) -> list[Json]:
+def show_stragglers(view: View) -> list[Json]:
     """Return the lagging ranks as status.progress shows them, with their pods.
 
     The script names ranks; pods and times are the operator's own. A rank is shown for at least a

@@ -22,7 +22,7 @@ NOT_PREPARED = "PodNotPrepared"
 NODES_MISSING = "NodesMissing"
 
 
-def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
+def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
     """Return reason and message for the first pod that no scheduler tries to place.
 
     None if there is none.
@@ -36,16 +36,16 @@ def not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetim
             continue
         wanted = scheduling.scheduler_name
         remedy = (
-            f"does the scheduler {wanted} run, which spec.scheduling.schedulerName names?"
+            f"check that the scheduler {wanted} runs, which spec.scheduling.schedulerName names"
             if wanted
-            else "does the cluster's scheduler run, and do the resource claims exist that podTemplate may name?"
+            else "check that the cluster's scheduler runs, and that the resource claims in podTemplate exist"
         )
         since = format_time(pod.created)
-        return SCHEDULER_SILENT, f"pod {pod.name}: no scheduler has said anything of it since {since}: {remedy}"
+        return SCHEDULER_SILENT, f"pod {pod.name}: no scheduler has reported on it since {since}; {remedy}"
     return None
 
 
-def not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
+def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
     """Return reason and message for the first placed pod that runs no program.
 
     It was placed long ago. None if there is none.
@@ -65,5 +65,5 @@ def not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | Non
         if pod.prepared is False:
             hint = f"a Secret, a folder or a driver may be missing, which `kubectl describe pod {pod.name}` names"
             return NOT_PREPARED, f"{where} has waited for its volumes or its network since {since}: {hint}"
-        return NODES_MISSING, f"{where} was placed at {since}, and its image is being pulled or its program started"
+        return NODES_MISSING, f"{where} was placed at {since}, and its image is being pulled or its program is starting"
     return None

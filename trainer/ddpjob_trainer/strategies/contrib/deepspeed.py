@@ -63,7 +63,7 @@ class DeepSpeed(Strategy):
             )
         # Each backward pass sends gradients to the ranks that keep them.
         self.equal = self._stage >= 2
-        self._deepspeed = _deepspeed(device)
+        self._deepspeed = _import_deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
         if self._alone:
             os.environ.setdefault("LOCAL_RANK", "0")  # The engine reads its device from there.
@@ -220,7 +220,7 @@ class DeepSpeed(Strategy):
         names = {name for name, _ in self.parameters}
         if saved["state"] and names != set(saved["state"]):
             raise KeyError(
-                f"the optimizer's state is for other weights, such as {sorted(names ^ set(saved['state']))[0]}"
+                f"the optimizer's state belongs to different weights, such as {sorted(names ^ set(saved['state']))[0]}"
             )
         zero = self._engine.optimizer
         example: dict[str, Any] = next(iter(saved["state"].values()), {})
@@ -344,7 +344,7 @@ def _own(value: Any, flat: torch.Tensor) -> Any:
     return value.to(flat.device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _deepspeed(device: torch.device) -> ModuleType:
+def _import_deepspeed(device: torch.device) -> ModuleType:
     """Return the library, which logs only errors from now on.
 
     Raises ConfigError if it is missing.

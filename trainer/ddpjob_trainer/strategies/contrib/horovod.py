@@ -28,7 +28,7 @@ class Horovod(Strategy):
     """Exchanges gradients by Horovod's DistributedOptimizer. Each rank has the whole model."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
-        self._hvd = _horovod()
+        self._hvd = _import_horovod()
         if device.type == "cuda" and not self._hvd.cuda_built():
             raise ConfigError(
                 "strategy=horovod: this Horovod is built without CUDA; build it again with HOROVOD_GPU_OPERATIONS=NCCL"
@@ -94,7 +94,7 @@ class Horovod(Strategy):
 
 
 def enter() -> None:
-    """Under horovodrun, set torch.distributed's environment from Horovod's.
+    """Set torch.distributed's environment from Horovod's under horovodrun.
 
     Must run before ranks read RANK. Raises ConfigError if Horovod is missing, or runs in its own
     elastic mode.
@@ -103,10 +103,10 @@ def enter() -> None:
         return
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ConfigError(
-            "strategy=horovod: elastic horovodrun keeps its own kind of state, and not the trainer's; start it with"
-            " -np N alone, or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may change with this strategy"
+            "strategy=horovod: elastic horovodrun keeps its own state and not the trainer's; start it with only -np N, "
+            "or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may change with this strategy"
         )
-    hvd = _horovod()
+    hvd = _import_horovod()
     hvd.init()
     names = {"RANK": hvd.rank, "WORLD_SIZE": hvd.size, "LOCAL_RANK": hvd.local_rank, "LOCAL_WORLD_SIZE": hvd.local_size}
     os.environ.update({name: str(number()) for name, number in names.items()})
@@ -115,7 +115,7 @@ def enter() -> None:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = found[0], str(found[1])
 
 
-def _horovod() -> ModuleType:
+def _import_horovod() -> ModuleType:
     try:
         import horovod.torch as hvd
     except ImportError as error:

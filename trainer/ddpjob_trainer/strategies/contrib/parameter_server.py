@@ -48,8 +48,8 @@ class ParameterServer(Strategy):
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if group.world < 2:
             raise ConfigError(
-                "strategy=parameter_server: one rank is the server, so there must be a worker beside it; start 2"
-                " ranks or more (torchrun --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
+                "strategy=parameter_server: one rank is the server, so at least one worker is needed; start 2 ranks or "
+                "more (torchrun --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
             )
         if config.model.sync_batchnorm:
             raise ConfigError(
@@ -137,7 +137,9 @@ class ParameterServer(Strategy):
 
 
 class _ServerBuffer:
-    """Server-side buffer between two RPCs: each worker's gradients, then the weights. Thread-safe."""
+    """Server-side buffer between two RPCs: each worker's gradients, then the weights.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

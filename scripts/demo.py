@@ -1,4 +1,4 @@
-"""`python -m ddpjob.cli.demo FILE`: runs a job, kills a node midway, and checks that the model has learned anyway."""
+"""`python -m scripts.demo FILE`: runs a job, kills a node midway, and checks that the model has learned anyway."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def main() -> int:
 
     The job must be Complete, the node killed and replaced, and the accuracy reached.
     """
-    parser = argparse.ArgumentParser(prog="python -m ddpjob.cli.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.demo", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument(
         "--kill-node", type=int, default=0, metavar="INDEX", help="node whose pod is killed (default 0)"
     )
     parser.add_argument(
-        "--at", type=int, default=40, metavar="PERCENT", help="progress at which it is killed (default 40)"
+        "--at", type=int, default=40, metavar="PERCENT", help="progress in percent at which it is killed (default 40)"
     )
     parser.add_argument("--accuracy", type=float, default=0.97, help="test accuracy to reach (default 0.97)")
     arguments = parser.parse_args()

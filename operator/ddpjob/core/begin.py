@@ -1,0 +1,150 @@
+"""Decides a job's generation and slots when it begins, resumes, changes, or yields its room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
+
+from ddpjob.api.job_status import ConditionType, JobStatus, Restart
+from ddpjob.core.decision import Event
+from ddpjob.core.failures.classify import Cause
+from ddpjob.core.follow.ends import find_ends
+from ddpjob.core.follow.outcome import is_done
+from ddpjob.core.follow.recording import record
+from ddpjob.core.plan.gang import explain_yield, is_outdated, with_placed
+from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED
+from ddpjob.core.plan.slots import begin_generation, can_replace, fits, resize
+from ddpjob.core.status.conditions import GROUP_RESTARTS, QUEUED, with_condition
+from ddpjob.core.view import View
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The view with the slots that the job should have, and the events of a change."""
+
+    view: View
+    events: list[Event]
+
+
+def begin(view: View) -> Begun:
+    """Begin a generation for a new, changed or resumed job, or resize its slots."""
+    world, now = view.world, view.now
+    status, events = _lay_out(view)
+    if status.holds(ConditionType.SUSPENDED):
+        before = status.condition(ConditionType.SUSPENDED)
+        queued = before is not None and before.reason in QUEUED
+        reason, why = "Resumed", "the job is in no queue" if queued else "runPolicy.suspend is false"
+        if before is not None and before.reason in (CLASS_MISSING, CLASS_REFUSED):
+            name = view.job.spec.class_name
+            why = f"class {name} is applied" if name else "the job names no class any more"
+        if queued and status.queue is not None:
+            reason, why = "Admitted", f"{status.queue.cluster_queue} has granted the quota"
+        for kind in (ConditionType.SUSPENDED, ConditionType.RESTARTING):
+            if status.condition(kind) is not None:
+                status = with_condition(status, kind, False, reason, why, now)
+        continues = view.job.status.slots and view.trained
+        events.append(Event(False, reason, "training continues from the newest checkpoint" if continues else why))
+    if (world.runtime != status.runtime or not status.runtime) and can_replace(view.with_status(status)):
+        status = replace(status, runtime=world.runtime_offered)
+    if status.start_time is None:
+        status = replace(status, start_time=now.replace(microsecond=0))
+    view = view.with_status(status)
+    return Begun(view.with_status(with_placed(view)), events)
+
+
+def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
+    """Return the status whose slots suit the spec, and the event of a change."""
+    job, status = view.job, view.status
+    if not status.slots:
+        return begin_generation(view), []
+    if view.world.problems:
+        return status, []  # nothing can be built from this spec
+    suspended = status.holds(ConditionType.SUSPENDED)
+    fitting = fits(view)
+    if fitting and is_outdated(view):
+        return begin_generation(view), []  # no part of it has been placed
+    other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
+    if (other_size or not fitting) and is_done(find_ends(view)):
+        # Other pods would have nothing to do: the job has finished unseen, or its last pods are
+        # ending.
+        return status, []
+    if not fitting:
+        cause, message = _change(view)
+        view = view.with_status(replace(status, runtime=""))  # new pods also get the newest runtime
+    elif not other_size:
+        return status, []
+    elif suspended or not job.spec.under_torchrun or (len(status.slots) < job.spec.pods and not can_replace(view)):
+        cause, message = Cause.SCALED, _new_size(view)
+    else:
+        return _resize(view)
+    if suspended:
+        return begin_generation(view), []
+    return begin_generation(_restarted(view, cause, message)), [Event(False, cause, message)]
+
+
+def _change(view: View) -> tuple[Cause, str]:
+    """Return why a job that is not suspended needs different pods."""
+    template, _, rest = view.status.template_hash.partition("-")
+    if template != view.job.spec.template_hash:
+        return Cause.SPEC_CHANGED, "the part of the spec that pods are made from has changed"
+    if rest.partition("-")[0] != view.world.key_mark:
+        return Cause.KEY_CHANGED, "the operator's key has changed, and with it the token that the job's pods share"
+    return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's present pods"
+
+
+def _resize(view: View) -> tuple[JobStatus, list[Event]]:
+    """Resize in place. More nodes join by a later restart of the coordinator.
+
+    Fewer nodes are a restart now, and so are fewer spares if one of the removed pods has taken
+    over.
+    """
+    job, status = view.job, view.status
+    message = _new_size(view)
+    members = view.report.members if view.report is not None else ()
+    going = {pod.name for pod in view.pods[job.spec.pods :] if pod is not None}
+    trains = any(member.pod in going and member.state is MemberState.RUNNING for member in members)
+    if job.spec.nodes < status.rendezvous.nodes or trains:
+        view = _restarted(view, Cause.SCALED, message)
+    return resize(view), [Event(False, Cause.SCALED, message)]
+
+
+def _restarted(view: View, cause: Cause, message: str) -> View:
+    """Return the view with a planned restart.
+
+    A job that waits for its first group, for instance for room, restarts nothing.
+    """
+    status, report = view.status, view.report
+    running = status.condition(ConditionType.RUNNING)
+    formed = running is not None and (running.status or running.reason == GROUP_RESTARTS)
+    formed = formed or (report is not None and report.state != CoordinatorState.FORMING)
+    if not formed and not status.holds(ConditionType.RESTARTING):
+        return view
+    return view.with_status(record(status, [_planned(view, cause, message)]))
+
+
+def _new_size(view: View) -> str:
+    spec, before = view.job.spec, view.status.rendezvous.nodes
+    if spec.nodes == before:
+        return f"spec.spares changed from {len(view.status.slots) - before} to {spec.spares}"
+    asked = view.job.written.get("nodes", spec.nodes)
+    if asked > spec.nodes:
+        return f"spec.nodes changed from {before} to {asked}, of which class {spec.class_name} allows {spec.nodes}"
+    return f"spec.nodes changed from {before} to {spec.nodes}"
+
+
+def yield_room(view: View) -> Begun:
+    """Begin a new generation that waits as a gang, if a job holds nodes and cannot train.
+
+    It never counts.
+    """
+    why = explain_yield(view)
+    if not why:
+        return Begun(view, [])
+    view = view.with_status(record(view.status, [_planned(view, Cause.YIELDED, why)]))
+    return Begun(view.with_status(begin_generation(view)), [Event(True, Cause.YIELDED, why)])
+
+
+def _planned(view: View, cause: Cause, message: str) -> Restart:
+    name, number = view.job.name, view.status.round + 1
+    return Restart(time=view.now, pod=name, reason=cause, message=message, counted=False, round=number)

@@ -1,0 +1,271 @@
+"""First stage: find what has ended since the last reconcile, and show it in the status.
+
+Every slot's pod and the coordinator's is compared with its slot. The ends get a cause from the pod
+and its host here; whether it is the cause of a break or a consequence is decided in `attribution`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from ddpjob_runtime.protocol import MemberState
+
+from ddpjob.api.job_spec import Placement
+from ddpjob.api.job_status import Slot, SlotState
+from ddpjob.core.failures.avoided_nodes import RECENT
+from ddpjob.core.failures.classify import (
+    Cause,
+    End,
+    explain_end,
+    explain_vanished,
+    find_wrong_platform,
+    is_about_platform,
+    names_entry_point,
+)
+from ddpjob.core.failures.liveness import is_given_up, lost_since
+from ddpjob.core.failures.node_health import judge_nodes
+from ddpjob.core.plan.slots import QUICK
+from ddpjob.core.view import View
+from ddpjob.core.world import (
+    COORDINATOR_CONTAINER,
+    PodView,
+    Role,
+    coordinator_pod_name,
+    host_port,
+    is_down,
+    node_pod_name,
+    platform_of,
+)
+
+UNPREPARED = timedelta(seconds=60)
+"""How long a coordinator's pod may be without volumes and network. It has a ConfigMap, and folders
+of its host."""
+_PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
+"""States of members that have passed the check of their node."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A slot's or coordinator's pod that is of no more use."""
+
+    end: End
+    pod: PodView | None
+    """None: it has vanished."""
+    name: str
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What has ended, with the status that shows the present states of slots and coordinator."""
+
+    view: View
+    slots: dict[int, Ended]
+    """Ends by index of the slot."""
+    coordinator: Ended | None
+
+    @property
+    def all(self) -> list[Ended]:
+        """Ends of slots, then the coordinator's."""
+        return [*self.slots.values(), *([self.coordinator] if self.coordinator is not None else [])]
+
+
+def find_ends(view: View) -> Ends:
+    """Return what has ended of the current generation: pods of slots, and the coordinator."""
+    view, slots = _follow_slots(view)
+    view, coordinator = _follow_coordinator(view)
+    ends = Ends(view, slots, _suspect_host(view, coordinator))
+    return _judge_preflights(_judge_start_errors(ends))
+
+
+def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
+    slots, ends = [], dict[int, Ended]()
+    leaving = {verdict.index: verdict.end for verdict in judge_nodes(view) if not verdict.reason}
+    for index, (slot, pod) in enumerate(zip(view.status.slots, view.pods, strict=True)):
+        since = _silent_since(view, slot, pod)
+        state, end = _follow_slot(view, index, slot, pod)
+        if since is not None and end is None and pod is not None and is_given_up(view, pod, since):
+            state, end = SlotState.FAILED, _host_lost(view, pod, since)
+        if end is None and index in leaving:
+            state, end = SlotState.FAILED, leaving[index]
+        node = pod.host if pod else slot.node
+        same = (slot.state, slot.node, slot.lost_since) == (state, node, since)
+        slots.append(slot if same else replace(slot, state=state, node=node, lost_since=since))
+        if end is not None:
+            ends[index] = Ended(end, pod, node_pod_name(view.job, index, slot.attempt))
+    return view.with_slots(slots), ends
+
+
+def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
+    """Return since when the pod of a slot is silent; None if it is not.
+
+    The slot remembers the first reconcile that saw it, because the beginning may be unknown.
+    """
+    since = lost_since(pod, view.world, view.now) if pod is not None else None
+    return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
+
+
+def _host_lost(view: View, pod: PodView, since: datetime | None) -> End:
+    seconds, hosts = _seconds(view, since), view.world.hosts
+    if not is_down(pod.host, hosts):
+        return End(Cause.NODE_LOST, f"pod {pod.name} on Kubernetes node {pod.host} has been silent for {seconds} s")
+    what = "is deleted" if (hosts or {})[pod.host].deleted else f"has not been ready for {seconds} s"
+    return End(Cause.NODE_LOST, f"Kubernetes node {pod.host} of pod {pod.name} {what}")
+
+
+def _seconds(view: View, since: datetime | None) -> int:
+    return round((view.now - (since or view.now)).total_seconds())
+
+
+def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tuple[SlotState, End | None]:
+    hosts, launcher = view.world.hosts, view.job.spec.under_torchrun
+    if slot.state in (SlotState.SUCCEEDED, SlotState.LOST):
+        return slot.state, None
+    if pod is None:
+        name = node_pod_name(view.job, index, slot.attempt)
+        last = view.world.last_of(name)
+        if slot.state is SlotState.PLANNED and last is None:
+            return slot.state, None
+        if last is not None and is_success(last, launcher=launcher):
+            return SlotState.SUCCEEDED, None  # removed between two looks, as by a cleaner
+        return SlotState.LOST, explain_vanished(name, slot.node, hosts, last, launcher=launcher)
+    if is_success(pod, launcher=launcher):
+        return SlotState.SUCCEEDED, None
+    if pod.ended or pod.deleted_at is not None:
+        return SlotState.FAILED, explain_end(pod, hosts, launcher=launcher)
+    group = view.status.rendezvous.generation
+    if pod.generation < group:
+        # It has a different coordinator, which nobody asks: the status was changed by hand, or the
+        # pod was created late.
+        why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
+        return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
+    elsewhere = find_wrong_platform(pod)
+    if elsewhere is not None:
+        return SlotState.FAILED, elsewhere
+    return (SlotState.RUNNING if pod.main.running else SlotState.CREATED), None
+
+
+def is_success(pod: PodView, *, launcher: bool) -> bool:
+    """Return whether the program has finished its work.
+
+    A user's program that saves at SIGTERM may well end with 0. The launcher does so only when every
+    program has finished.
+    """
+    return pod.ended and pod.succeeded and (launcher or pod.deleted_at is None)
+
+
+def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
+    """Return the view with the coordinator's state and endpoint, or its end.
+
+    In placement Master it is a container of slot 0's pod.
+    """
+    job, rendezvous, hosts, pod = view.job, view.status.rendezvous, view.world.hosts, view.coordinator
+    name = coordinator_pod_name(job, rendezvous.generation, rendezvous.attempt)
+    if pod is None:
+        dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
+        last = view.world.last_of(name)
+        gone = dedicated and (rendezvous.state is not SlotState.PLANNED or last is not None)
+        return view, (Ended(explain_vanished(name, "", hosts, last), None, name) if gone else None)
+    container = pod.containers.get(COORDINATOR_CONTAINER)
+    dedicated = pod.role is Role.COORDINATOR
+    if dedicated and ((container is not None and container.ended) or pod.ended or pod.deleted_at is not None):
+        return view, Ended(explain_end(pod, hosts), pod, name)
+    if container is not None and container.ended:
+        # Judged as if it were the pod's only container.
+        alone = replace(pod, role=Role.COORDINATOR, containers={COORDINATOR_CONTAINER: container})
+        return view, Ended(explain_end(alone, hosts), pod, name)
+    since = lost_since(pod, view.world, view.now) if dedicated else None
+    if is_given_up(view, pod, since):
+        return view, Ended(_host_lost(view, pod, since), pod, name)
+    if job.spec.fast and is_given_up(view, pod, view.world.deaf_since):
+        why = f"pod {name} has not heard most of its members for {_seconds(view, view.world.deaf_since)} s"
+        return view, Ended(End(Cause.RENDEZVOUS_LOST, f"{why}, although their Kubernetes nodes are ready"), pod, name)
+    running = container is not None and container.running
+    endpoint = host_port(pod.address, job.spec.rendezvous.endpoint_port) if pod.address else ""
+    state = SlotState.RUNNING if running else SlotState.CREATED
+    status = replace(view.status, rendezvous=replace(rendezvous, state=state, endpoint=endpoint))
+    return view.with_status(status), None
+
+
+def _judge_start_errors(ends: Ends) -> Ends:
+    """Return the ends, where a container that cannot start is the job's fault or its host's.
+
+    It is the job's if its own program is missing. Before the first step it is also the job's if it
+    has happened on two hosts. An image that is not for their platform is the job's fault if the
+    cluster has only theirs.
+    """
+    view = ends.view
+    hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}
+    hosts |= {r.node for r in view.status.restarts.recent if r.node and r.reason == Cause.START_ERROR}
+    everywhere = len(hosts) > 1 and not view.trained
+
+    def judge(ended: Ended) -> Ended:
+        if ended.end.cause is not Cause.START_ERROR:
+            return ended
+        if is_about_platform(ended.end) and _has_other_platform(view, hosts):
+            return ended
+        program = () if ended is ends.coordinator else view.job.spec.command
+        if not everywhere and not names_entry_point(ended.end, program):
+            return ended
+        return replace(ended, end=replace(ended.end, cause=Cause.INIT_FAILURE))
+
+    slots = {i: judge(e) for i, e in ends.slots.items()}
+    return Ends(view, slots, judge(ends.coordinator) if ends.coordinator is not None else None)
+
+
+def _has_other_platform(view: View, hosts: set[str]) -> bool:
+    """Return whether a ready Kubernetes node has a different platform than `hosts`."""
+    known = view.world.hosts or {}
+    failed = {platform_of(known[name]) for name in hosts if name in known}
+    return any(host.ready and platform_of(host) not in failed for host in known.values())
+
+
+def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
+    """Return the coordinator's end, as its host's fault if nobody has heard the coordinator.
+
+    The next one goes elsewhere, and this does not count. If an earlier one has left a host within
+    the hour, it is the program's fault, or the job's. An image that is not for its host never is.
+    """
+    pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
+    if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:
+        return ended
+    if view.world.one_host or (report is not None and report.attempt == rendezvous.attempt):
+        return ended
+    platform = find_wrong_platform(pod) if ended is None else None
+    if platform is not None:
+        return Ended(platform, pod, pod.name)
+    if any(avoided.reason.startswith(Cause.START_ERROR) for avoided in view.status.avoided_nodes):
+        return ended
+    where = f"the coordinator's pod {pod.name} on Kubernetes node {pod.host}"
+    if ended is None and pod.prepared is False and view.now - (pod.scheduled or view.now) >= UNPREPARED:
+        why = f"{where} has had no volumes or no network for {_seconds(view, pod.scheduled)} s"
+        return Ended(End(Cause.START_ERROR, f"{why}; the next one goes elsewhere"), pod, pod.name)
+    if ended is None or ended.end.cause is not Cause.EXIT_CODE or not _ended_soon(view, pod):
+        return ended
+    why = f"{where} ended before it was heard, so that the next one goes elsewhere: {ended.end.message}"
+    return replace(ended, end=replace(ended.end, cause=Cause.START_ERROR, message=why))
+
+
+def _ended_soon(view: View, pod: PodView) -> bool:
+    began, over = pod.main.started or pod.created, pod.main.finished or view.now
+    return began is not None and over - began < QUICK
+
+
+def _judge_preflights(ends: Ends) -> Ends:
+    """Return the ends, with a preflight that no pod passes as the job's fault.
+
+    It may be a folder that the job may not write to, or a wrong gpusPerNode. This is judged before
+    the first step, once each slot has failed twice, or as often as is remembered.
+    """
+    view = ends.view
+    failed = {i: e for i, e in ends.slots.items() if e.end.cause is Cause.PREFLIGHT_FAILED}
+    before = sum(r.reason == Cause.PREFLIGHT_FAILED for r in view.status.restarts.recent)
+    passed = view.report is not None and any(m.state in _PASSED for m in view.report.members)
+    if passed or view.trained or before + len(failed) <= min(2 * len(view.status.slots), RECENT):
+        return ends
+    why = "no pod has passed: "
+    judged = {
+        i: replace(e, end=replace(e.end, cause=Cause.INIT_FAILURE, message=why + e.end.message))
+        for i, e in failed.items()
+    }
+    return replace(ends, slots=ends.slots | judged)

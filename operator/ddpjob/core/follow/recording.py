@@ -1,0 +1,119 @@
+"""Third stage: record restarts in the status, count them, and remember hosts to avoid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ddpjob.api.job_status import JobStatus, Restart
+from ddpjob.core.failures.avoided_nodes import FAULTS, RECENT, find_avoided_nodes
+from ddpjob.core.failures.classify import Cause, with_traceback
+from ddpjob.core.failures.node_health import MOVE_CAUSES, judge_failing
+from ddpjob.core.failures.policy import evaluate_rules
+from ddpjob.core.follow.attribution import Attribution
+from ddpjob.core.follow.ends import Ended, Ends
+from ddpjob.core.plan.slots import can_replace
+from ddpjob.core.view import View
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The restarts of an attribution, which are in its view's status now."""
+
+    attribution: Attribution
+    view: View
+    slots: dict[int, Ended]
+    """Ends of slots, with those of living pods on hosts that keep failing."""
+    restarts: tuple[Restart, ...]
+
+    @property
+    def coordinator(self) -> Ended | None:
+        """The coordinator's end."""
+        return self.attribution.ends.coordinator
+
+
+def record_restarts(attribution: Attribution) -> Recorded:
+    """Record and count the restarts of an attribution.
+
+    This happens before any action removes the pods that they were seen in.
+    """
+    ends, merged = attribution.ends, attribution.merged
+    view, coordinator = ends.view, ends.coordinator
+    fatal = attribution.fatal is not None
+    slots, restarts = (ends.slots, list(merged.restarts)) if fatal else _replace_failing(ends, list(merged.restarts))
+    status = record(view.status, restarts)
+    if fatal:  # Nothing is restarted for it.
+        status = replace(status, restarts=replace(status.restarts, uncounted=view.status.restarts.uncounted))
+    view, faults = attribution.with_seen(view.with_status(status)), merged.idle
+    if coordinator is not None:
+        restart = _coordinator_restart(view, coordinator)
+        if coordinator.pod is not None and coordinator.pod.name in {ended.name for ended in slots.values()}:
+            # Placement Master: the pod that both were in has counted already.
+            restart = replace(restart, counted=False)
+        restarts.append(restart)
+        view = view.with_status(record(view.status, [restart]))
+        if coordinator.end.cause in FAULTS:
+            faults = (*faults, replace(restart, reason=coordinator.end.cause))
+    if not view.world.one_host:
+        hosts = find_avoided_nodes(view.status, view.now, trained=view.trained, faults=faults)
+        view = view.with_status(replace(view.status, avoided_nodes=hosts))
+    return Recorded(attribution, view, slots, tuple(restarts))
+
+
+def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
+    """Return ends and restarts, with those of pods that are replaced although they live.
+
+    A job whose budget is spent by these restarts replaces nothing.
+    """
+    view = ends.view
+    # A pod that leaves its place may fail again before its deletion reaches it.
+    leaving = {r.pod for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
+    restarts = [replace(r, counted=False) if r.pod in leaving else r for r in restarts]
+    failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends.slots}
+    recorded = [failing[n].failure if n in failing else restart for n, restart in enumerate(restarts)]
+    counted = view.status.restarts.counted + sum(restart.counted for restart in recorded)
+    if counted > view.job.spec.recovery.max_restarts:
+        return ends.slots, restarts
+    moving = dict[int, Ended]()
+    for each in failing.values():
+        end, failure = each.end, each.failure
+        moved = replace(failure, reason=end.cause, message=end.message, counted=False, consequence=True)
+        recorded.append(replace(moved, rank=None))
+        moving[each.index] = Ended(end, view.pods[each.index], failure.pod)
+    return ends.slots | moving, recorded
+
+
+def _coordinator_restart(view: View, ended: Ended) -> Restart:
+    """Return the restart for a lost coordinator.
+
+    In mode Fast training continues without it, so its loss is not a break and begins no round,
+    unless it cannot be replaced alone.
+    """
+    end, fast = ended.end, view.job.spec.fast and can_replace(view)
+    ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=True)
+    return Restart(
+        time=view.now,
+        pod=ended.name,
+        reason=Cause.COORDINATOR_LOST,
+        node=ended.pod.host if ended.pod else "",
+        message=with_traceback(f"the coordinator was lost: {end.message}", end.traceback),
+        counted=ruled.counted and not fast,
+        round=0 if fast else view.status.round + 1,
+        seconds=0.0 if fast else None,
+    )
+
+
+def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:
+    """Return the status with restarts counted and remembered, and the round that the last began."""
+    if not restarts:
+        return status
+    counted = [r for r in restarts if r.counted]
+    old = status.restarts
+    counts = replace(
+        old,
+        counted=old.counted + len(counted),
+        uncounted=old.uncounted + len(restarts) - len(counted),
+        total=old.total + len(restarts),
+        last_counted=max([r.time for r in counted], default=old.last_counted),
+        recent=(*old.recent, *restarts)[-RECENT:],
+    )
+    return replace(status, restarts=counts, round=max([status.round, *(r.round for r in restarts)]))

@@ -1,0 +1,111 @@
+"""What a job passes before it may run. Each gate returns a view, or the decision that ends it.
+
+A decision ends the reconcile: the job has ended, has faults, is suspended, or waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddpjob.api.job_classes import lacks_class
+from ddpjob.api.job_status import ConditionType
+from ddpjob.core.decision import BLOCKED_POLL, POLL, Decision, Event, Failure
+from ddpjob.core.failures.classify import Cause
+from ddpjob.core.plan.job_class import CLASS_REFUSED, find_class_fault, take_class, with_class_applied
+from ddpjob.core.plan.queue import explain_waiting, is_queued, plan_queue_actions, with_admitted, with_grant
+from ddpjob.core.plan.wind_down import fail, wind_down
+from ddpjob.core.status.conditions import with_condition, with_phase
+from ddpjob.core.status.messages import event_text
+from ddpjob.core.suspend import is_left, suspend
+from ddpjob.core.view import View
+
+
+def pass_unless_ended(view: View) -> View | Decision:
+    """A job that has ended is wound down."""
+    if not view.status.terminal:
+        return view
+    return wind_down(view.with_status(replace(view.job.status, observed_generation=view.job.generation)))
+
+
+def pass_valid_template(view: View) -> View | Decision:
+    """A podTemplate with faults fails a job that has never run a pod.
+
+    Otherwise the pods stay as they are.
+    """
+    job, problems = view.job, view.world.problems
+    # The class may provide what podTemplate lacks.
+    judged = bool(job.oversized) or not lacks_class(job)
+    waits = job.spec.run_policy.suspend and view.status.slots
+    if problems and judged and not view.has_run and not waits:
+        return fail(view, Failure("InvalidPodTemplate", "; ".join(problems)))
+    return view
+
+
+def pass_unless_suspended(view: View) -> View | Decision:
+    """A suspended job loses its pods."""
+    return suspend(view) if view.job.spec.run_policy.suspend else view
+
+
+def pass_with_class(view: View) -> View | Decision:
+    """A job that begins takes its class first: the class is written, and nothing else is done."""
+    fault, taken = find_class_fault(view), take_class(view)
+    if fault is not None:
+        return _without_class(view, *fault)
+    if taken is not None:
+        return Decision(taken, wake=0.0)  # The next reconcile reads the job with it.
+    return view.with_status(with_class_applied(view))
+
+
+def _without_class(view: View, reason: str, message: str) -> Decision:
+    """Return the decision for a job that cannot have its class.
+
+    A new job that breaks the class's rules fails; others wait.
+    """
+    if reason == CLASS_REFUSED and not view.has_run:
+        return fail(view, Failure(reason, message))
+    known = view.status.condition(ConditionType.CLASS_APPLIED)
+    events = [Event(True, reason, event_text(message))] if known is None or known.reason != reason else []
+    view = view.with_status(with_condition(view.status, ConditionType.CLASS_APPLIED, False, reason, message, view.now))
+    if not view.status.slots and not view.status.holds(ConditionType.SUSPENDED):
+        return Decision(with_phase(view.status), events=tuple(events), wake=BLOCKED_POLL)
+    decision = suspend(view, reason, message, events)
+    return decision if decision.status.terminal else replace(decision, wake=BLOCKED_POLL)
+
+
+def pass_with_quota(view: View) -> View | Decision:
+    """A job to which its queue grants no quota loses its pods. Others get the granted size."""
+    granted = with_grant(view)
+    if not is_queued(granted.with_status(view.job.status)):
+        return granted
+    admitted = granted.with_status(with_admitted(granted))
+    return admitted if admitted.status.queue is not None else _without_quota(admitted)
+
+
+def _without_quota(view: View) -> Decision:
+    """Return the decision for a job that waits in its queue, or has lost its quota.
+
+    It is treated as suspended.
+    """
+    reason, message = explain_waiting(view)
+    events, had = list[Event](), view.job.status.queue
+    if had is not None:
+        held = next((w for w in view.world.workloads if w.uid == had.uid), None)
+        lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
+        # The label may name a different queue by now.
+        queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
+        if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
+            why = f"the quota that queue {queue} has granted does not suit the job's spec any more"
+            events.append(Event(False, Cause.SPEC_CHANGED, f"{why}: it asks again; checkpoints are kept"))
+        else:
+            why = lost.message if lost is not None else "its Workload is gone"
+            evicted = f"queue {queue} takes the quota back: {why}; checkpoints are kept"
+            events.append(Event(True, "Evicted", evicted))
+    elif not view.status.holds(ConditionType.SUSPENDED):
+        events.append(Event(False, reason, message))
+    decision = suspend(view, reason, message, events)
+    if decision.status.terminal or any(is_left(pod, view.world) for pod in view.world.pods):
+        return decision
+    actions = plan_queue_actions(view.with_status(decision.status))
+    blocked = view.world.rejections or not view.world.serves_queues
+    wake = BLOCKED_POLL if blocked else POLL if actions else decision.wake
+    return replace(decision, actions=(*decision.actions, *actions), wake=wake)

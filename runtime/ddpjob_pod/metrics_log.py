@@ -1,0 +1,69 @@
+"""Writes metrics.jsonl, the measurements of a training, for `ddpjob plot` and the dashboard.
+
+Each line is a JSON object with the event, its time and its numbers:
+
+    {"event": "start", "time": 1764371000.5, "step": 0, "world": 4}
+    {"event": "step", "time": 1764371002.1, "step": 10, "loss": 2.31}
+    {"event": "eval", "time": 1764371009.9, "step": 100, "accuracy": 0.41}
+
+The built-in trainer and `ddpjob_report` write it. A restart continues the file and begins with
+"start", and repeats the steps since the checkpoint. A writer that is killed loses its last line
+alone, because each line is one write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends lines to FOLDER/metrics.jsonl.
+
+    `incarnations` is the number of incarnations that the file recorded when it was opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open the file. Raises OSError if it cannot be continued, for example another user's."""
+        self._path = folder / METRICS
+        content = self._path.read_bytes() if self._path.exists() else b""
+        self._file = self._path.open("ab", buffering=0)
+        self.incarnations = content.count(b'{"event": "start"')
+        # A writer was killed within a line.
+        self._truncated = bool(content) and not content.endswith(b"\n")
+        self._warned = False
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        """Write one line. A field cannot replace its event or its time.
+
+        Numbers that are not finite become null, because JSON has no NaN. On a full disk lines are
+        lost, with one warning, and training continues.
+        """
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in fields.items()
+        }
+        head = {"event": event, "time": wall_clock()}
+        line = json.dumps({**head, **finite, **head}) + "\n"  # The event comes first in the line.
+        left = (("\n" if self._truncated else "") + line).encode()
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            self._truncated = False
+        except OSError as error:
+            self._truncated = True
+            if not self._warned:
+                text = f"warning: {self._path} cannot be written ({error.strerror}): lines are lost"
+                print(text, file=sys.stderr, flush=True)
+            self._warned = True
+
+
+def wall_clock() -> float:
+    """Return the seconds since the Unix epoch, rounded to milliseconds for logs."""
+    return round(time.time(), 3)

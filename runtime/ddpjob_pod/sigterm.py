@@ -1,0 +1,112 @@
+"""SIGTERM as a flag instead of the end of the process. The ranks agree on it elsewhere.
+
+Python runs a signal handler in the main thread only, and not while that thread is blocked in a
+collective. A script that asks for the flag between its steps needs no more. The built-in trainer
+has to leave in time even if its peers no longer answer. There, the C level writes the signal's
+number to the wake-up descriptor at once, and a thread reads it.
+
+A thread in sigwait would learn of the signal as soon, but needs SIGTERM blocked in every other
+thread. Threads that torch, gloo and OpenMP started earlier would then receive it and end the
+process, and every child process, such as loaders and compilers, would inherit the block and ignore
+SIGTERM.
+
+A forked child, such as a loader, is not the rank. SIGTERM ends it, as multiprocessing expects.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from types import FrameType
+
+
+class SigtermFlag:
+    """Whether SIGTERM has come to this process."""
+
+    _newest: SigtermFlag | None = None
+    """The flag that this process listens with."""
+
+    def __init__(self, heard: Callable[[], None]) -> None:
+        """`heard` is called once, in the signal handler or, with `at_once`, in a thread."""
+        self._heard, self._in_thread = heard, False
+        self.asked_at: float | None = None
+        """When SIGTERM came, by time.monotonic(); None if it has not."""
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether SIGTERM sets the flag. A framework may set a handler of its own."""
+        return signal.getsignal(signal.SIGTERM) == self._handle
+
+    def listen(self, *, at_once: bool = False) -> None:
+        """Set the flag at SIGTERM from now on. Must be called in the main thread.
+
+        With `at_once`, set it even while the main thread is blocked. The process must not have a
+        different use of the wake-up descriptor, such as asyncio's.
+        """
+        self._in_thread, SigtermFlag._newest = at_once, self
+        signal.signal(signal.SIGTERM, self._handle)
+        _care_at_forks()
+        if at_once:
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(reader,), name="sigterm", daemon=True).start()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._in_thread and self.asked_at is None:
+            self.asked_at = time.monotonic()
+            self._heard()
+
+    def _watch(self, reader: int) -> None:
+        while signal.SIGTERM not in os.read(reader, 64):
+            pass
+        self.asked_at = time.monotonic()
+        self._heard()
+
+    def forget_in_child(self) -> None:
+        """Let SIGTERM end this forked process, unless a framework handles it.
+
+        It must not reach the rank's pipe, which the child has inherited.
+        """
+        if self._in_thread:
+            signal.set_wakeup_fd(-1)
+        if self.is_listening:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_forking = threading.local()
+
+
+@cache
+def _care_at_forks() -> None:
+    """Register the fork handlers once, even if the process trains again.
+
+    A second `_hold` would store the mask set by the first one as the mask to restore.
+    """
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
+
+
+def _hold() -> None:
+    """Block SIGTERM around a fork.
+
+    A child that got it before `_restore_in_child` would write to its parent's pipe.
+    """
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _release() -> None:
+    """Restore the caller's signal mask.
+
+    The caller may have blocked SIGTERM on purpose, for a child that unblocks it.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _restore_in_child() -> None:
+    if SigtermFlag._newest is not None:
+        SigtermFlag._newest.forget_in_child()
+    _release()

@@ -1,0 +1,104 @@
+"""The private parts of torch that the trainer replaces or calls, each by a function of this module.
+
+torch may rename them in any release. A part that is missing raises TrainingError, which names it
+and says what to install. Otherwise an AttributeError would come or, worse, nothing would happen.
+
+    replaced (all since torch 2.6, the oldest supported)
+        torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of
+                                                        checkpoints/torch_file.py
+        torch.distributed.Work.wait                     by one that is timed, on the CPU
+    called
+        Variable._execution_engine.queue_callback       marks the end of a rank's own backward pass
+        GradScaler._found_inf_per_device                shares overflow between stages of a pipeline
+        DistributedDataParallel._check_reducer_finalized  finds a weight without a gradient
+        DTensor._spec                                   makes a shard of a checkpoint's layout
+        _BatchNorm._check_input_dim                     refuses inputs as the layer itself would
+
+`optimizer._step_supports_amp_scaling` is an attribute that GradScaler looks for. A torch that looks
+for it no more would skip steps inside of fused optimizers, as tests/trainer/optim/test_precision.py
+would find. The launcher has a module of its own, `ddpjob_runtime/launcher/torch_parts.py`; neither
+may import the other.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpjob_trainer.errors import TrainingError
+
+_LONGEST_MESSAGE = 1000
+
+
+class _ShortUnpicklingError(pickle.UnpicklingError):
+    """The error of torch's restricted unpickler, without most of a very long word of the file.
+
+    torch.load searches the message with a regular expression whose time grows with the square of
+    the longest word: a file of 20 kB kept the processor busy for eight seconds, and one of a
+    megabyte would take hours.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(str(message)[:_LONGEST_MESSAGE])
+
+
+def shorten_unpickling_errors() -> None:
+    """Have torch.load raise errors with short messages, for the rest of the process."""
+    from torch import _weights_only_unpickler
+
+    _replace(_weights_only_unpickler, "UnpicklingError", lambda _: _ShortUnpicklingError)
+
+
+def wrap_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the method by which a rank waits for a collective, for the rest of the process."""
+    _replace(dist.Work, "wait", wrap)
+
+
+def call_after_backward(act: Callable[[], None]) -> None:
+    """Call `act` at the end of the backward pass that runs now, in the order of these calls."""
+    _part(_part(torch.autograd.Variable, "_execution_engine"), "queue_callback")(act)
+
+
+def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return a flag per device: whether unscaling met a gradient that is not finite.
+
+    The optimizer then leaves skipping to the scaler. A fused one would skip inside, which leaves
+    SGD's momentum uninitialized if it was the first step.
+    """
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return list(_part(scaler, "_found_inf_per_device")(optimizer).values())
+
+
+def check_all_reduced(network: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Raise RuntimeError if a parameter got no gradient in this step's backward pass."""
+    _part(network, "_check_reducer_finalized")()
+
+
+def check_dimensions(module: torch.nn.Module, values: torch.Tensor) -> None:
+    """Raise ValueError if a batch normalization does not take values of this shape."""
+    _part(module, "_check_input_dim")(values)
+
+
+def layout_of(sharded: Any) -> Any:
+    """Return the layout of a DTensor."""
+    return _part(sharded, "_spec")
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    setattr(owner, name, make(_part(owner, name)))
+
+
+def _part(owner: Any, name: str) -> Any:
+    found = getattr(owner, name, None)
+    if found is None:
+        kind = owner if isinstance(owner, type) else type(owner)
+        of = getattr(owner, "__name__", f"{kind.__module__}.{kind.__qualname__}")
+        raise TrainingError(
+            f"torch {torch.__version__} has no {of}.{name}, which the trainer needs; install an earlier torch from 2.6"
+            " on, or a later release of DDPJob"
+        )
+    return found

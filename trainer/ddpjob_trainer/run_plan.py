@@ -1,0 +1,297 @@
+"""Decides how a run's batches are divided among its ranks, and refuses what cannot train so.
+
+Everything here depends on the configuration, the data, the strategy and the number of ranks, and
+nothing on a step. So a run that cannot work ends before its first step, with the key to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ddpjob_trainer.checkpoints.snapshot import Snapshot
+from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import Metric, StrategyName
+from ddpjob_trainer.data import mixup
+from ddpjob_trainer.data.dataset import DataSet, Targets
+from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState, steps_per_epoch
+from ddpjob_trainer.distributed.process_group import Group, wanted_world
+from ddpjob_trainer.errors import ConfigError, DataError
+from ddpjob_trainer.evaluation.accumulate import Adding, open_accumulator
+from ddpjob_trainer.model.depths import describe_shares
+from ddpjob_trainer.model.models import (
+    check_image_size,
+    explain_image_size,
+    needs_two_samples,
+)
+from ddpjob_trainer.model.shared_parts import can_be_shared
+from ddpjob_trainer.strategies.strategy import Strategy
+
+_WORTH_A_NOTE = 1.1
+"""How many times an even share the busiest rank may have without a remark in the log."""
+
+
+def check_same_data(group: Group, data: DataSet, config: Config) -> int:
+    """Return the data's fingerprint, which must be the same on all ranks.
+
+    Raises DataError on every rank if they see different data, because a sample number would then
+    mean different images.
+    """
+    seen = group.gather(data.fingerprint())
+    if len(set(seen)) == 1:
+        return seen[0]
+    names = f" ({', '.join(data.class_names[:5])}{', ...' * (data.classes > 5)})" if data.class_names else ""
+    where, things = config.data.url or config.data.dir or config.data.name, "images"
+    of, remedy = "names of classes and files, of sizes and of labels", "make data.dir the same on all nodes"
+    if ":" in config.data.name:
+        where, things = config.data.name, "samples"
+        of = "sizes, shapes, classes, targets and some inputs"
+        remedy = "let the function return the same samples in the same order on all ranks, such as by a seed of its own"
+    own = (
+        f"{data.train_size} training {things}, {data.test_size} test {things}, {data.classes} classes{names},"
+        f" fingerprint {seen[group.rank]:016x}"
+    )
+    which = []
+    for rank in sorted(map(seen.index, set(seen))):
+        sent = own.encode(errors="surrogateescape") if rank == group.rank else None
+        described = group.broadcast_bytes(sent, rank).decode(errors="replace")
+        which.append(f"rank {rank}{' and others' if seen.count(seen[rank]) > 1 else ''}: {described}")
+    raise DataError(
+        f"the ranks see different data in {where} ({'; '.join(which)}): {remedy}. The fingerprint is of the {of}"
+    )
+
+
+def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
+    """Raise ConfigError if loss, evaluation, checkpoints or strategy do not suit the data."""
+    keys, criterion = config.data, strategy.criterion
+    # Otherwise the error would come only after an epoch of training.
+    if side := keys.size_tested:
+        check_image_size(config.model, (3, side, side), data.classes, "data.test_image_size")
+    inputs = f"of data.name={keys.name}"
+    _refuse(
+        (
+            keys.cutmix and len(data.shape) != 3,
+            f"data.cutmix={keys.cutmix}: takes a rectangle of images (channels, height, width), and the inputs {inputs}"
+            f" have the shape {data.shape}; leave it out, or set data.mixup",
+        ),
+        (
+            data.whole_numbers and keys.mixup,
+            f"data.mixup={keys.mixup}: blends inputs, and those {inputs} are whole numbers; leave it out",
+        ),
+        (
+            data.whole_numbers and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP),
+            f"strategy={config.strategy.value}: splits models of float inputs only, and those {inputs} are whole"
+            " numbers; set strategy=ddp or fsdp",
+        ),
+    )
+    criterion.check(keys, data.targets, data.classes)
+    make_accumulator(config, data, strategy)
+    saved, has_accuracy = config.checkpoint, data.targets is Targets.CLASSES or criterion.of_decisions
+    _refuse(
+        (
+            saved.keep_best and saved.best_by is Metric.ACCURACY and not has_accuracy,
+            f"checkpoint.best_by=accuracy: optim.loss={criterion.name} of {data.targets.value} has none; set"
+            " checkpoint.best_by=loss",
+        )
+    )
+
+
+def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
+    """Return what adds up an evaluation's results.
+
+    Raises ConfigError if `eval` does not suit the data.
+    """
+    criterion = strategy.criterion
+    return open_accumulator(data.targets, data.classes, criterion.each, config.eval, decisions=criterion.of_decisions)
+
+
+def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
+    """Explain an error of the model's first pass by the images' size, if that is the cause."""
+    return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Division of global batches into `micro_batches` (0: sample by sample), and among ranks."""
+
+    config: Config
+    data: DataSet
+    strategy: Strategy
+    micro_batches: int
+    dividing: Dividing
+
+    @classmethod
+    def choose(
+        cls, config: Config, data: DataSet, strategy: Strategy, group: Group, model: nn.Module, *, tied: bool
+    ) -> Division:
+        """Choose how to divide.
+
+        `tied`: what `model` computes of a sample depends on its micro-batch.
+        """
+        tied = tied or config.ddp.ordered or mixup.is_wanted(config.data)
+        parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
+        micro_batches = config.data.micro_batches or (parts * strategy.portions if tied else 0)
+        # Sums over parts differ in the last bits from sums over whole micro-batches.
+        if config.ddp.ordered or not strategy.divides:
+            return cls(config, data, strategy, micro_batches, Dividing.NO)
+        exact = Dividing.EXACT if can_be_shared(model) else Dividing.NO
+        return cls(config, data, strategy, micro_batches, exact if config.data.exact else Dividing.LOCAL)
+
+    def resume(self, snapshot: Snapshot) -> Division:
+        """Return the division with which training continues from a checkpoint.
+
+        A different number of ranks changes nothing here. A different train.accumulate does, because
+        users raise it when memory is short.
+        """
+        kept = int(snapshot["micro_batches"])
+        if not kept or self.config.data.micro_batches or self.config.model.sync_batchnorm:
+            return self
+        before = int(snapshot["config"].get("train.accumulate", 1))
+        return replace(self, micro_batches=max(1, kept * self.config.train.accumulate // before))
+
+    @property
+    def parts(self) -> int:
+        """The number of ranks, or of groups of ranks, that take different samples."""
+        return self.strategy.data_share.parts
+
+    @property
+    def dealing(self) -> Dealing:
+        """What the sampler deals out to this rank."""
+        strategy, stretch = self.strategy, self.config.data.stretch
+        return Dealing(
+            strategy.data_share.part,
+            self.parts,
+            self.micro_batches,
+            strategy.portions,
+            strategy.equal,
+            self.dividing,
+            stretch,
+        )
+
+    def steps_left(self, state: SamplerState) -> int:
+        """Return the number of steps until the configured training is complete."""
+        size, batch, epochs = self.data.train_size, self.config.data.batch, self.config.train.epochs - state.epoch
+        if epochs <= 0:
+            return 0
+        return steps_per_epoch(size - state.consumed, batch) + (epochs - 1) * steps_per_epoch(size, batch)
+
+    def check_work(self) -> None:
+        """Raise ConfigError if a rank would be idle in a new run.
+
+        Ranks that join later may be idle; their weight is zero.
+        """
+        keys, parts, batch, micro_batches = self.config.data, self.parts, self.config.data.batch, self.micro_batches
+        portions, pipeline = self.strategy.portions, self.config.strategy is StrategyName.PIPELINE
+        fitting = max(1, batch * portions // max(1, micro_batches))
+        _refuse(
+            (
+                parts > batch,
+                f"data.batch={batch} cannot be divided among {parts} ranks: each needs at least one sample;"
+                f" set data.batch to {parts} or more, or start {batch} ranks",
+            ),
+            (
+                micro_batches > batch and portions > 1 and not keys.micro_batches,
+                f"{'pipeline.micro_batches' if pipeline else 'train.accumulate'}={portions}: makes {micro_batches}"
+                f" micro-batches of data.batch={batch}, with none for some; set it to {fitting}, or data.batch to"
+                f" {micro_batches} or more",
+            ),
+            (
+                micro_batches > batch or (0 < micro_batches < parts and not self.dealing.passes(batch)),
+                f"data.micro_batches={micro_batches} does not fit {parts} ranks and data.batch={batch}:"
+                f" set it to {parts} or a multiple of it, and to {batch} at most",
+            ),
+        )
+
+    def check_smallest_micro_batch(self, state: SamplerState) -> None:
+        """Raise ConfigError if a later micro-batch has one sample and the model needs two."""
+        config, size, batch, parts = self.config, self.data.train_size, self.config.data.batch, self.micro_batches
+        to_come = {size - state.consumed, size}  # Samples of this epoch, and of the next ones.
+        # Each rank's share is a micro-batch by itself.
+        if parts and self.dividing is Dividing.LOCAL:
+            parts = max(parts, self.parts * self.dealing.passes(batch))
+
+        def single(batch: int) -> set[int]:
+            """Return the sizes of steps that would have a micro-batch of one sample."""
+            steps = {samples % batch for samples in to_come} | {min(batch, size)}
+            return {step for step in steps if 0 < step < 2 * parts}
+
+        if not parts or not (short := single(batch)) or config.model.sync_batchnorm or not self.steps_left(state):
+            return
+        if not needs_two_samples(config.model, self.data.shape, self.data.classes):
+            return
+        fitting = next((other for other in range(batch, 1, -1) if not single(other)), None)
+        remedy = f"data.batch={fitting}" if fitting else "fewer data.micro_batches"
+        pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
+        raise ConfigError(
+            f"data.batch={batch}: an epoch of {size} samples has a step of {min(short)}, and one of its {parts}"
+            f" micro-batches a single sample, of which {config.model.name} takes statistics of one value per"
+            f" channel{pixels}; set {remedy}, or take a model that normalizes each sample by itself"
+        )
+
+    def explain_waits(self) -> str:
+        """Return why ranks or pipelines wait in each step; empty if a full batch divides evenly."""
+        batch, dealing = self.config.data.batch, self.dealing
+        if dealing.passes(batch):
+            return ""
+        if (idle := self.parts - min(self.micro_batches or batch, batch)) > 0:
+            return (
+                f"{idle} rank(s) are idle: the global batch has fewer micro-batches or samples than ranks"
+                " (data.micro_batches, data.batch)"
+            )
+        if dealing.busiest > _WORTH_A_NOTE:
+            return (
+                f"{self.micro_batches} micro-batches cannot be dealt out evenly to {self.parts} ranks: a step takes"
+                f" {dealing.busiest:.2f} times as long as an even share would; take a number of ranks that divides"
+                " data.micro_batches, or data.exact=false (strategy=ddp or fsdp, without ddp.ordered)"
+            )
+        return ""
+
+
+def note_choices(
+    config: Config, strategy: Strategy, float32_for: Sequence[int], steps: range, peaks: Sequence[float], flops: float
+) -> list[str]:
+    """Return notes on decisions made for the user that nothing else would show.
+
+    `steps` are those still to take. `float32_for` are the ranks that cannot compute in the format
+    asked for. `peaks` are the ranks' FLOP/s and `flops` a sample's FLOPs; 0 means unknown.
+    """
+    notes = []
+    if float32_for:
+        ranks = ", ".join(map(str, float32_for[:8])) + ", ..." * (len(float32_for) > 8)
+        notes.append(
+            f"computing in float32 on all ranks, since the devices of rank(s) {ranks} have no bfloat16 (amp.level=auto)"
+        )
+    if strategy.depths is not None:
+        notes.append(describe_shares(strategy.depths, config.optim.layer_decay))
+    profiled = config.report.profile_steps
+    if profiled and steps and steps.stop - 1 < profiled[0]:
+        notes.append(
+            f"no profile: report.profile_steps begins at step {profiled[0]}, and the last is {steps.stop - 1}; write"
+            " less"
+        )
+    if any(peaks) and not all(peaks):
+        notes.append(
+            f"no MFU: the peak of rank {list(peaks).index(0)}'s device is not known; set report.peak_flops if all ranks"
+            " have the same"
+        )
+    elif any(peaks) and not flops:
+        notes.append(f"no MFU: the FLOPs of model.name={config.model.name} cannot be counted on a model without values")
+    return notes
+
+
+def note_changed_data(epoch: int) -> str:
+    """Return the warning that the data differ from those of the checkpoint."""
+    return (
+        "warning: the data look other than those of the checkpoint (names of classes or files, sizes, labels, content)."
+        f" Where sample numbers mean other samples now, epoch {epoch} takes some twice and leaves others out"
+    )
+
+
+def _refuse(*rules: tuple[object, str]) -> None:
+    """Raise ConfigError with the message of the first rule that is broken."""
+    for is_broken, message in rules:
+        if is_broken:
+            raise ConfigError(message)
