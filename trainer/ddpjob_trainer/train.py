@@ -451,11 +451,11 @@ class Trainer:
         kept = self.memory.restore()
         newer_than = -1 if kept is None else int(kept["step"])
         snapshot = self.checkpoints.newest(self.strategy.layout, newer_than)
-        self._load(snapshot or kept)
+        self._continue_from(snapshot or kept)
         source = protocol.STORAGE if snapshot else protocol.MEMORY if kept else protocol.SCRATCH
         self.reporter.post_memory(self.memory.begin(self.step, source))
 
-    def _load(self, snapshot: Snapshot | None) -> None:
+    def _continue_from(self, snapshot: Snapshot | None) -> None:
         if snapshot is None:
             self.division.check_work()
             self.division.check_smallest_micro_batch(self.sampler.state)
