@@ -5,9 +5,17 @@ each step. A copy into memory costs a hundredth of it. That memory must not belo
 
 Rule: each pod has a small folder in memory (a tmpfs). A state is one file there, a *slot*. Each part
 of the state has two slots, which are written in turn: while one is overwritten, the other one is
-whole. A slot's header is cleared before its data is written, and filled in afterwards with a single
+whole. A slot's mark is cleared before its data is written, and set afterwards, each by one aligned
 store, so that a worker that is killed in between leaves an incomplete slot and nothing else. One more
 file has the last step that was made, with or without a copy; it says how much a restart repeats.
+
+No memory barrier is needed, on ARM either. A kill is a precise exception: all stores before it in the
+program's order reach memory, and none after it. Readers are other processes, and they read after the
+writer has ended or after a collective with it. The launcher starts workers only once all processes
+of the earlier ones have ended, so no older incarnation still writes.
+
+The slot to overwrite is not always the older one. After a restart from a state that is not the newest
+one here, because another node lacked its part of that one, it is the abandoned newer one (`begin`).
 
 The order of two states is that of their incarnations first, (generation, round), and of their steps
 second. A node that was cut off may hold a higher step of an older round; the job has continued
@@ -25,7 +33,8 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +45,12 @@ ALIGNMENT = 64
 """Tensors begin at multiples of it."""
 MOST_INVENTORY_BYTES = 1 << 16
 _MAGIC = b"ddpjob:1"
-_HEAD = struct.Struct("<8sQQQQQ")
-_NUMBER = struct.Struct("<Q")
+_HEAD = struct.Struct("=8sQQQQQ")
+_MARK = 1
+"""The number of the 8 bytes of a header that say whether the state is whole."""
 _WHOLE = 0x77686F6C65
-_MADE = struct.Struct("<8sQQQ")
+_MADE = struct.Struct("=8sQQQ")
+_MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _HELD = struct.Struct("<QQQQ16s")
 
@@ -81,20 +92,33 @@ class NoRoom(Exception):
 
 
 class SnapshotStore:
-    """The folder of one node. Raises OSError if it cannot be used."""
+    """The folder of one node. One that cannot be used holds nothing, and has room for nothing.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Attributes:
+        fault: why it cannot be used; empty if it can, or if there is none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Open a folder. None: this node has none."""
+        self.folder = folder or Path()
         self._open: dict[tuple[str, int], mmap.mmap] = {}
-        self._made: mmap.mmap | None = None
+        self._made: memoryview | None = None
         self._noted: Order | None = None
+        self.fault = ""
+        try:
+            self._made = None if folder is None else self._map_made()
+        except OSError as error:
+            self.fault = f"{folder}: {error.strerror}"
+
+    def _map_made(self) -> memoryview:
+        with (self.folder / "made").open("a+b") as file:
+            os.posix_fallocate(file.fileno(), 0, _MADE.size)
+            return memoryview(mmap.mmap(file.fileno(), _MADE.size)).cast("Q")
 
     def held(self) -> list[Held]:
         """Return the complete states, oldest first. A damaged file is none."""
         found = []
-        for path in self.folder.iterdir():
-            if (match := _SLOT.fullmatch(path.name)) is None:
-                continue
+        for path, match in self._slots():
             with contextlib.suppress(OSError), path.open("rb") as file:
                 head = file.read(_HEAD.size)
                 if len(head) < _HEAD.size:
@@ -105,15 +129,25 @@ class SnapshotStore:
                     found.append(Held(match[1], moment, size, int(match[2])))
         return sorted(found, key=lambda held: held.moment)
 
-    def begin(self, part: str, size: int) -> Writing:
+    def _slots(self) -> list[tuple[Path, re.Match[str]]]:
+        if self._made is None:
+            return []
+        found = [(path, _SLOT.fullmatch(path.name)) for path in self.folder.iterdir()]
+        return [(path, match) for path, match in found if match is not None]
+
+    def begin(self, part: str, size: int, base: Moment | None = None) -> Writing:
         """Return memory for the next state of a part, in place of its older one.
 
-        Raises NoRoom, which leaves nothing of this part behind.
+        `base` is the state from which training continues, until a state after it is complete on all
+        nodes. It is kept although this node may hold newer ones, which the job has abandoned.
+
+        Raises NoRoom, and changes nothing.
         """
         held = [h for h in self.held() if h.part == part]
-        slot = 1 - held[-1].slot if held else 0
+        kept = [h for h in held if base is None or h.moment <= base] or held
+        slot = 1 - kept[-1].slot if kept else 0
         memory = self._map(part, slot, size)
-        _NUMBER.pack_into(memory, 8, 0)
+        _words(memory)[_MARK] = 0
         return Writing(memory, size, slot)
 
     def read(self, held: Held) -> memoryview:
@@ -121,17 +155,20 @@ class SnapshotStore:
         memory = self._map(held.part, held.slot, held.size, existing=True)
         return memoryview(memory)[HEADER_BYTES : HEADER_BYTES + held.size]
 
-    def drop(self, parts: Iterable[str]) -> None:
+    def drop(self, parts: Container[str]) -> None:
         """Delete all states of these parts."""
-        for part in parts:
-            for slot in (0, 1):
-                self._open.pop((part, slot), None)
-                with contextlib.suppress(FileNotFoundError):
-                    self._path(part, slot).unlink()
+        for path, match in self._slots():
+            if match[1] in parts:
+                self._open.pop((match[1], int(match[2])), None)
+                path.unlink(missing_ok=True)
+
+    def keep_only(self, parts: Container[str]) -> None:
+        """Delete all states of other parts."""
+        self.drop({match[1] for _, match in self._slots() if match[1] not in parts})
 
     @property
     def made(self) -> Moment | None:
-        """The last step that a worker of this node made; None: none yet."""
+        """The last step that a worker of this node made; None: none yet, or unknown."""
         try:
             magic, generation, round_, step = _MADE.unpack((self.folder / "made").read_bytes()[: _MADE.size])
         except (OSError, struct.error):
@@ -139,24 +176,29 @@ class SnapshotStore:
         return Moment((generation, round_), step) if magic == _MAGIC else None
 
     def note_made(self, moment: Moment) -> None:
-        """Record the last step that was made."""
+        """Record the last step that was made. A kill leaves the one before, or for a new order none."""
         if self._made is None:
-            with (self.folder / "made").open("a+b") as file:
-                os.posix_fallocate(file.fileno(), 0, _MADE.size)
-                self._made = mmap.mmap(file.fileno(), _MADE.size)
+            return
         if self._noted != moment.order:
-            _MADE.pack_into(self._made, 0, _MAGIC, *moment.order, moment.step)
+            self._made[0] = 0
+            self._made[1], self._made[2], self._made[3] = *moment.order, moment.step
+            self._made[0] = _MADE_MAGIC
             self._noted = moment.order
-        _NUMBER.pack_into(self._made, _MADE.size - 8, moment.step)
+        self._made[3] = moment.step
 
     def room(self, part: str) -> int:
-        """Return how many bytes the two slots of a part may have together."""
+        """Return how many bytes the two slots of a part may have together.
+
+        The volume's pages count towards the container's memory limit, so that one counts too.
+        """
+        if self._made is None:
+            return 0
         volume = os.statvfs(self.folder)
         own = 0
-        for slot in (0, 1):
+        for path in (self._path(part, 0), self._path(part, 1)):
             with contextlib.suppress(FileNotFoundError):
-                own += self._path(part, slot).stat().st_size
-        return volume.f_bavail * volume.f_frsize + own
+                own += path.stat().st_size
+        return max(0, min(volume.f_bavail * volume.f_frsize, free_memory())) + own
 
     def _path(self, part: str, slot: int) -> Path:
         return self.folder / f"{part}.{slot}"
@@ -166,20 +208,24 @@ class SnapshotStore:
         known = self._open.get((part, slot))
         if known is not None and len(known) >= whole:
             return known
-        path = self._path(part, slot)
-        with path.open("r+b" if existing else "a+b") as file:
-            if not existing:
-                room = self.room(part)
-                if 2 * whole > room:
-                    raise NoRoom(2 * whole, room)
-                try:
-                    # Reserved now: a page that is missing later would end the worker with SIGBUS.
-                    os.posix_fallocate(file.fileno(), 0, whole)
-                except OSError as error:
-                    raise NoRoom(2 * whole, room) from error
+        if not existing:
+            self._reserve(part, whole)
+        with self._path(part, slot).open("r+b") as file:
             memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size)
         self._open[part, slot] = memory
         return memory
+
+    def _reserve(self, part: str, whole: int) -> None:
+        """Reserve both slots now: a page that is missing later would end the worker with SIGBUS."""
+        room = self.room(part)
+        if 2 * whole > room:
+            raise NoRoom(2 * whole, room)
+        try:
+            for slot in (0, 1):
+                with self._path(part, slot).open("a+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, whole)
+        except OSError as error:
+            raise NoRoom(2 * whole, room) from error
 
 
 class Writing:
@@ -192,7 +238,46 @@ class Writing:
     def complete(self, moment: Moment) -> None:
         """Mark the state as complete, after all of its data is there."""
         _HEAD.pack_into(self._memory, 0, _MAGIC, 0, *moment.order, moment.step, self._size)
-        _NUMBER.pack_into(self._memory, 8, _WHOLE)
+        _words(self._memory)[_MARK] = _WHOLE
+
+
+def _words(memory: mmap.mmap) -> memoryview:
+    """Return a header as numbers of 8 bytes. Each is read and written whole, unlike by `struct`."""
+    return memoryview(memory)[:HEADER_BYTES].cast("Q")
+
+
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Versions 2 and 1: the folder, the files of the limit and the usage, and the prefix of statistics."""
+SPARED = 0.1
+"""Share of a memory limit that states leave free."""
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that states may take of the container's and the machine's memory.
+
+    A tenth of each limit stays free. The cache of files on disks counts as free.
+    """
+    free = [sys.maxsize]
+    for folder, limit_file, usage_file, prefix in _CGROUPS:
+        place = root / folder[1:]
+        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other version
+            limit, usage = (int((place / name).read_text()) for name in (limit_file, usage_file))
+            statistics = _numbers((place / "memory.stat").read_text())
+            cache = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            free.append(int(limit * (1 - SPARED)) - usage + cache)
+    with contextlib.suppress(OSError, KeyError):
+        machine = _numbers((root / "proc/meminfo").read_text())
+        free.append(1024 * int(machine["MemAvailable:"] - SPARED * machine["MemTotal:"]))
+    return max(0, min(free))
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """Return the first number of each line by the line's first word."""
+    lines = [line.split() for line in text.splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
 def choose(held: Mapping[int, Iterable[Held]], parts: Iterable[str]) -> Moment | None:
@@ -253,6 +338,8 @@ def encode(held: Iterable[Held], made: Moment | None) -> bytes:
 def decode(content: bytes) -> tuple[list[Held], Moment | None]:
     """Return what `encode` was given. Raises ValueError for anything else."""
     held, made = [], None
+    if len(content) > MOST_INVENTORY_BYTES:
+        raise ValueError(f"no inventory of snapshots: {len(content)} bytes")
     try:
         for generation, round_, step, size, name in _HELD.iter_unpack(content):
             part, moment = name.rstrip(b"\0").decode("ascii"), Moment((generation, round_), step)

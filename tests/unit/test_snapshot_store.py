@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ddpjob_pod import snapshot_store
 from ddpjob_pod.snapshot_store import (
     ALL,
     HEADER_BYTES,
@@ -19,6 +22,7 @@ from ddpjob_pod.snapshot_store import (
     choose,
     decode,
     encode,
+    free_memory,
     transfers,
 )
 from hypothesis import given
@@ -102,6 +106,118 @@ def test_the_last_step_that_was_made_is_known_without_a_copy(tmp_path: Path) -> 
     again = SnapshotStore(tmp_path)
     again.note_made(Moment((1, 3), 5))
     assert store.made == Moment((1, 3), 5)
+
+
+def test_a_reader_or_a_kill_never_meets_a_number_in_the_middle_of_its_change(tmp_path: Path) -> None:
+    first, second = 0x00FFFFFFFF, 0x0100000000
+    SnapshotStore(tmp_path).note_made(Moment((0, 1), first))
+    child = os.fork()
+    if child == 0:
+        store = SnapshotStore(tmp_path)
+        store._noted = (0, 1)
+        while True:
+            store.note_made(Moment((0, 1), second))
+            store.note_made(Moment((0, 1), first))
+    try:
+        numbers = SnapshotStore(tmp_path)._made
+        assert numbers is not None
+        while numbers[3] != second:
+            pass
+        assert {numbers[3] for _ in range(300_000)} <= {first, second}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_the_state_that_training_continued_from_is_not_overwritten_by_the_next_one(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    keep(store, 7)
+    keep(store, 8)
+    abandoned = store.held()[-1]
+    writing = store.begin(ALL, 5, Moment((0, 0), 7))
+    assert writing.slot == abandoned.slot and steps(store) == [7]
+    writing.complete(Moment((0, 1), 8))
+    assert steps(store) == [7, 8]
+    keep(store, 9, order=(0, 1))
+    assert [held.moment for held in store.held()] == [Moment((0, 1), 8), Moment((0, 1), 9)]
+
+
+def test_room_for_both_states_is_reserved_with_the_first_one(small_volume: Path) -> None:
+    store = SnapshotStore(small_volume)
+    keep(store, 1, b"x" * 400_000)
+    with pytest.raises(OSError, match="No space left"), (small_volume / "other").open("wb") as file:
+        file.write(b"x" * 400_000)
+    keep(store, 2, b"x" * 400_000)
+    assert steps(store) == [1, 2]
+
+
+def test_parts_of_other_ranks_are_dropped(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    for part in ("0of3", "1of3", ALL):
+        store.begin(part, 5).complete(Moment((0, 0), 1))
+    (tmp_path / "unrelated").touch()
+    store.keep_only({"1of3"})
+    assert [held.part for held in store.held()] == ["1of3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1of3.0", "1of3.1", "made", "unrelated"]
+
+
+@pytest.mark.parametrize("fault", ["missing", "read-only", None])
+def test_a_folder_that_cannot_be_used_holds_nothing_and_has_no_room(fault: str | None, small_volume: Path) -> None:
+    folder = small_volume if fault == "read-only" else small_volume / "missing"
+    if fault == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", small_volume], check=True)
+    store = SnapshotStore(folder if fault else None)
+    store.note_made(Moment((0, 0), 1))
+    store.keep_only(())
+    assert (store.held(), store.made, store.room(ALL)) == ([], None, 0)
+    with pytest.raises(NoRoom) as error:
+        store.begin(ALL, 100)
+    assert error.value.needed == 2 * (100 + HEADER_BYTES)
+    assert store.fault == {"missing": f"{folder}: No such file or directory", None: ""}.get(
+        fault, f"{folder}: Read-only file system"
+    )
+
+
+MEMORY_INFO = "MemTotal:       1000 kB\nMemAvailable:    900 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, sys.maxsize),
+        ({"proc/meminfo": MEMORY_INFO}, 800 << 10),
+        ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"}, sys.maxsize),
+        (
+            {"sys/fs/cgroup/memory.max": "1000", "sys/fs/cgroup/memory.current": "700",
+             "sys/fs/cgroup/memory.stat": "anon 400\nfile 300\nshmem 50\ninactive_file 200\nactive_file 50\n"},
+            450,
+        ),
+        (
+            {"sys/fs/cgroup/memory/memory.limit_in_bytes": "1000",
+             "sys/fs/cgroup/memory/memory.usage_in_bytes": "950",
+             "sys/fs/cgroup/memory/memory.stat": "inactive_file 900\ntotal_inactive_file 10\ntotal_active_file 0\n"},
+            0,
+        ),
+    ],
+    ids=["no limit is known", "machine", "container without a limit", "version 2", "version 1, full"],
+)  # fmt: skip
+def test_a_tenth_of_each_memory_limit_stays_free(files: dict[str, str], free: int, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert free_memory(tmp_path) == free
+
+
+def test_states_that_fit_the_volume_and_not_the_memory_limit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_store, "free_memory", lambda: 20_000)
+    store = SnapshotStore(tmp_path)
+    keep(store, 1, b"x" * 5_000)
+    keep(store, 2, b"x" * 5_000)
+    with pytest.raises(NoRoom):
+        store.begin(ALL, 50_000)
+    assert steps(store) == [1, 2]
 
 
 MOMENTS = st.builds(Moment, st.tuples(st.integers(0, 2), st.integers(0, 2)), st.integers(0, 5))
