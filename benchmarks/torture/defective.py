@@ -3,10 +3,13 @@
 python defective.py DEFECT ARGUMENTS_OF_THE_TRAINER
 """
 
+import copy
 import importlib
 import sys
+from dataclasses import replace
 
 import torch
+from ddpjob_pod import snapshots
 from ddpjob_trainer import __main__
 from ddpjob_trainer.data import sampler
 
@@ -44,7 +47,83 @@ def no_resume():
     torch_file.decode = broken
 
 
+def mark_first():
+    """Mark a state in memory as complete before its data is there."""
+    write, writing = snapshots.Snapshots._copy, snapshots.Snapshots._writing
+
+    def marking(self, tree, owns, moment):
+        self.marked = moment
+        write(self, tree, owns, moment)
+
+    def marked(self, part, size):
+        found = writing(self, part, size)
+        if found is not None and part == self._part:
+            found.complete(self.marked)
+        return found
+
+    snapshots.Snapshots._copy, snapshots.Snapshots._writing = marking, marked
+
+
+def prefer_older():
+    """Continue from the highest step in memory, although a newer incarnation went back before it."""
+
+    def choose(held, parts):
+        found = {}
+        for state in (state for states in held.values() for state in states):
+            found.setdefault(state.moment, set()).add(state.part)
+        whole = [moment for moment, has in found.items() if has >= set(parts)]
+        return max(whole, key=lambda moment: (moment.step, [-n for n in moment.order]), default=None)
+
+    snapshots.choose = choose
+
+
+def leave_out_momentum():
+    """Keep the optimizer's state of the first copy in memory instead of the current one."""
+    take = snapshots.Snapshots.take
+
+    def without(self, step, make, own=None):
+        def stale():
+            tree = make()
+            if not hasattr(self, "stale"):
+                self.stale = copy.deepcopy(tree["optimizer"])
+            return {**tree, "optimizer": self.stale}
+
+        take(self, step, stale, own)
+
+    snapshots.Snapshots.take = without
+
+
+def send_older():
+    """Give the next node the part of the copy before, as if it were the new one."""
+    give = snapshots.Snapshots._copy_to_neighbour
+
+    def older(self, moment):
+        held = self._store.held
+
+        def relabelled():
+            states = held()
+            first = next((state for state in states if state.part == self._part), None)
+            others = [state for state in states if state.part != self._part]
+            return others if first is None else [*others, replace(first, moment=moment)]
+
+        self._store.held = relabelled
+        try:
+            give(self, moment)
+        finally:
+            del self._store.held
+
+    snapshots.Snapshots._copy_to_neighbour = older
+
+
+OF_SNAPSHOTS = {
+    "mark-first": mark_first,
+    "prefer-older": prefer_older,
+    "leave-out-momentum": leave_out_momentum,
+    "send-older": send_older,
+}
+"""Defects of the states in memory, which `--snapshots` must find."""
 DEFECTS = {
+    **OF_SNAPSHOTS,
     "lose-sample": lose_sample,
     "forget-consumed": forget_consumed,
     "forget-momentum": forget_momentum,

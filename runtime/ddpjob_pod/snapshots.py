@@ -12,8 +12,14 @@ How often: `Cadence`. With "auto" the ranks agree, with each copy, on the interv
 at most a hundredth of the time. It is the number of steps at risk.
 
 A start: every node says what it holds, all ranks choose the same moment, and only the nodes that lack
-it receive it, from the nodes that have it, over the process group. What each rank has for itself (its
-random generators) travels with every copy to every node, because it would die with its own.
+it receive it, from the nodes that have it, over the process group. The ranks also agree on everything
+that decides whether they exchange: rank 0's interval, and the highest incarnation, because a pod that
+was replaced after a change of the spec has its own. What each rank has for itself (its random
+generators) travels with every copy to every node, because it would die with its own.
+
+A node without a usable or large enough volume keeps nothing, and its ranks receive the state into
+memory of their own. All ranks learn that with the next copy, and report how much is needed. With
+replicated state the other nodes go on; a sharded state would never be complete, so copies end.
 
 A failure on the way (a holder that dies during the transfer) is an error of the collective: the job
 restarts once more and chooses among what is left. Trust: pickles come only from this job's own pods,
@@ -22,11 +28,14 @@ whose program runs here anyway.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import math
+import mmap
 import pickle
 import struct
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +46,8 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.snapshot_store import (
     ALIGNMENT,
     ALL,
+    HEADER_BYTES,
+    Held,
     Moment,
     NoRoom,
     Order,
@@ -50,7 +61,7 @@ from ddpjob_pod.snapshot_store import (
     transfers,
 )
 
-AUTO = "auto"
+AUTO, NONE = "auto", "none"
 SHARE = 0.01
 """Share of the time that copies may take with "auto"."""
 LONGEST = 10**6
@@ -58,7 +69,9 @@ LONGEST = 10**6
 _CHUNK_BYTES = 1 << 26
 _SIZE = struct.Struct("<Q")
 _SIZES = struct.Struct("<QQ")
-_COST = struct.Struct("<dddd")
+_COST = struct.Struct("<ddddd")
+_HELLO = struct.Struct("<QQQQQ")
+_AUTO_CODE, _NONE_CODE = 0, 2**64 - 1
 
 Rebuild = Callable[[tuple[Any, ...], Any, "tuple[int, ...]"], Any]
 """Makes the tensor to restore from (path, this rank's shard, shape of the whole tensor)."""
@@ -79,7 +92,7 @@ class Exchange(Protocol):
         """Send bytes to a rank that receives as many."""
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to a rank, and receive another's meanwhile."""
+        """Send bytes to a rank, and receive another's meanwhile. No bytes are not sent or awaited."""
 
     def receive(self, content: memoryview, source: int) -> None:
         """Fill the memory with a rank's bytes."""
@@ -93,8 +106,10 @@ class Cost(NamedTuple):
     """The exchange that goes with a copy, with the wait for the other ranks."""
     pace: float = 0.0
     """One step without a copy."""
-    without_room: float = 0.0
-    """1 if this rank's node cannot hold the state, or if another rank writes there; 0 otherwise."""
+    keeps: float = 0.0
+    """1 if this rank keeps copies, 0 if its node has no room or another rank writes there."""
+    needed: float = 0.0
+    """Bytes that this rank's node would need for two states; 0 if they fit."""
 
 
 class TorchExchange:
@@ -135,10 +150,14 @@ class TorchExchange:
         self._distributed.recv(_bytes_of(content), self._global(source), group=self._group)
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to a rank, and receive another's meanwhile."""
-        sending = self._distributed.isend(_bytes_of(content), self._global(to), group=self._group)
-        self.receive(received, source)
-        sending.wait()
+        """Send bytes to a rank, and receive another's meanwhile. No bytes are not sent or awaited."""
+        sending = None
+        if content:
+            sending = self._distributed.isend(_bytes_of(content), self._global(to), group=self._group)
+        if received:
+            self.receive(received, source)
+        if sending is not None:
+            sending.wait()
 
     def _global(self, rank: int) -> int:
         if self._group is None:
@@ -150,8 +169,6 @@ class TorchExchange:
 def _bytes_of(content: memoryview) -> Any:
     import torch
 
-    if not content:
-        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
@@ -160,30 +177,28 @@ class Cadence:
     """Which steps are copied. Pure, and the same on every rank."""
 
     every: int | str
-    """A number of steps, or AUTO."""
+    """A number of steps, AUTO or NONE."""
     due: int = 0
     """The next step that is copied with AUTO."""
 
-    @property
-    def agrees(self) -> bool:
-        """Whether the ranks agree on the next copy with each one."""
-        return self.every == AUTO
-
     def is_due(self, step: int) -> bool:
         """Whether the state after this step is copied."""
+        if self.every == NONE:
+            return False
         return step % self.every == 0 if isinstance(self.every, int) else step >= self.due
 
     def copied(self, step: int, costs: list[Cost]) -> int:
-        """Note a copy. Return the steps until the next one. `costs`: every rank's, of the copy before."""
+        """Note a copy. Return the steps until the next one.
+
+        `costs`: every rank's, of the copy before.
+        """
         if isinstance(self.every, int):
             return self.every
         # The last rank to come does not wait for others, so the shortest exchange is the true one.
         copy = max(cost.copy for cost in costs) + min(cost.exchange for cost in costs)
         pace = max(cost.pace for cost in costs)
         interval = 1
-        if all(cost.without_room for cost in costs):
-            interval = LONGEST
-        elif copy > 0 and pace > 0:
+        if copy > 0 and pace > 0:
             interval = min(LONGEST, max(1, math.ceil(copy / (SHARE * pace))))
         self.due = step + interval
         return interval
@@ -251,9 +266,14 @@ class Snapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Steps between copies: how many complete steps a loss repeats at most. 0: none was made yet."""
+        """Steps between copies: how many complete steps a loss repeats at most. 0: none is held."""
         self.needed = 0
-        """Bytes that the volume would need for two states; 0 if they fit."""
+        """Bytes that a node which lacks them would need for two states; 0 if they fit everywhere."""
+        self._lacks = 0
+        """The same of this rank's node."""
+        self._has_copied = False
+        self._base: Moment | None = None
+        """The state that training continued from, until a later one is complete on all nodes."""
         self._views: dict[tuple[int, bytes], list[Any]] = {}
         self._stream: Any = None
         self._on_the_way: _Copied | None = None
@@ -281,36 +301,92 @@ class Snapshots:
         Raises:
             RuntimeError: a rank is gone, as in any collective.
         """
-        own = encode(self._store.held(), self._store.made) if self._speaks else b""
-        nodes = {rank: decode(said) for rank, said in enumerate(self._exchange.gather_bytes(own)) if said}
-        world, local = self._exchange.world, max(1, self._exchange.local_world)
-        wanted = {rank: (rank - rank % local, part_of(rank, world)) for rank in range(world)}
-        if not self._sharded:
-            wanted = {rank: (rank, ALL) for rank in nodes}
-        made = self._made = max((m for _, m in nodes.values() if m is not None), default=None)
+        said = self._meet()
+        if self.is_off:
+            return None
+        nodes = {rank: _inventory(rank, inventory) for rank, (_, inventory) in said.items()}
         held = {rank: states for rank, (states, _) in nodes.items()}
-        moment = choose(held, {part for _, part in wanted.values()})
+        made = self._made = max((m for _, m in nodes.values() if m is not None), default=None)
+        world = range(self._exchange.world)
+        parts = {part_of(rank, len(world)) for rank in world} if self._sharded else {ALL}
+        moment = self._base = choose(held, parts)
         if moment is None:
             return None
+        size = max(h.size for states in held.values() for h in states if h.moment == moment)
+        crowded = {rank for rank, (room, _) in said.items() if room < 2 * (size + HEADER_BYTES)}
+        node_of = {rank: max(speaker for speaker in said if speaker <= rank) for rank in world}
+        if self._sharded:
+            wanted = {rank: (node_of[rank], part_of(rank, len(world))) for rank in world}
+        else:
+            wanted = {r: (node, ALL) for r, node in node_of.items() if r == node or node in crowded}
+        alone = not self._sharded and node_of[self._exchange.rank] in crowded
+        content = None
         for transfer in transfers(held, wanted, moment):
-            self._transfer(transfer, moment)
+            content = self._transfer(transfer, moment, alone=alone) or content
+        if self._sharded and len(world) > self._exchange.local_world:
+            # Otherwise the loss of another node before the next copy would cost this state.
+            before = {r: (node_of[r], self._part_before(r)) for r in world}
+            for transfer in transfers(held, before, moment):
+                self._transfer(transfer, moment)
         self._exchange.gather_bytes(b"")  # Every node has it now, for all of its ranks.
-        mine = next(h for h in self._store.held() if (h.part, h.moment) == (self._part, moment))
-        tree, owns = _read(self._store.read(mine), rebuild)
+        content = content or self._store.read(self._find(self._part, moment))
+        tree, owns = _read(content, rebuild)
         return Restored(moment, tree, owns, made)
 
-    def _transfer(self, transfer: Transfer, moment: Moment) -> None:
+    def _part_before(self, rank: int) -> str:
+        """Return the part of the node before, of which a rank's node has a copy."""
+        world = self._exchange.world
+        return part_of((rank - self._exchange.local_world) % world, world)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the ranks have agreed to keep nothing, or no longer anything."""
+        return self.cadence.every == NONE
+
+    def _meet(self) -> dict[int, tuple[int, bytes]]:
+        """Agree with the other ranks on the interval and the incarnation.
+
+        Return the room and the inventory of each node, by the rank that speaks for it.
+        """
+        if self._store.fault:
+            _warn(f"this pod keeps no states of the training: {self._store.fault}")
+        own, room = b"", 0
+        if self._speaks:
+            own, room = encode(self._store.held(), self._store.made), self._store.room(ALL)
+        code = {AUTO: _AUTO_CODE, NONE: _NONE_CODE}.get(str(self.cadence.every), self.cadence.every)
+        hello = _HELLO.pack(code, *self._order, self._speaks, room)
+        said = self._exchange.gather_bytes(hello + own)
+        hellos = [_HELLO.unpack_from(content) for content in said]
+        first = hellos[0][0]
+        self.cadence.every = {_AUTO_CODE: AUTO, _NONE_CODE: NONE}.get(first, first)
+        self._order = max((generation, round_) for _, generation, round_, _, _ in hellos)
+        return {r: (h[4], said[r][_HELLO.size :]) for r, h in enumerate(hellos) if h[3]}
+
+    def _find(self, part: str, moment: Moment) -> Held:
+        for held in self._store.held():
+            if (held.part, held.moment) == (part, moment):
+                return held
+        raise RuntimeError(f"this node has lost the state after step {moment.step} from its memory")
+
+    def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
+        """Take part in a transfer. Return the state if it is in no slot: `alone`, or without room."""
         rank = self._exchange.rank
         if rank == transfer.source:
-            held = next(h for h in self._store.held() if (h.part, h.moment) == (transfer.part, moment))
-            content = self._store.read(held)
+            content = self._store.read(self._find(transfer.part, moment))
             for start in range(0, len(content), _CHUNK_BYTES):
                 self._exchange.send(content[start : start + _CHUNK_BYTES], transfer.to)
         elif rank == transfer.to:
-            writing = self._store.begin(transfer.part, transfer.size)
+            writing: Writing | None = None
+            if not alone:
+                with contextlib.suppress(NoRoom):
+                    writing = self._store.begin(transfer.part, transfer.size, moment)
+            received = _reserve(transfer.size) if writing is None else writing.data
             for start in range(0, transfer.size, _CHUNK_BYTES):
-                self._exchange.receive(writing.data[start : start + _CHUNK_BYTES], transfer.source)
+                self._exchange.receive(received[start : start + _CHUNK_BYTES], transfer.source)
+            if writing is None:
+                return received
             writing.complete(moment)
+        return None
 
     def begin(self, step: int, source: str) -> None:
         """Note the step from which training continues, and where its state came from (protocol.SOURCES)."""
@@ -346,22 +422,58 @@ class Snapshots:
             return
         began = time.perf_counter()
         pace = (began - self._since) / self._steps if self._cost.copy else 0.0
-        cost = self._cost._replace(pace=pace, without_room=float(bool(self.needed) or not self._writes))
+        keeps = float(self._writes and not self._lacks)
+        cost = self._cost._replace(pace=pace, keeps=keeps, needed=float(self._lacks))
         mine, costs = own() if own is not None else b"", [cost]
         owns = {self._exchange.rank: mine} if own is not None else {}
-        if self._exchange.world > 1 and (own is not None or self.cadence.agrees):
+        if self._exchange.world > 1:
             said = self._exchange.gather_bytes(_COST.pack(*cost) + mine)
             costs = [Cost(*_COST.unpack(content[: _COST.size])) for content in said]
             owns = {rank: content[_COST.size :] for rank, content in enumerate(said) if own is not None}
         exchanged = time.perf_counter()
+        if self._end_if_useless(costs):
+            return
+        self._forget_start()
         tree = make() if self._writes or self._together else None
-        if self._writes and not self.needed:
+        if keeps:
             self._copy(tree, owns, moment)
         if self._sharded:
             self._copy_to_neighbour(moment)
         self.interval = self.cadence.copied(step, costs)
+        self.needed = max(self.needed, self._lacks)
         self._since, self._steps = time.perf_counter(), 0
         self._cost = Cost(self._since - exchanged, exchanged - began)
+
+    def _end_if_useless(self, costs: list[Cost]) -> bool:
+        """End all copies if they never make a whole state. Return whether that is so."""
+        self.needed = int(max(cost.needed for cost in costs))
+        is_held = any(cost.keeps for cost in costs)
+        if is_held and not (self._sharded and self.needed):
+            return False
+        if self._speaks:
+            self._store.keep_only(())
+        self.cadence.every, self.interval = NONE, 0
+        return True
+
+    def _forget_start(self) -> None:
+        """Forget the state that training began with, once a later one is complete on all nodes.
+
+        That is so at the second copy, because the ranks exchange their costs after the first one.
+        With it go the parts that this node's ranks had under other numbers.
+        """
+        if self._base is not None and self._has_copied:
+            self._base = None
+            if self._speaks:
+                self._store.keep_only(self._node_parts())
+        self._has_copied = True
+
+    def _node_parts(self) -> set[str]:
+        """Return the parts that this node's ranks write: their own, and those of the node before."""
+        if not self._sharded:
+            return {ALL}
+        world, local = self._exchange.world, self._exchange.local_world
+        first = self._exchange.rank - self._exchange.local_rank
+        return {part_of(number % world, world) for number in range(first - local, first + local)}
 
     def _copy(self, tree: Any, owns: dict[int, bytes], moment: Moment) -> None:
         layout = _Layout.of(tree, owns)
@@ -396,8 +508,8 @@ class Snapshots:
         theirs = memoryview(bytearray(_SIZE.size))
         self._exchange.swap(memoryview(bytearray(_SIZE.pack(len(content)))), to, theirs, source)
         size = _SIZE.unpack(theirs)[0]
-        writing = self._writing(part_of(source, world), size) if size else None
-        received = memoryview(bytearray(size)) if writing is None else writing.data
+        writing = self._writing(self._part_before(rank), size) if size else None
+        received = memoryview(b"") if not size else _reserve(size) if writing is None else writing.data
         for start in range(0, max(len(content), size), _CHUNK_BYTES):
             end = start + _CHUNK_BYTES
             self._exchange.swap(content[start:end], to, received[start:end], source)
@@ -407,10 +519,14 @@ class Snapshots:
     def _writing(self, part: str, size: int) -> Writing | None:
         """Return memory for the next state of a part; None if there is no room for two."""
         try:
-            return self._store.begin(part, size)
+            return self._store.begin(part, size, self._base)
+        except NoRoom:
+            self._store.keep_only(self._node_parts())
+        try:
+            return self._store.begin(part, size, self._base)
         except NoRoom as error:
             self._store.drop([part])
-            self.needed = error.needed
+            self._lacks = max(self._lacks, error.needed)
             return None
 
     def _copy_from_device(self, layout: _Layout, writing: Any, moment: Moment) -> None:
@@ -449,6 +565,27 @@ class Snapshots:
     def close(self) -> None:
         """Complete the copy that is on its way."""
         self._settle()
+
+
+def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
+    """Return what a node says that it holds. A malformed inventory is an empty one on all ranks."""
+    try:
+        return decode(content)
+    except ValueError as error:
+        _warn(f"rank {rank} sent {error}")
+        return [], None
+
+
+def _reserve(size: int) -> memoryview:
+    """Return memory of this process, of which only written pages count. `size` is a peer's claim."""
+    try:
+        return memoryview(mmap.mmap(-1, size))
+    except (OSError, OverflowError, ValueError) as error:
+        raise RuntimeError(f"a state of {size} bytes cannot be received: {error}") from None
+
+
+def _warn(text: str) -> None:
+    print(f"ddpjob: {text}", file=sys.stderr, flush=True)
 
 
 _pinned: set[int] = set()

@@ -25,7 +25,7 @@ from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_pod.snapshot_store import SnapshotStore
-from ddpjob_pod.snapshots import Restored, TorchExchange
+from ddpjob_pod.snapshots import NONE, Restored, TorchExchange
 from ddpjob_pod.snapshots import Snapshots as _Snapshots
 from ddpjob_runtime import protocol
 
@@ -43,7 +43,7 @@ class Snapshots:
         restored: whether there was one. Otherwise load your own checkpoint, if you have one, and
             begin at its step.
 
-    Outside a job, and with `recovery.snapshots: off`, it restores and keeps nothing.
+    Outside a job, and with `recovery.snapshots: none`, it restores and keeps nothing.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -69,13 +69,19 @@ class Snapshots:
         self._objects, self.step, self.restored = objects, 0, False
         self._snapshots: _Snapshots | None = None
         job = JobEnvironment.read()
-        if not job.snapshot_folder or not objects:
+        # A pod of before or after a change of recovery.snapshots agrees with the others.
+        if not objects or not (job.snapshot_folder or (job.coordinator and stop.torch_distributed())):
             return
         self._exchange = _exchange()
         self._check_that_nothing_is_sharded()
-        store = SnapshotStore(Path(job.snapshot_folder))
-        self._snapshots = _Snapshots(store, self._exchange, job.group or (0, 0), job.snapshot_interval)
-        found = self._snapshots.restore()
+        folder = Path(job.snapshot_folder) if job.snapshot_folder else None
+        every = job.snapshot_interval if folder else NONE
+        order = job.group or (int(job.generation or 0), int(job.round or 0))
+        snapshots = _Snapshots(SnapshotStore(folder), self._exchange, order, every)
+        found = snapshots.restore()
+        if snapshots.is_off:
+            return
+        self._snapshots = snapshots
         if found is not None:
             self._load(found)
             self.step, self.restored = found.moment.step, True
@@ -146,7 +152,7 @@ class Snapshots:
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"ddpjob_report.Snapshots: the state in memory does not fit {name}: {error}; give the objects as "
-                    "before the restart, or set recovery.snapshots: off"
+                    "before the restart, or set recovery.snapshots: none"
                 ) from error
             buffers = own.get("buffers", {}).get(name) or first.get("buffers", {}).get(name) or {}
             for key, buffer in thing.named_buffers() if buffers else ():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_pod.snapshot_store import Order, SnapshotStore
-from ddpjob_pod.snapshots import Snapshots, TorchExchange
+from ddpjob_pod.snapshots import NONE, Snapshots, TorchExchange
 
 from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, with_local
 from ddpjob_trainer.distributed.process_group import Group
@@ -27,16 +27,21 @@ class NodeMemory:
         job = JobEnvironment.read()
         self._layout = layout
         self._snapshots: Snapshots | None = None
-        if job.snapshot_folder:
+        # A pod of before or after a change of recovery.snapshots agrees with the others.
+        if job.snapshot_folder or job.coordinator:
             several = dist if group.world > 1 else None
             exchange = TorchExchange(group.local_rank, group.local_world, several, group.process_group)
-            store = SnapshotStore(Path(job.snapshot_folder))
-            every = job.snapshot_interval
-            self._snapshots = Snapshots(store, exchange, order, every, sharded=sharded, together=True)
+            folder = Path(job.snapshot_folder) if job.snapshot_folder else None
+            every = job.snapshot_interval if folder else NONE
+            self._snapshots = Snapshots(SnapshotStore(folder), exchange, order, every, sharded=sharded, together=True)
 
     def restore(self) -> Snapshot | None:
         """Return the newest state that the nodes together hold, on every rank; None if there is none."""
-        found = self._snapshots.restore(self._rebuild) if self._snapshots is not None else None
+        if self._snapshots is None:
+            return None
+        found = self._snapshots.restore(self._rebuild)
+        if self._snapshots.is_off:
+            self._snapshots = None
         return None if found is None else found.tree
 
     def begin(self, step: int, source: str) -> dict[str, Any]:

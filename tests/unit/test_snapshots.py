@@ -1,0 +1,528 @@
+"""The newest states in the memory of nodes, with threads as ranks: agreement, restore, and kills at any point."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddpjob_pod import snapshot_store, snapshots
+from ddpjob_pod.snapshot_store import HEADER_BYTES, Moment, SnapshotStore, part_of
+from ddpjob_pod.snapshots import AUTO, NONE, SHARE, Cadence, Cost, Restored, Snapshots
+from ddpjob_runtime import protocol
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.torture.defective import DEFECTS, OF_SNAPSHOTS
+
+DEADLOCK_SECONDS = 60
+
+
+class Died(Exception):
+    """The rank was killed."""
+
+
+class Group:
+    """What the ranks of one incarnation have told each other."""
+
+    def __init__(self, world: int, per_node: int = 1) -> None:
+        self.world, self.per_node = world, per_node
+        self._changed, self._is_broken = threading.Condition(), False
+        self._gathered: dict[int, dict[int, bytes]] = {}
+        self._sent: dict[tuple[int, int], list[bytes]] = {}
+
+    def break_up(self) -> None:
+        with self._changed:
+            self._is_broken = True
+            self._changed.notify_all()
+
+    def gather(self, number: int, rank: int, content: bytes) -> list[bytes]:
+        with self._changed:
+            said = self._gathered.setdefault(number, {})
+            said[rank] = content
+            self._changed.notify_all()
+            self._wait(lambda: len(said) == self.world)
+            return [said[each] for each in range(self.world)]
+
+    def send(self, rank: int, to: int, content: bytes) -> None:
+        with self._changed:
+            self._sent.setdefault((rank, to), []).append(content)
+            self._changed.notify_all()
+
+    def receive(self, source: int, rank: int) -> bytes:
+        with self._changed:
+            waiting = self._sent.setdefault((source, rank), [])
+            self._wait(lambda: bool(waiting))
+            return waiting.pop(0)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        assert self._changed.wait_for(lambda: ready() or self._is_broken, DEADLOCK_SECONDS), "a rank waits for ever"
+        if not ready():
+            raise RuntimeError("a rank is gone")
+
+    def run(self, program: Callable[[Rank], Any], budgets: dict[int, int] | None = None) -> list[Any]:
+        """Run a program on all ranks. Return what each returned, or its Died or RuntimeError."""
+        results: list[Any] = [None] * self.world
+
+        def run(number: int) -> None:
+            here.left = (budgets or {}).get(number, sys.maxsize)
+            try:
+                results[number] = program(Rank(self, number))
+            except BaseException as error:
+                results[number] = error
+                self.break_up()
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, (Died, RuntimeError)):
+                raise result
+        return results
+
+
+class Rank:
+    """An exchange between threads."""
+
+    def __init__(self, group: Group, number: int) -> None:
+        self._group, self._calls = group, 0
+        self.rank, self.world = number, group.world
+        self.local_rank, self.local_world = number % group.per_node, group.per_node
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.local_world
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        act()
+        self._calls += 1
+        return self._group.gather(self._calls, self.rank, content)
+
+    def send(self, content: memoryview, to: int) -> None:
+        act()
+        self._group.send(self.rank, to, bytes(content))
+
+    def receive(self, content: memoryview, source: int) -> None:
+        whole = self._group.receive(source, self.rank)
+        half = len(whole) // 2
+        content[:half] = whole[:half]
+        act()
+        content[half:] = whole[half:]
+
+    def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
+        if content:
+            self.send(content, to)
+        if received:
+            self.receive(received, source)
+
+
+here = threading.local()
+
+
+def act() -> None:
+    """Count an action of the thread's rank, which is killed when it has used up its own."""
+    here.left = getattr(here, "left", sys.maxsize) - 1
+    if here.left < 0:
+        raise Died
+
+
+@pytest.fixture
+def killable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks may be killed before and after each store into their node's memory, too."""
+
+    def may_die(place: Any, name: str) -> None:
+        original = getattr(place, name)
+
+        def acting(*args: Any) -> Any:
+            act()
+            result = original(*args)
+            act()
+            return result
+
+        monkeypatch.setattr(place, name, acting)
+
+    may_die(snapshots, "_copy_to")
+    may_die(SnapshotStore, "begin")
+    may_die(snapshot_store.Writing, "complete")
+    may_die(SnapshotStore, "note_made")
+
+
+@pytest.fixture
+def nodes() -> Iterator[Callable[[int], Path]]:
+    """Returns a node's folder in memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+
+        def folder(node: int) -> Path:
+            made = Path(place, str(node))
+            made.mkdir(exist_ok=True)
+            return made
+
+        yield folder
+
+
+def state(step: int, order: tuple[int, int], rank: int = 0, size: int = 3) -> dict[str, Any]:
+    """Return a state that tells its step, incarnation and part."""
+    values = [float(step), float(order[1]), float(rank)]
+    return {"step": step, "weights": torch.tensor(values[:size]), "optimizer": [torch.tensor(values) * 2]}
+
+
+def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    tensors = [(one["weights"], other["weights"]), (one["optimizer"][0], other["optimizer"][0])]
+    return bool(one["step"] == other["step"]) and all(torch.equal(left, right) for left, right in tensors)
+
+
+def opened(
+    rank: Rank, folder: Path | None, order: tuple[int, int] = (0, 0), every: int | str = 1, *, sharded: bool = False
+) -> Snapshots:
+    return Snapshots(SnapshotStore(folder), rank, order, every, sharded=sharded)
+
+
+# ---------------------------------------------------------------- histories
+
+
+@dataclass
+class Job:
+    """A training whose incarnations are killed at random, and what must be true of each start."""
+
+    folder: Callable[[int], Path]
+    chance: random.Random
+    nodes: int
+    sharded: bool
+    truth: dict[tuple[Moment, int], dict[str, Any]] = field(default_factory=dict)
+    continued: Moment | None = None
+    made: int = 0
+    """The last step that any rank of the incarnation before has completed."""
+    lost: set[int] = field(default_factory=set)
+    """Nodes that have lost their memory, or were absent, since all nodes had a state."""
+
+    def incarnation(self, number: int, steps: int = 3) -> None:
+        present = list(range(self.nodes))
+        if self.chance.random() < 0.5:
+            node = self.chance.choice(present)
+            self.lost.add(node)
+            if self.sharded or self.chance.random() < 0.5:
+                shutil.rmtree(self.folder(node))
+            else:
+                present.remove(node)  # It is cut off, and returns with what it had.
+        world, order = len(present), (0, number)
+        budgets = {rank: self.chance.randrange(60) for rank in range(world) if self.chance.random() < 0.6}
+        reached: dict[int, int] = {}
+        starts: dict[int, Restored | None] = {}
+
+        def train(rank: Rank) -> None:
+            kept = opened(rank, self.folder(present[rank.rank]), order, sharded=self.sharded)
+            found = starts[rank.rank] = kept.restore()
+            first = found.moment.step if found else 0
+            kept.begin(first, protocol.MEMORY)
+            for step in range(first + 1, first + 1 + steps):
+                rank.gather_bytes(b"gradients")
+                reached[rank.rank] = step
+                part = rank.rank if self.sharded else 0
+                self.truth[Moment(order, step), part] = state(step, order, part)
+                kept.take(step, lambda step=step, part=part: state(step, order, part))
+
+        results = Group(world).run(train, budgets)
+        self._check(starts)
+        if all(rank in starts for rank in range(world)):
+            self.lost = set(range(self.nodes)) - set(present)
+            found = starts[0]
+            self.continued, self.made = found and found.moment, max(reached.values(), default=0)
+            assert results
+        if not self.sharded and len(present) < self.nodes:
+            self.lost = set(range(self.nodes)) - set(present)
+
+    def _check(self, starts: dict[int, Restored | None]) -> None:
+        moments = {found and found.moment for found in starts.values()}
+        assert len(moments) <= 1, "all ranks continue from the same moment"
+        if not moments:
+            return
+        moment = moments.pop()
+        if len(self.lost) <= 1 and self.continued is not None:
+            assert moment is not None, "one node is lost, and the others have the state"
+        if len(self.lost) <= 1 and self.made:
+            step = 0 if moment is None else moment.step
+            assert step >= self.made - 1, "at most one complete step is repeated"
+        if moment is None:
+            return
+        if self.continued is not None and len(self.lost) <= 1:
+            assert moment >= self.continued, "the newest incarnation counts"
+        for rank, found in starts.items():
+            assert found is not None
+            wanted = self.truth[moment, rank if self.sharded else 0]
+            assert is_same(found.tree, wanted), "the state is the one that was made then"
+
+
+def torment(folder: Callable[[int], Path], seed: int) -> None:
+    """Kill one training's incarnations, each at random points. Raises AssertionError."""
+    chance = random.Random(seed)
+    job = Job(folder, chance, chance.choice((2, 3)), sharded=bool(seed % 2))
+    for node in range(job.nodes):
+        shutil.rmtree(folder(node))
+    for number in range(1, 9):
+        job.incarnation(number)
+
+
+@pytest.mark.usefixtures("killable")
+def test_kills_at_any_point_repeat_at_most_one_step_and_change_no_state(nodes: Callable[[int], Path]) -> None:
+    for seed in range(24):
+        torment(nodes, seed)
+
+
+@pytest.mark.usefixtures("killable")
+@pytest.mark.parametrize("defect", OF_SNAPSHOTS)
+def test_a_planted_defect_is_found(defect: str, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, name in (
+        (snapshots, "choose"), (Snapshots, "take"), (Snapshots, "_copy"), (Snapshots, "_writing"),
+        (Snapshots, "_copy_to_neighbour"),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, getattr(place, name))
+    DEFECTS[defect]()
+    with pytest.raises(AssertionError):
+        for seed in range(200):
+            torment(nodes, seed)
+
+
+# ---------------------------------------------------------------- single rules
+
+
+def trained(folder: Path | None, rank: Rank, steps: list[int], round_: int = 0, **options: Any) -> Snapshots:
+    """Make steps on one rank, and return its states."""
+    kept = opened(rank, folder, (0, round_), **options)
+    kept.restore()
+    kept.begin(steps[0] - 1, protocol.SCRATCH)
+    for step in steps:
+        kept.take(step, lambda step=step: state(step, (0, round_), rank.rank))
+    return kept
+
+
+def test_survivors_one_step_apart_keep_the_state_that_both_hold(nodes: Callable[[int], Path]) -> None:
+    """Node 1 died before its copy of step 8, and the next incarnation dies in its own of step 8."""
+
+    def first(rank: Rank) -> None:
+        trained(nodes(rank.node), rank, [6, 7], sharded=True)
+        if rank.node == 0:
+            writing = SnapshotStore(nodes(0)).begin(part_of(0, 2), 5)
+            writing.complete(Moment((0, 0), 8))
+
+    Group(2).run(first)
+    assert [held.moment.step for held in SnapshotStore(nodes(0)).held() if held.part == "0of2"] == [7, 8]
+
+    def second(rank: Rank) -> int:
+        kept = opened(rank, nodes(rank.node), (0, 1), sharded=True)
+        found = kept.restore()
+        assert found is not None
+        kept.begin(found.moment.step, protocol.MEMORY)
+        kept._writing(kept._part, 200)  # The copy of step 8 is begun, and never completed.
+        return found.moment.step
+
+    assert Group(2).run(second) == [7, 7]
+    shutil.rmtree(nodes(1))
+    assert Group(2).run(second) == [7, 7], "the other node still has the state that both had"
+
+
+def test_a_replaced_node_gets_its_neighbours_part_too(nodes: Callable[[int], Path]) -> None:
+    Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
+    for lost in (0, 2, 1):  # Nothing is copied between the losses.
+        shutil.rmtree(nodes(lost))
+        found = Group(3).run(lambda rank: opened(rank, nodes(rank.node), (0, 1), sharded=True).restore())
+        assert [each.moment.step for each in found] == [2, 2, 2]
+        assert all(is_same(each.tree, state(2, (0, 0), rank)) for rank, each in enumerate(found))
+
+
+def test_parts_of_unlike_sizes_reach_the_neighbour(
+    nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank with many pieces has a neighbour with one, and the other way round."""
+    monkeypatch.setattr(snapshots, "_CHUNK_BYTES", 1 << 10)
+
+    def train(rank: Rank) -> Any:
+        kept = opened(rank, nodes(rank.node), sharded=True)
+        kept.restore()
+        kept.begin(0, protocol.SCRATCH)
+        kept.take(1, lambda: {"weights": torch.full((10 + 5_000 * (rank.rank == 1),), float(rank.rank))})
+        return kept._exchange.gather_bytes(b"")
+
+    Group(3).run(train)
+    for rank in range(3):
+        parts = {held.part: held.size for held in SnapshotStore(nodes(rank)).held()}
+        assert parts.keys() == {part_of(rank, 3), part_of((rank - 1) % 3, 3)}
+    shutil.rmtree(nodes(1))
+    found = Group(3).run(lambda rank: opened(rank, nodes(rank.node), (0, 1), sharded=True).restore())
+    assert [each.tree["weights"].tolist() for each in found] == [[0.0] * 10, [1.0] * 5_010, [2.0] * 10]
+
+
+def test_no_bytes_are_neither_sent_nor_awaited() -> None:
+    """A rank without a part is not in the loop of pieces of its neighbours."""
+    done: list[str] = []
+
+    class Distributed:
+        def get_rank(self, group: Any) -> int:
+            return 0
+
+        get_world_size = get_rank
+
+        def isend(self, content: torch.Tensor, to: int, group: Any) -> Any:
+            done.append(f"sends {len(content)} bytes to {to}")
+            return self
+
+        def recv(self, content: torch.Tensor, source: int, group: Any) -> None:
+            done.append(f"receives {len(content)} bytes from {source}")
+
+        def wait(self) -> None:
+            pass
+
+    exchange = snapshots.TorchExchange(0, 1, Distributed())
+    for mine, theirs in ((b"", b""), (b"ab", b""), (b"", b"abc")):
+        exchange.swap(memoryview(bytearray(mine)), 1, memoryview(bytearray(theirs)), 2)
+    assert done == ["sends 2 bytes to 1", "receives 3 bytes from 2"]
+
+
+def test_parts_under_other_numbers_are_dropped_after_the_first_whole_state(nodes: Callable[[int], Path]) -> None:
+    Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
+    places = [1, 2, 0]  # The node of each rank, after a restart.
+
+    def again(rank: Rank) -> None:
+        node = nodes(places[rank.rank])
+        kept = opened(rank, node, (0, 1), sharded=True)
+        found = kept.restore()
+        assert found is not None and is_same(found.tree, state(2, (0, 0), rank.rank))
+        kept.begin(2, protocol.MEMORY)
+        for step in (3, 4):
+            kept.take(step, lambda step=step: state(step, (0, 1), rank.rank))
+        assert {h.part for h in kept._store.held()} == {part_of(rank.rank, 3), part_of((rank.rank - 1) % 3, 3)}
+
+    assert Group(3).run(again) == [None] * 3
+
+
+def test_a_sharded_state_of_another_number_of_ranks_is_not_restored(nodes: Callable[[int], Path]) -> None:
+    Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
+    found = Group(2).run(lambda rank: opened(rank, nodes(rank.node), (0, 1), sharded=True).restore())
+    assert found == [None, None]
+
+
+@pytest.mark.parametrize(("first", "other"), [(AUTO, 3), (3, AUTO), (NONE, 1), (1, NONE), (AUTO, NONE)])
+def test_ranks_of_different_specs_follow_rank_0(
+    first: int | str, other: int | str, nodes: Callable[[int], Path]
+) -> None:
+    def train(rank: Rank) -> tuple[int | str, bool]:
+        every = (first, other)[rank.rank]
+        kept = opened(rank, nodes(rank.node) if every != NONE else None, (rank.rank, 4), every)
+        kept.restore()
+        agreed = kept.cadence.every
+        kept.begin(0, protocol.SCRATCH)
+        for step in range(1, 7):
+            kept.take(step, lambda step=step: state(step, (0, 0)))
+        return agreed, kept._order == (1, 4)
+
+    assert Group(2).run(train) == [(first, True)] * 2, "the incarnation is the highest of all ranks"
+
+
+def test_a_node_without_room_receives_the_state_and_says_what_it_needs(
+    nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(2, 2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2]))
+    room = SnapshotStore.room
+    monkeypatch.setattr(SnapshotStore, "room", lambda self, part: 0 if self.folder == nodes(1) else room(self, part))
+
+    def train(rank: Rank) -> tuple[int, int, Any, Any]:
+        kept = opened(rank, nodes(rank.node), (0, 1))
+        found = kept.restore()
+        assert found is not None and is_same(found.tree, state(2, (0, 0), 0))
+        kept.begin(2, protocol.MEMORY)
+        for step in (3, 4):
+            kept.take(step, lambda step=step: state(step, (0, 1), 0))
+        figures = kept.news()
+        held = [h.moment.step for h in kept._store.held()]
+        return rank.node, len(held), figures[protocol.SNAPSHOT_BYTES] > 2 * HEADER_BYTES, figures.get(protocol.AT_RISK)
+
+    assert Group(4, 2).run(train) == [(0, 2, True, None)] * 2 + [(1, 0, True, None)] * 2
+
+
+def test_a_sharded_state_ends_where_a_neighbours_part_has_no_room(
+    nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = SnapshotStore.room
+    monkeypatch.setattr(
+        SnapshotStore, "room", lambda self, part: 0 if self.folder == nodes(1) and part == "0of2" else room(self, part)
+    )
+
+    def train(rank: Rank) -> tuple[bool, bool, int]:
+        kept = trained(nodes(rank.node), rank, [1, 2, 3], sharded=True)
+        return kept.is_off, kept.needed > 0, len(kept._store.held())
+
+    assert Group(2).run(train) == [(True, True, 0)] * 2
+
+
+@pytest.mark.parametrize("fault", ["missing", "a file", "none"])
+def test_training_goes_on_without_a_usable_volume(
+    fault: str, nodes: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = {"missing": nodes(0) / "missing", "a file": nodes(0) / "file", "none": None}[fault]
+    (nodes(0) / "file").write_text("")
+
+    def train(rank: Rank) -> tuple[bool, int]:
+        kept = trained(folder if rank.node == 0 else nodes(1), rank, [1, 2, 3])
+        return kept.needed > 0, len(kept._store.held())
+
+    assert Group(2).run(train) == [(True, 0), (True, 2)]
+    assert ("this pod keeps no states of the training" in capfd.readouterr().err) == (fault != "none")
+
+
+def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(
+    nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2]))
+    monkeypatch.setattr(snapshots, "encode", lambda held, made: b"x" * 99)
+    assert Group(2).run(lambda rank: opened(rank, nodes(rank.node)).restore()) == [None, None]
+
+
+@pytest.mark.parametrize("claimed", [2**40, 2**63, 2**64 - 1])
+def test_a_size_that_a_peer_claims_takes_no_memory(claimed: int) -> None:
+    before = Path("/proc/self/statm").read_text().split()[1]
+    try:
+        assert len(snapshots._reserve(claimed)) == claimed
+    except RuntimeError as error:
+        assert "cannot be received" in str(error)
+    assert int(Path("/proc/self/statm").read_text().split()[1]) - int(before) < 1000
+
+
+# ---------------------------------------------------------------- cadence
+
+COSTS = st.builds(Cost, st.floats(0, 2), st.floats(0, 0.1), st.floats(0.001, 10), st.just(1.0), st.just(0.0))
+
+
+@given(st.lists(st.lists(COSTS, min_size=2, max_size=2), max_size=9), st.sampled_from([AUTO, 1, 7]))
+def test_all_ranks_copy_after_the_same_steps(rounds: list[list[Cost]], every: int | str) -> None:
+    one, other = Cadence(every), Cadence(every)
+    for step in range(1, 20):
+        assert one.is_due(step) == other.is_due(step)
+        if one.is_due(step) and rounds:
+            costs = rounds.pop()
+            assert one.copied(step, costs) == other.copied(step, costs)
+
+
+@given(st.floats(1e-4, 5), st.floats(0, 0.01), st.floats(0.01, 5))
+def test_copies_take_at_most_a_hundredth_of_the_time(copy: float, exchange: float, pace: float) -> None:
+    cadence, step, unknown = Cadence(AUTO), 1, Cost(keeps=1.0)
+    assert cadence.copied(step, [unknown]) == 1, "the second copy is the first one whose cost is known"
+    for _ in range(5):
+        interval = cadence.copied(cadence.due, [Cost(copy, exchange, pace, 1.0)])
+        assert copy + exchange <= SHARE * interval * pace * (1 + 1e-9)
+        assert interval == 1 or (interval - 1) * SHARE * pace <= (copy + exchange) * (1 + 1e-9), "and no rarer"
+
+
+@given(st.integers(1, 1000), st.integers(1, 10**6))
+def test_an_explicit_number_of_steps_is_kept_whatever_it_costs(every: int, step: int) -> None:
+    cadence = Cadence(every)
+    assert cadence.is_due(step) == (step % every == 0)
+    assert cadence.copied(step, [Cost(100.0, 1.0, 0.001, 1.0)]) == every
