@@ -6,11 +6,14 @@
                                                                         connections cut for 2 to 12 s
     python -m benchmarks.torture --cluster [--kills 200] [--seed 1]     on the test cluster (make cluster-up); the
                                                                         operator is killed, too
+    python -m benchmarks.torture --snapshots [...]                      states in memory, checkpoints each hour; workers
+                                                                        are also killed in the middle of a copy
 
 Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without spares) train side by side. Each must
 become Complete with no restart counted against it; by its ledger, every sample of every epoch must be consumed exactly
 once; its weights must equal, bit for bit, those of undisturbed training with as many ranks at each step (replay.py
-explains why). Exit code 1 when a check fails.
+explains why). With --snapshots, a kill may cost at most one complete step, and the one that has begun. Exit code 1
+when a check fails.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.torture.arena import Arena, Processes
 from benchmarks.torture.defective import DEFECTS
-from benchmarks.torture.jobs import KINDS
+from benchmarks.torture.jobs import KINDS, KINDS_OF_SNAPSHOTS
 from benchmarks.torture.on_cluster import on_test_cluster
 from benchmarks.torture.torture import Plan, Torture
 from benchmarks.torture.verdict import table
@@ -44,21 +47,31 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--interval", type=float, default=8.0, help="longest time between two kills in seconds (default 8)"
     )
-    made.add_argument("--jobs", default="", help=f"some of {', '.join(kind.name for kind in KINDS)} (default all)")
+    made.add_argument(
+        "--jobs",
+        default="",
+        help=f"some of {', '.join(kind.name for kind in KINDS)}; with --snapshots of "
+        f"{', '.join(kind.name for kind in KINDS_OF_SNAPSHOTS)} (default all)",
+    )
+    made.add_argument(
+        "--snapshots", action="store_true",
+        help="jobs with states in memory after every step, and an hour between checkpoints",
+    )  # fmt: skip
     made.add_argument("--cluster", action="store_true", help="run on the test cluster")
     made.add_argument(
         "--defect", choices=list(DEFECTS), default="", help="break the trainer on purpose: a check must fail"
     )
-    add_table_option(made, "torture", " (torture-local without --cluster)")
+    add_table_option(made, "torture", " (torture-local without --cluster; each with -snapshots)")
     return made
 
 
 def main() -> int:
     """Return 0 if every job passes all checks, 1 if one does not, 2 on bad input."""
     options = parser().parse_args()
-    wanted = tuple(kind for kind in KINDS if not options.jobs or kind.name in options.jobs.split(","))
-    if unknown := set(filter(None, options.jobs.split(","))) - {kind.name for kind in KINDS}:
-        known = ", ".join(kind.name for kind in KINDS)
+    kinds = KINDS_OF_SNAPSHOTS if options.snapshots else KINDS
+    wanted = tuple(kind for kind in kinds if not options.jobs or kind.name in options.jobs.split(","))
+    if unknown := set(filter(None, options.jobs.split(","))) - {kind.name for kind in kinds}:
+        known = ", ".join(kind.name for kind in kinds)
         print(f"--jobs: unknown: {', '.join(sorted(unknown))}; choose from {known}", file=sys.stderr)
         return 2
     with ExitStack() as stack:
@@ -66,7 +79,7 @@ def main() -> int:
         arena: Arena = (
             stack.enter_context(on_test_cluster(folder))
             if options.cluster
-            else Processes(folder, cuts=OWN_NETWORK in os.environ)
+            else Processes(folder, cuts=OWN_NETWORK in os.environ, copies=options.snapshots)
         )
         plan = Plan(options.kills, options.seed, options.epochs, options.interval, wanted, options.defect)
         torture = Torture(arena, plan, folder)
@@ -74,7 +87,8 @@ def main() -> int:
     text = table(verdicts, torture.for_all, options.seed)
     print(text)
     if options.table:
-        write_between(options.table, "torture" if options.cluster else "torture-local", text)
+        place = ("torture" if options.cluster else "torture-local") + ("-snapshots" if options.snapshots else "")
+        write_between(options.table, place, text)
     return int(any(verdict.problems for verdict in verdicts))
 
 

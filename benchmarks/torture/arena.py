@@ -18,6 +18,10 @@ from ddpjob.local.record import ask, read_record
 from benchmarks.torture.standstill import FARTHEST, Standstill, of_container, set_clock
 
 Json = dict[str, Any]
+COPY_KILL = "worker in a copy"
+"""A worker that is killed while it copies its state. The job counts it as its own failure."""
+COPY_POINTS = ("tensor", "mark", "begin", "made", "neighbour")
+"""Where that happens: clocks/copy_kills.py."""
 
 
 @dataclass
@@ -61,9 +65,10 @@ class Processes:
     """Jobs under `ddpjob run`: pods are process groups, and each runner contains an operator for its job.
 
     `cuts`: whether connections can be cut, as root in a network namespace of one's own.
+    `copies`: whether workers are killed in the middle of copies of their state.
     """
 
-    def __init__(self, folder: Path, *, cuts: bool = False) -> None:
+    def __init__(self, folder: Path, *, cuts: bool = False, copies: bool = False) -> None:
         self.extras: dict[str, tuple[int, Callable[[], bool]]] = {}
         self.faults: dict[str, tuple[int, Callable[[str, Observed], str]]] = {
             "paused coordinator": (2, lambda name, seen: self._hurt(name, seen.coordinators, "coordinator", "main")),
@@ -77,9 +82,13 @@ class Processes:
                 "cut coordinator": (2, lambda name, seen: self._hurt(name, seen.coordinators, "coordinator", "cut")),
                 "cut pod": (2, lambda name, seen: self._hurt(name, seen.pods, "trainer", "cut")),
             }
+        if copies:
+            self.faults |= {COPY_KILL: (8, lambda name, seen: self._kill_in_copy(seen.pods))}
         self._standstill = Standstill()
         self._folder, self._runs, self._clocks = folder, folder / "runs", folder / "clocks"
         self._clocks.mkdir()
+        self._copies = folder / "copies"
+        self._copies.mkdir()
         self._runners: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, spec: Json) -> None:
@@ -117,7 +126,8 @@ class Processes:
     def skewed(self) -> dict[str, str]:
         """The variables that give the processes of pods adjustable clocks."""
         path = filter(None, (str(Path(__file__).with_name("clocks")), os.environ.get("PYTHONPATH")))
-        return {"PYTHONPATH": os.pathsep.join(path), "TORTURE_CLOCKS": str(self._clocks)}
+        folders = {"TORTURE_CLOCKS": str(self._clocks), "TORTURE_COPY_KILLS": str(self._copies)}
+        return {"PYTHONPATH": os.pathsep.join(path), **folders}
 
     def _set_clock(self, pods: list[str]) -> str:
         """Set the clock of a running pod to at most two minutes behind this machine's."""
@@ -125,6 +135,14 @@ class Processes:
             return ""
         pod, behind = random.SystemRandom().choice(pods), random.SystemRandom().uniform(0, FARTHEST)
         return f"{pod} to {behind:.0f} s behind" if set_clock(self._clocks / pod, behind) else ""
+
+    def _kill_in_copy(self, pods: list[str]) -> str:
+        """Have a worker of one of the pods die in its next copy, or the one after."""
+        if not pods:
+            return ""
+        pod, point = random.SystemRandom().choice(pods), random.SystemRandom().choice(COPY_POINTS)
+        (self._copies / pod).write_text(point)
+        return f"{pod} at {point}"
 
     def _hurt(self, name: str, pods: list[str], container: str, what: str) -> str:
         """Suspend or disconnect processes of one of the pods."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ddpjob_trainer.checkpoints import dcp
 
 Json = dict[str, Any]
 STEPS_PER_EPOCH = 23
@@ -22,6 +23,9 @@ class Kind:
     minimum: int = 2
     spares: int = 0
     nodes: int = 2
+    strategy: str = "ddp"
+    snapshots: bool = False
+    """Whether states are kept in memory after every step, and checkpoints only each hour."""
 
     @property
     def elastic(self) -> bool:
@@ -37,11 +41,23 @@ KINDS = (
 )
 
 
-def trainer_arguments(epochs: int) -> list[str]:
+KINDS_OF_SNAPSHOTS = (
+    Kind("memory-spare", "Fast", spares=1, snapshots=True),
+    Kind("memory-standard", "Standard", snapshots=True),
+    Kind("memory-fsdp-2", "Fast", strategy="fsdp", snapshots=True),
+    Kind("memory-fsdp-3", "Fast", nodes=3, strategy="fsdp", snapshots=True),
+)
+"""The kinds with --snapshots. Their number of nodes is fixed, so that one loss leaves a holder."""
+
+
+def trainer_arguments(epochs: int, kind: Kind | None = None) -> list[str]:
     """Return the arguments of a small training that is slow enough for some kills.
 
-    It saves a checkpoint every five steps.
+    It saves a checkpoint every five steps, unless its states are kept in memory.
     """
+    if kind is not None and kind.snapshots:
+        return [*trainer_arguments(epochs), f"strategy={kind.strategy}", *_RARE_CHECKPOINTS,
+                *(["ddp.ordered=true"] if kind.strategy == "ddp" else [])]  # fmt: skip
     return [
         "data.name=digits", "data.batch=64", "model.width=16", f"train.epochs={epochs}", "train.ledger=true",
         "train.eval_every=1000", "train.log_every=10", "optim.lr=0.05", "optim.warmup_epochs=1",
@@ -50,15 +66,20 @@ def trainer_arguments(epochs: int) -> list[str]:
     ]  # fmt: skip
 
 
+_RARE_CHECKPOINTS = ("checkpoint.every_steps=0", "checkpoint.every_seconds=3600", "checkpoint.every_epochs=0")
+
+
 def spec(kind: Kind, epochs: int, defect: str) -> Json:
     """Return the DDPJob's spec. `defect` breaks the trainer on purpose."""
     recovery: Json = {"mode": kind.mode, "nodeLostAfterSeconds": 10}
-    program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs)}
+    if kind.snapshots:
+        recovery |= {"snapshots": 1, "maxRestarts": 1000}  # A worker's own end is counted.
+    program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs, kind)}
     if defect:
-        recovery["maxRestarts"] = 2
+        recovery.setdefault("maxRestarts", 2)
         program = {
             "script": str(Path(__file__).with_name("defective.py")),
-            "args": [defect, *trainer_arguments(epochs)],
+            "args": [defect, *trainer_arguments(epochs, kind)],
         }
     elastic = {"elastic": {"minNodes": kind.minimum}} if kind.elastic else {}
     return {
@@ -69,8 +90,9 @@ def spec(kind: Kind, epochs: int, defect: str) -> Json:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the newest checkpoint."""
-    newest = max(folder.glob("step-*.pt"))
-    model: dict[str, torch.Tensor] = torch.load(newest, weights_only=True)["model"]
+    newest = max(folder.glob("step-*"))
+    state = dcp.read(newest) if newest.suffix == dcp.SUFFIX else torch.load(newest, weights_only=True)
+    model: dict[str, torch.Tensor] = state["model"]
     return model
 
 

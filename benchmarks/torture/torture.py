@@ -14,6 +14,10 @@ from benchmarks.torture.jobs import KINDS, STEPS_PER_EPOCH, Kind, spec, trainer_
 from benchmarks.torture.verdict import Verdict, judge
 
 WEIGHTS = {"pod": 6, "two pods": 2, "coordinator": 2, "coordinator and pod": 1}
+SEVERAL = ("two pods", "host")
+"""Kills that may take all nodes of a job at once, and their memory with them."""
+APART = 4
+"""Steps between two kills of a job whose states are in memory. By then all nodes have the state."""
 PATIENCE = 900.0
 """How many seconds a wave has to end after its last kill."""
 
@@ -26,6 +30,8 @@ class Running:
     kind: Kind
     began: float
     kills: Counter[str] = field(default_factory=Counter)
+    disturbed: int = 0
+    """The step at the last kill."""
     ended: Observed | None = None
     seconds: float = 0.0
 
@@ -70,7 +76,7 @@ class Torture:
             for job in jobs:
                 observed = job.ended or self.arena.observe(job.name)
                 seconds = job.seconds or time.monotonic() - job.began
-                arguments = trainer_arguments(self.plan.epochs)
+                arguments = trainer_arguments(self.plan.epochs, job.kind)
                 verdict = judge(
                     job.kind, self.arena.checkpoints(job.name), observed, job.kills, arguments, self.replays
                 )
@@ -113,8 +119,10 @@ class Torture:
         """
         others = {**self.arena.extras, **self.arena.faults}
         weights = WEIGHTS | {name: weight for name, (weight, _) in others.items()}
-        what = self.random.choices(list(weights), list(weights.values()))[0]
         job = self.random.choice(jobs)
+        if job.kind.snapshots:
+            weights = {name: weight for name, weight in weights.items() if name not in SEVERAL}
+        what = self.random.choices(list(weights), list(weights.values()))[0]
         if what in self.arena.extras:
             if not self.arena.extras[what][1]():
                 return False
@@ -123,6 +131,9 @@ class Torture:
             observed = self.arena.observe(job.name)
             if not 0 < observed.step < STEPS_PER_EPOCH * self.plan.epochs:
                 return False
+            if job.kind.snapshots and observed.step < job.disturbed + APART:
+                return False
+            job.disturbed = observed.step
             if what in self.arena.faults:
                 if done := self.arena.faults[what][1](job.name, observed):
                     note(f"{job.name}: {what}: {done}, at step {observed.step}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from ddpjob_trainer.commands.check_ledger import Incarnation, read, verify
 from ddpjob_trainer.errors import LedgerError
 
-from benchmarks.torture.arena import Observed
+from benchmarks.torture.arena import COPY_KILL, Observed
 from benchmarks.torture.jobs import Kind, distance, weights
 from benchmarks.torture.replay import replay, segments
 
@@ -39,9 +39,10 @@ def judge(
     It must be Complete without a counted restart, with the ledger and the weights of undisturbed
     training.
     """
+    own = kills[COPY_KILL]
     problems = [] if observed.phase == "Complete" else [f"the phase is {observed.phase or 'Pending'}, not Complete"]
-    if observed.counted:
-        problems.append(f"{observed.counted} restarts were counted, but none was the job's own failure")
+    if observed.counted > own:
+        problems.append(f"{observed.counted} restarts were counted, but {own} were the job's own failures")
     incarnations: list[Incarnation] = []
     samples, difference = 0, None
     try:
@@ -51,12 +52,19 @@ def judge(
         problems.append(f"ledger: {error}")
     parts = segments(incarnations)
     if observed.phase == "Complete":
-        difference = distance(weights(folder), weights(replay(replays, parts, arguments)))
+        place = replays / kind.strategy / str(kind.snapshots)
+        place.mkdir(parents=True, exist_ok=True)
+        difference = distance(weights(folder), weights(replay(place, parts, arguments)))
         if difference > 0:
             problems.append(
                 f"a weight differs by {difference:.2e} from undisturbed training on as many ranks at each step"
             )
-    repeated = sum(max(0, before.last - after.start) for before, after in pairwise(incarnations))
+    lost = [max(0, before.last - after.start) for before, after in pairwise(incarnations)]
+    repeated = sum(lost)
+    if kind.snapshots and (most := max(lost, default=0)) > 2:
+        problems.append(
+            f"{most} steps were begun and made again after one kill, which is not 1 complete step and 1 begun"
+        )
     return Verdict(
         kind, kills, len(incarnations), max(0, len(parts) - 1), repeated, samples, difference, tuple(problems)
     )

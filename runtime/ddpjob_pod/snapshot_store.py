@@ -9,13 +9,14 @@ whole. A slot's mark is cleared before its data is written, and set afterwards, 
 store, so that a worker that is killed in between leaves an incomplete slot and nothing else. One more
 file has the last step that was made, with or without a copy; it says how much a restart repeats.
 
-No memory barrier is needed, on ARM either. A kill is a precise exception: all stores before it in the
-program's order reach memory, and none after it. Readers are other processes, and they read after the
-writer has ended or after a collective with it. The launcher starts workers only once all processes
-of the earlier ones have ended, so no older incarnation still writes.
+No memory barrier is needed, on ARM either. A kill is a precise exception: all stores before it in
+the program's order reach memory, and none after it. Readers are other processes, and they read
+after the writer has ended or after a collective with it. The launcher starts workers only once all
+processes of the earlier ones have ended, so no older incarnation still writes.
 
-The slot to overwrite is not always the older one. After a restart from a state that is not the newest
-one here, because another node lacked its part of that one, it is the abandoned newer one (`begin`).
+The slot to overwrite is not always the older one. After a restart from a state that is not the
+newest one here, because another node lacked its part of that one, it is the abandoned newer one
+(`begin`).
 
 The order of two states is that of their incarnations first, (generation, round), and of their steps
 second. A node that was cut off may hold a higher step of an older round; the job has continued
@@ -176,7 +177,10 @@ class SnapshotStore:
         return Moment((generation, round_), step) if magic == _MAGIC else None
 
     def note_made(self, moment: Moment) -> None:
-        """Record the last step that was made. A kill leaves the one before, or for a new order none."""
+        """Record the last step that was made.
+
+        A kill in here leaves the step before, and for a new order it may leave none.
+        """
         if self._made is None:
             return
         if self._noted != moment.order:
@@ -250,7 +254,7 @@ _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Versions 2 and 1: the folder, the files of the limit and the usage, and the prefix of statistics."""
+"""For versions 2 and 1: the folder, the limit, the usage, and the prefix of statistics."""
 SPARED = 0.1
 """Share of a memory limit that states leave free."""
 

@@ -12,10 +12,10 @@ How often: `Cadence`. With "auto" the ranks agree, with each copy, on the interv
 at most a hundredth of the time. It is the number of steps at risk.
 
 A start: every node says what it holds, all ranks choose the same moment, and only the nodes that lack
-it receive it, from the nodes that have it, over the process group. The ranks also agree on everything
-that decides whether they exchange: rank 0's interval, and the highest incarnation, because a pod that
-was replaced after a change of the spec has its own. What each rank has for itself (its random
-generators) travels with every copy to every node, because it would die with its own.
+it receive it, from the nodes that have it, over the process group. The ranks also agree on
+everything that decides whether they exchange: rank 0's interval, and the highest incarnation. A pod
+that was replaced after a change of the spec has its own ones. What each rank has for itself (its
+random generators) travels with every copy to every node, because it would die with its own.
 
 A node without a usable or large enough volume keeps nothing, and its ranks receive the state into
 memory of their own. All ranks learn that with the next copy, and report how much is needed. With
@@ -92,7 +92,10 @@ class Exchange(Protocol):
         """Send bytes to a rank that receives as many."""
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to a rank, and receive another's meanwhile. No bytes are not sent or awaited."""
+        """Send bytes to a rank, and receive a different rank's meanwhile.
+
+        Nothing is sent if `content` is empty, and nothing is awaited if `received` is.
+        """
 
     def receive(self, content: memoryview, source: int) -> None:
         """Fill the memory with a rank's bytes."""
@@ -150,7 +153,7 @@ class TorchExchange:
         self._distributed.recv(_bytes_of(content), self._global(source), group=self._group)
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to a rank, and receive another's meanwhile. No bytes are not sent or awaited."""
+        """Send bytes to a rank, and receive a different rank's meanwhile, unless they are empty."""
         sending = None
         if content:
             sending = self._distributed.isend(_bytes_of(content), self._global(to), group=self._group)
@@ -268,10 +271,10 @@ class Snapshots:
         self.interval = 0
         """Steps between copies: how many complete steps a loss repeats at most. 0: none is held."""
         self.needed = 0
-        """Bytes that a node which lacks them would need for two states; 0 if they fit everywhere."""
+        """Bytes for two states that a node needs and lacks; 0 if they fit everywhere."""
         self._lacks = 0
         """The same of this rank's node."""
-        self._has_copied = False
+        self._copies = 0
         self._base: Moment | None = None
         """The state that training continued from, until a later one is complete on all nodes."""
         self._views: dict[tuple[int, bytes], list[Any]] = {}
@@ -369,7 +372,10 @@ class Snapshots:
         raise RuntimeError(f"this node has lost the state after step {moment.step} from its memory")
 
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
-        """Take part in a transfer. Return the state if it is in no slot: `alone`, or without room."""
+        """Take part in a transfer.
+
+        Return the received state if it is in no slot: with `alone`, or if there is no room.
+        """
         rank = self._exchange.rank
         if rank == transfer.source:
             content = self._store.read(self._find(transfer.part, moment))
@@ -459,16 +465,16 @@ class Snapshots:
         """Forget the state that training began with, once a later one is complete on all nodes.
 
         That is so at the second copy, because the ranks exchange their costs after the first one.
-        With it go the parts that this node's ranks had under other numbers.
+        With it go the parts of other numbers of ranks, or of this node's ranks by other numbers.
         """
-        if self._base is not None and self._has_copied:
+        self._copies += 1
+        if self._copies == 2:
             self._base = None
             if self._speaks:
                 self._store.keep_only(self._node_parts())
-        self._has_copied = True
 
     def _node_parts(self) -> set[str]:
-        """Return the parts that this node's ranks write: their own, and those of the node before."""
+        """Return the parts that this node's ranks write: theirs and those of the node before."""
         if not self._sharded:
             return {ALL}
         world, local = self._exchange.world, self._exchange.local_world
@@ -577,7 +583,10 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
 
 
 def _reserve(size: int) -> memoryview:
-    """Return memory of this process, of which only written pages count. `size` is a peer's claim."""
+    """Return memory of this process, of which only written pages count.
+
+    `size` is what a peer claims. Raises RuntimeError if no process can have so much.
+    """
     try:
         return memoryview(mmap.mmap(-1, size))
     except (OSError, OverflowError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddpjob_pod.snapshot_store import SnapshotStore
 from ddpjob_trainer.commands.check_ledger import read
 from machine import slowness
 from ranks import TINY, good, run, stop_at
@@ -153,3 +155,36 @@ def test_the_clock_of_a_pod_is_set_while_its_processes_run(tmp_path: Path) -> No
         assert all(abs(seconds - 10_000.0) < slack for seconds in behind())
         assert not set_clock(tmp_path / "clocks" / "job-1-0", 1.0), "no process of it has begun"
         process.stdin.write("\n")
+
+
+COPIES = """
+import sys
+from pathlib import Path
+from ddpjob_pod.snapshots import ALL, Moment, SnapshotStore
+store = SnapshotStore(Path(sys.argv[1]))
+for step in range(1, 201):
+    writing = store.begin(ALL, 8)
+    writing.data[:] = step.to_bytes(8, "little")
+    writing.complete(Moment((0, 0), step))
+    store.note_made(Moment((0, 0), step))
+"""
+
+
+@pytest.mark.parametrize("point", ["begin", "mark", "made", "none"])
+def test_a_worker_dies_in_the_middle_of_a_copy_where_a_file_says_so(point: str, tmp_path: Path) -> None:
+    pods, folder = Processes(tmp_path, copies=True), tmp_path / "memory"
+    folder.mkdir()
+    order = tmp_path / "copies" / "job-0-0"
+    order.write_text(point)
+    environment = {**os.environ, **pods.skewed(), "DDPJOB_POD": "job-0-0"}
+    ended = subprocess.run([sys.executable, "-c", COPIES, folder], env=environment, check=False)
+    store = SnapshotStore(folder)
+    held, made = store.held(), store.made
+    if point == "none":
+        assert ended.returncode == 0 and order.exists() and made == held[-1].moment
+        return
+    assert ended.returncode == -signal.SIGKILL and not order.exists()
+    newest = held[-1] if held else None
+    step = 0 if newest is None else newest.moment.step
+    assert step < 200 and (made.step if made else 0) in (step - 1, step)
+    assert newest is None or int.from_bytes(store.read(newest), "little") == step

@@ -251,6 +251,16 @@ def test_of_a_sharded_state_every_part_must_be_held() -> None:
     assert choose({0: [part(0, 8), part(1, 8)]}, parts) == Moment((0, 0), 8), "the neighbour has a copy"
 
 
+def test_parts_of_one_step_and_different_incarnations_are_no_state() -> None:
+    def part(rank: int, step: int, round_: int) -> Held:
+        return Held(f"{rank}of2", Moment((0, round_), step), 9)
+
+    parts = ["0of2", "1of2"]
+    assert choose({0: [part(0, 8, 5)], 1: [part(1, 8, 6)]}, parts) is None
+    older = {0: [part(0, 8, 5), part(0, 7, 6)], 1: [part(1, 8, 5), part(1, 7, 6)]}
+    assert choose(older, parts) == Moment((0, 6), 7)
+
+
 @given(NODES)
 def test_only_nodes_that_lack_the_state_receive_it(nodes: dict[int, list[Held]]) -> None:
     moment = choose(nodes, [ALL])

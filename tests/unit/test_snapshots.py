@@ -404,10 +404,12 @@ def test_parts_under_other_numbers_are_dropped_after_the_first_whole_state(nodes
     assert Group(3).run(again) == [None] * 3
 
 
-def test_a_sharded_state_of_another_number_of_ranks_is_not_restored(nodes: Callable[[int], Path]) -> None:
+def test_a_sharded_state_of_a_different_number_of_ranks_is_not_restored(nodes: Callable[[int], Path]) -> None:
     Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
     found = Group(2).run(lambda rank: opened(rank, nodes(rank.node), (0, 1), sharded=True).restore())
     assert found == [None, None]
+    Group(2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], 1, sharded=True))
+    assert {held.part for held in SnapshotStore(nodes(0)).held()} == {"0of2", "1of2"}, "and it goes"
 
 
 @pytest.mark.parametrize(("first", "other"), [(AUTO, 3), (3, AUTO), (NONE, 1), (1, NONE), (AUTO, NONE)])

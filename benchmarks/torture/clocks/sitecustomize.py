@@ -1,7 +1,7 @@
 """Sets the clocks of tortured jobs' pods behind the machine's, by the value that a file has.
 
-It is on their PYTHONPATH. It changes only Python's clock, and never to ahead: the launcher compares
-it with the times of files, which remain the machine's.
+It also plants the points of `copy_kills`. It is on their PYTHONPATH. It changes only Python's clock,
+and never to ahead: the launcher compares it with the times of files, which remain the machine's.
 """
 
 import mmap
@@ -16,3 +16,10 @@ if "TORTURE_CLOCKS" in os.environ and "DDPJOB_POD" in os.environ:
     seconds, nanoseconds = time.time, time.time_ns
     time.time = lambda: seconds() - struct.unpack_from("d", behind)[0]
     time.time_ns = lambda: nanoseconds() - int(struct.unpack_from("d", behind)[0] * 1e9)
+
+if "TORTURE_COPY_KILLS" in os.environ and "DDPJOB_POD" in os.environ:
+    import sys
+
+    import copy_kills
+
+    sys.meta_path.insert(0, copy_kills.Finder())

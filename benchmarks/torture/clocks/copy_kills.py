@@ -1,0 +1,61 @@
+"""Kills workers of tortured jobs in the middle of a copy of their state, where a file says so.
+
+It wraps functions of `ddpjob_pod` when a worker imports them; the product has no such points. The file
+has the pod's name, in the folder TORTURE_COPY_KILLS, and the name of one of POINTS.
+"""
+
+import importlib.util
+import os
+import random
+import signal
+import sys
+
+POINTS = {
+    "tensor": ("ddpjob_pod.snapshots", "", "_copy_to"),
+    "mark": ("ddpjob_pod.snapshot_store", "Writing", "complete"),
+    "begin": ("ddpjob_pod.snapshot_store", "SnapshotStore", "begin"),
+    "made": ("ddpjob_pod.snapshot_store", "SnapshotStore", "note_made"),
+    "neighbour": ("ddpjob_pod.snapshots", "TorchExchange", "receive"),
+}
+"""The name of a point: the module, the class (empty: none) and the function in which workers die."""
+SHARE = 0.2
+"""How often a function that is called is the one in which the worker dies."""
+
+
+class Finder:
+    """Finds ddpjob_pod.snapshots once, and wraps its functions after its import."""
+
+    def find_spec(self, name, path=None, target=None):
+        """Return the module's specification; None for any other module."""
+        if name != "ddpjob_pod.snapshots":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_wrap(module):
+            execute(module)
+            for point, (where, owner, function) in POINTS.items():
+                place = module if where == name else sys.modules[where]
+                _wrap(getattr(place, owner) if owner else place, function, point)
+
+        spec.loader.exec_module = execute_and_wrap
+        return spec
+
+
+def _wrap(place, function, point):
+    original = getattr(place, function)
+    order = os.path.join(os.environ["TORTURE_COPY_KILLS"], os.environ["DDPJOB_POD"])  # noqa: PTH118
+
+    def dying(*arguments):
+        try:
+            with open(order) as file:  # noqa: PTH123
+                wanted = file.read() == point
+        except OSError:
+            wanted = False
+        if wanted and random.random() < SHARE:
+            os.unlink(order)  # noqa: PTH108
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    setattr(place, function, dying)
