@@ -73,8 +73,9 @@ class Snapshots:
         if not objects or not (job.snapshot_folder or (job.coordinator and stop.torch_distributed())):
             return
         self._exchange = _exchange()
-        self._check_that_nothing_is_sharded()
         folder = Path(job.snapshot_folder) if job.snapshot_folder else None
+        if folder is not None:
+            self._check_that_nothing_is_sharded()
         every = job.snapshot_interval if folder else NONE
         order = job.group or (int(job.generation or 0), int(job.round or 0))
         snapshots = _Snapshots(SnapshotStore(folder), self._exchange, order, every)
