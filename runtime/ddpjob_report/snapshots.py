@@ -15,6 +15,7 @@ buffers that DDP does not synchronize.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import random
@@ -106,16 +107,14 @@ class Snapshots:
 
     def _is_shared(self, name: str) -> bool:
         """Whether all ranks have the same state of an object, as of a model and its optimizer under DDP."""
-        import torch
-
+        torch = _torch()
         thing = self._objects[name]
         if isinstance(thing, (torch.nn.Module, torch.optim.Optimizer)):
             return True
         return bool(sum(t.numel() * t.element_size() for t in _tensors(thing.state_dict())) > _OWN_BYTES)
 
     def _own(self) -> bytes:
-        import torch
-
+        torch = _torch()
         own: dict[str, Any] = {"objects": {}, "buffers": {}, "random": random.getstate()}
         for name, thing in self._objects.items():
             if not self._is_shared(name):
@@ -123,7 +122,7 @@ class Snapshots:
             elif isinstance(thing, torch.nn.Module) and self._keeps_buffers_of(thing):
                 own["buffers"][name] = {key: value.detach().cpu() for key, value in thing.named_buffers()}
         own["torch"] = torch.get_rng_state()
-        cuda: Any = torch.cuda
+        cuda = torch.cuda
         if cuda.is_available() and cuda.is_initialized():
             own["cuda"] = cuda.get_rng_state()
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -137,8 +136,7 @@ class Snapshots:
         )
 
     def _load(self, found: Restored) -> None:
-        import torch
-
+        torch = _torch()
         own = _read(found, self._exchange.rank)
         first = own if self._exchange.rank == 0 else _read(found, 0)
         # A rank that has joined since takes what rank 0 had, but not its random numbers.
@@ -171,6 +169,11 @@ class Snapshots:
             if self._is_shared(name) and any(hasattr(t, "full_tensor") for t in _tensors(self._shared()[name])):
                 what = f"{name} is sharded over the ranks (FSDP), and only whole states are kept"
                 raise TypeError(f"ddpjob_report.Snapshots: {what}; save it by torch.distributed.checkpoint")
+
+
+def _torch() -> Any:
+    """Return torch. A script without it can use the rest of this package."""
+    return importlib.import_module("torch")
 
 
 def _read(found: Restored, rank: int) -> dict[str, Any]:
