@@ -31,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib
 import math
 import mmap
 import pickle
@@ -130,8 +131,7 @@ class TorchExchange:
         """Return every rank's bytes, in rank order: by one collective, or two if they have grown."""
         if self._distributed is None:
             return [content]
-        import torch
-
+        torch = _torch()
         while True:
             sent = torch.zeros(_SIZE.size + self._capacity, dtype=torch.uint8)
             own = _SIZE.pack(len(content)) + (content if len(content) <= self._capacity else b"")
@@ -170,8 +170,7 @@ class TorchExchange:
 
 
 def _bytes_of(content: memoryview) -> Any:
-    import torch
-
+    torch = _torch()
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
@@ -537,7 +536,7 @@ class Snapshots:
 
     def _copy_from_device(self, layout: _Layout, writing: Any, moment: Moment) -> None:
         """Copy in the background. The next `take` or `close` marks the copy as complete."""
-        torch = _untyped_torch()
+        torch = _torch()
         targets = self._targets(writing.data, writing.slot, layout)
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -602,18 +601,16 @@ _pinned: set[int] = set()
 
 def _pin(data: memoryview) -> None:
     """Make the slot's memory page-locked for the device, once. A failure costs only speed."""
-    torch = _untyped_torch()
+    torch = _torch()
     whole = torch.frombuffer(data, dtype=torch.uint8)
     if whole.data_ptr() not in _pinned:
         _pinned.add(whole.data_ptr())
         torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), len(data), 0)
 
 
-def _untyped_torch() -> Any:
-    """Return torch, whose calls for devices have no types."""
-    import torch
-
-    return torch
+def _torch() -> Any:
+    """Return torch, which this package does not require."""
+    return importlib.import_module("torch")
 
 
 class _Layout:
@@ -698,8 +695,7 @@ def _copy_to(data: memoryview, tensor: Any, place: _Placeholder) -> None:
 
 def _view(data: memoryview, place: _Placeholder) -> Any:
     """Return a tensor in the memory of a slot."""
-    import torch
-
+    torch = _torch()
     if place.count == 0:
         return torch.empty(place.shape, dtype=place.dtype)
     flat = torch.frombuffer(data, dtype=place.dtype, count=place.count, offset=place.offset)
@@ -708,8 +704,7 @@ def _view(data: memoryview, place: _Placeholder) -> Any:
 
 def _is_tensor(node: Any) -> bool:
     """Whether it is a tensor whose values are in one piece of memory. Others are pickled."""
-    import torch
-
+    torch = _torch()
     return isinstance(node, torch.Tensor) and node.layout is torch.strided and not node.is_quantized
 
 
