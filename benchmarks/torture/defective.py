@@ -65,7 +65,7 @@ def mark_first():
 
 
 def prefer_older():
-    """Continue from the highest step in memory, although a newer incarnation went back before it."""
+    """Continue from the highest step in memory instead of the newest incarnation's."""
 
     def choose(held, parts):
         found = {}

@@ -3,11 +3,12 @@
 Problem: a restart repeats all steps since the last checkpoint, and a checkpoint is too dear for
 each step. A copy into memory costs a hundredth of it. That memory must not belong to a worker.
 
-Rule: each pod has a small folder in memory (a tmpfs). A state is one file there, a *slot*. Each part
-of the state has two slots, which are written in turn: while one is overwritten, the other one is
-whole. A slot's mark is cleared before its data is written, and set afterwards, each by one aligned
-store, so that a worker that is killed in between leaves an incomplete slot and nothing else. One more
-file has the last step that was made, with or without a copy; it says how much a restart repeats.
+Rule: each pod has a small folder in memory (a tmpfs). A state is one file there, a *slot*. Each
+part of the state has two slots, which are written in turn: while one is overwritten, the other one
+is whole. A slot's mark is cleared before its data is written, and set afterwards, each by one
+aligned store, so that a worker that is killed in between leaves an incomplete slot and nothing
+else. One more file has the last step that was made, with or without a copy; it says how much a
+restart repeats.
 
 No memory barrier is needed, on ARM either. A kill is a precise exception: all stores before it in
 the program's order reach memory, and none after it. Readers are other processes, and they read
@@ -22,9 +23,9 @@ The order of two states is that of their incarnations first, (generation, round)
 second. A node that was cut off may hold a higher step of an older round; the job has continued
 without it, from an earlier step, and that history is the one that counts (`choose`).
 
-With replicated state (DDP) a node has one part, `ALL`, written by its first rank, and any node's copy
-serves all. With sharded state each rank has a part of its own, and the next node has a copy of it.
-Decision record 0023.
+With replicated state (DDP) a node has one part, `ALL`, written by its first rank, and any node's
+copy serves all. With sharded state each rank has a part of its own, and the next node has a copy of
+it. Decision record 0023.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""For versions 2 and 1: the folder, the limit, the usage, and the prefix of statistics."""
+"""Folder, limit, usage and prefix of the statistics, for versions 2 and 1."""
 SPARED = 0.1
 """Share of a memory limit that states leave free."""
 

@@ -2,28 +2,28 @@
 
 Problem, rule and order of states: `snapshot_store`. This module knows tensors and ranks.
 
-A copy: the caller's tree of tensors, numbers and containers is split into a *skeleton* (pickled, with
-a placeholder for each tensor) and the tensors' bytes, which are copied straight into the mapped slot.
-On a GPU the tensors are first cloned on the device, in stream order, which takes a tenth of a
-millisecond for 100 MB; a side stream brings the clone to the host while the next step runs, and the
-slot is marked complete when it has arrived.
+A copy: the caller's tree of tensors, numbers and containers is split into a *skeleton* (pickled,
+with a placeholder for each tensor) and the tensors' bytes, which are copied straight into the
+mapped slot. On a GPU the tensors are first cloned on the device, in stream order, which takes a
+tenth of a millisecond for 100 MB; a side stream brings the clone to the host while the next step
+runs, and the slot is marked complete when it has arrived.
 
-How often: `Cadence`. With "auto" the ranks agree, with each copy, on the interval at which copies take
-at most a hundredth of the time. It is the number of steps at risk.
+How often: `Cadence`. With "auto" the ranks agree, with each copy, on the interval at which copies
+take at most a hundredth of the time. It is the number of steps at risk.
 
-A start: every node says what it holds, all ranks choose the same moment, and only the nodes that lack
-it receive it, from the nodes that have it, over the process group. The ranks also agree on
+A start: every node says what it holds, all ranks choose the same moment, and only the nodes that
+lack it receive it, from the nodes that have it, over the process group. The ranks also agree on
 everything that decides whether they exchange: rank 0's interval, and the highest incarnation. A pod
 that was replaced after a change of the spec has its own ones. What each rank has for itself (its
 random generators) travels with every copy to every node, because it would die with its own.
 
 A node without a usable or large enough volume keeps nothing, and its ranks receive the state into
 memory of their own. All ranks learn that with the next copy, and report how much is needed. With
-replicated state the other nodes go on; a sharded state would never be complete, so copies end.
+replicated state the other nodes continue; a sharded state would never be complete, so copies end.
 
 A failure on the way (a holder that dies during the transfer) is an error of the collective: the job
-restarts once more and chooses among what is left. Trust: pickles come only from this job's own pods,
-whose program runs here anyway.
+restarts once more and chooses among what is left. Trust: pickles come only from this job's own
+pods, whose program runs here anyway.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ Rebuild = Callable[[tuple[Any, ...], Any, "tuple[int, ...]"], Any]
 
 
 class Exchange(Protocol):
-    """What the ranks need to exchange. Every call is collective in `gather`, and pairwise otherwise."""
+    """What the ranks need to exchange. `gather_bytes` is collective; the others are pairwise."""
 
     rank: int
     world: int
@@ -117,7 +117,7 @@ class Cost(NamedTuple):
 
 
 class TorchExchange:
-    """The ranks of a process group that takes tensors of the CPU, or one process without a group."""
+    """The ranks of a process group that takes tensors of the CPU, or a single process."""
 
     def __init__(self, local_rank: int, local_world: int, distributed: Any = None, group: Any = None) -> None:
         """`distributed` is torch.distributed, and None for one process alone."""
@@ -128,7 +128,7 @@ class TorchExchange:
         self._capacity = 1024
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order: by one collective, or two if they have grown."""
+        """Return every rank's bytes, in rank order. It takes a second collective if they grow."""
         if self._distributed is None:
             return [content]
         torch = _torch()
@@ -217,7 +217,7 @@ class _Placeholder:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     whole: tuple[int, ...] | None
-    """The whole tensor's shape, of which this is a shard; None if it is no shard."""
+    """The whole tensor's shape, of which this is a shard; None if it is not a shard."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ class Snapshots:
         return None
 
     def begin(self, step: int, source: str) -> None:
-        """Note the step from which training continues, and where its state came from (protocol.SOURCES)."""
+        """Note the step after which training continues, and its source (protocol.SOURCES)."""
         self._since, self._steps = time.perf_counter(), 0
         self._began, self.start = self._since, {"step": step, "source": source}
         if self._made is not None:
@@ -502,7 +502,7 @@ class Snapshots:
         return self._views[key]
 
     def _copy_to_neighbour(self, moment: Moment) -> None:
-        """Give this rank's part to the same rank of the next node, and take the part of the node before."""
+        """Give this rank's part to the next node, and take the part of the node before."""
         self._settle()
         rank, world, step = self._exchange.rank, self._exchange.world, self._exchange.local_world
         if world <= step:
@@ -709,7 +709,7 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _dense_stride(tensor: Any) -> tuple[int, ...]:
-    """Return the strides of a copy without gaps, in the tensor's own order of dimensions if it has none."""
+    """Return the strides of a copy without gaps, in the tensor's own order of dimensions."""
     order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
     strides, step = [0] * tensor.dim(), 1
     for dimension in reversed(order):

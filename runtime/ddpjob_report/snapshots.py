@@ -7,10 +7,10 @@
         snapshots.take(step + 1)
 
 A restart continues after the newest step that any node has in memory, instead of after the newest
-checkpoint. Each worker copies weights and optimizer state into its node's memory, at most as often as
-that takes a hundredth of the time (`recovery.snapshots`). Everything that a rank has for itself goes
-to all nodes with each copy: its random generators, the states of schedulers, scalers and loaders, and
-buffers that DDP does not synchronize.
+checkpoint. Each worker copies weights and optimizer state into its node's memory, at most as often
+as that takes a hundredth of the time (`recovery.snapshots`). Everything that a rank has for itself
+goes to all nodes with each copy: its random generators, the states of schedulers, scalers and
+loaders, and buffers that DDP does not synchronize.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Snapshots:
         Make it after the process group, and after the model is wrapped and on its device.
 
         Args:
-            objects: whatever has `state_dict()` and `load_state_dict()`, by a name: model, optimizer,
-                scheduler, scaler, loader. Ranks give the same names.
+            objects: all that have `state_dict()` and `load_state_dict()`, by a name: model,
+                optimizer, scheduler, scaler, loader. Ranks give the same names.
 
         Raises:
             TypeError: an object has no such methods, or a part of the model is sharded (FSDP).
@@ -91,7 +91,7 @@ class Snapshots:
             link.post(self._snapshots.news())
 
     def take(self, step: int) -> None:
-        """Keep the state after `step` steps, if its turn has come. All ranks call it after each step.
+        """Keep the state after `step` steps, if that is due. All ranks call it after each step.
 
         Raises RuntimeError if a rank is gone, as any collective does.
         """
@@ -106,7 +106,7 @@ class Snapshots:
         return {name: thing.state_dict() for name, thing in self._objects.items() if self._is_shared(name)}
 
     def _is_shared(self, name: str) -> bool:
-        """Whether all ranks have the same state of an object, as of a model and its optimizer under DDP."""
+        """Whether all ranks have the same state of an object, as of a model under DDP."""
         torch = _torch()
         thing = self._objects[name]
         if isinstance(thing, (torch.nn.Module, torch.optim.Optimizer)):
@@ -130,7 +130,7 @@ class Snapshots:
         return pickle.dumps(own, protocol=4)
 
     def _keeps_buffers_of(self, module: Any) -> bool:
-        """Whether this rank's buffers count. DDP broadcasts rank 0's before each step unless it is told not to."""
+        """Whether this rank's buffers count. By default DDP broadcasts rank 0's before a step."""
         return self._exchange.world > 1 and (
             self._exchange.rank == 0 or not getattr(module, "broadcast_buffers", False)
         )

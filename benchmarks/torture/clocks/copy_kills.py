@@ -1,7 +1,7 @@
 """Kills workers of tortured jobs in the middle of a copy of their state, where a file says so.
 
-It wraps functions of `ddpjob_pod` when a worker imports them; the product has no such points. The file
-has the pod's name, in the folder TORTURE_COPY_KILLS, and the name of one of POINTS.
+It wraps functions of `ddpjob_pod` when a worker imports them; the product has no such points. The
+file has the pod's name, in the folder TORTURE_COPY_KILLS, and the name of one of POINTS.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ POINTS = {
     "made": ("ddpjob_pod.snapshot_store", "SnapshotStore", "note_made"),
     "neighbour": ("ddpjob_pod.snapshots", "TorchExchange", "receive"),
 }
-"""The name of a point: the module, the class (empty: none) and the function in which workers die."""
+"""The module, the class (empty: none) and the function in which workers die, by point."""
 SHARE = 0.2
 """How often a function that is called is the one in which the worker dies."""
 

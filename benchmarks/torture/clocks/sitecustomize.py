@@ -1,7 +1,8 @@
 """Sets the clocks of tortured jobs' pods behind the machine's, by the value that a file has.
 
-It also plants the points of `copy_kills`. It is on their PYTHONPATH. It changes only Python's clock,
-and never to ahead: the launcher compares it with the times of files, which remain the machine's.
+It also plants the points of `copy_kills`. It is on their PYTHONPATH. It changes only Python's
+clock, and never to ahead: the launcher compares it with the times of files, which remain the
+machine's.
 """
 
 import mmap

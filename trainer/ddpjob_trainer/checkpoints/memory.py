@@ -36,7 +36,7 @@ class NodeMemory:
             self._snapshots = Snapshots(SnapshotStore(folder), exchange, order, every, sharded=sharded, together=True)
 
     def restore(self) -> Snapshot | None:
-        """Return the newest state that the nodes together hold, on every rank; None if there is none."""
+        """Return the newest state that the nodes together hold; None if there is none."""
         if self._snapshots is None:
             return None
         found = self._snapshots.restore(self._rebuild)
