@@ -154,7 +154,8 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                self.values[name] = read_start(value)
+                if "seconds" not in self.values.get(name, {}):  # It is complete then, and does not change.
+                    self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
