@@ -167,12 +167,12 @@ class MergedProgress:
         return True
 
     def forget_ranks(self) -> None:
-        """Drop the figures about ranks.
+        """Drop the figures about ranks and their memory.
 
         The next round numbers the ranks again and reports again.
         """
-        self.values.pop(STRAGGLERS, None)
-        self.values.pop(START, None)
+        for name in (STRAGGLERS, START, AT_RISK, SNAPSHOT_BYTES):
+            self.values.pop(name, None)
         for name in FLAGS:
             self.values.pop(name, None)
 

@@ -48,7 +48,8 @@ class Restarted:
         recovery = Recovery(down_since=later(20)) if down else Recovery(last_seconds=1.5)
         states = [MemberState.RUNNING] * 2
         last = report(CoordinatorState.RUNNING, *states, round=number, progress=progress, recovery=recovery)
-        self.job, _ = seen(self.job, at, self.pods, last)
+        self.job, decision = seen(self.job, at, self.pods, last)
+        self.events = [event.reason for event in decision.events]
 
     def told(self) -> str:
         condition = self.status.condition(ConditionType.RESTARTING)
@@ -120,6 +121,19 @@ def test_of_many_pods_lost_at_once_the_account_is_kept_with_one_that_is_still_li
     one.look(42, 3, {"start": {**KEPT, "seconds": 0.4}, "step": 92})
     counts = one.status.restarts
     assert (counts.repeated_steps, counts.repeated_seconds) == (1, 0.4) and len(counts.recent) == 10
+
+
+def test_states_that_do_not_fit_are_said_once_with_what_they_need_and_taken_back() -> None:
+    one = Restarted()
+    one.look(22, 2, {"snapshotBytes": 3 * 2**30, "step": 91})
+    shown = one.status.condition(ConditionType.SNAPSHOTS_HELD)
+    assert shown is not None and (shown.status, shown.reason) == (False, "NoRoom")
+    assert "need 3.0 GiB" in shown.message and one.events.count("NoRoom") == 1
+    one.look(23, 2, {"snapshotBytes": 3 * 2**30, "step": 92})
+    assert one.status.condition(ConditionType.SNAPSHOTS_HELD) == shown and "NoRoom" not in one.events
+    one.look(24, 2, {"stepsAtRisk": 4, "step": 93})
+    held = one.status.condition(ConditionType.SNAPSHOTS_HELD)
+    assert held is not None and held.status and held.message == "a loss repeats at most 4 steps"
 
 
 def restarted(**fields: Any) -> JobStatus:

@@ -16,7 +16,7 @@ from ddpjob.core.world import node_pod_name
 
 _WARNED = (
     *(ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED),
-    ConditionType.CHECKPOINTS_COPIED,
+    *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD),
 )
 """Conditions for which becoming false is an event."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
