@@ -244,7 +244,7 @@ def test_pods_and_training_are_summed_up_over_time() -> None:
     assert scraped(one.accounts)["ddpjob_job_pod_seconds"] == {own: 200}, "it has ended"
 
 
-def test_the_time_before_the_first_step_and_in_which_steps_are_repeated_is_not_useful() -> None:
+def test_the_time_before_the_first_step_and_of_repeated_steps_is_not_useful() -> None:
     own, one = ("space", "job"), Job({**running(), "trained": False})
     one.becomes({**running(), "trained": False})
 
@@ -263,7 +263,7 @@ def test_the_time_before_the_first_step_and_in_which_steps_are_repeated_is_not_u
     assert found["ddpjob_job_repeated_steps"] == {own: 7} and found["ddpjob_job_unknown_repeats"] == {own: 1}
 
 
-def test_steps_at_risk_are_those_of_a_group_that_trains_and_states_that_do_not_fit_are_shown() -> None:
+def test_steps_at_risk_are_of_a_group_that_trains_and_states_that_do_not_fit_show() -> None:
     own, one = ("space", "job"), Job({**running(1), "progress": {"step": 1, "stepsAtRisk": 4}})
     found = scraped(one.accounts)
     assert found["ddpjob_job_steps_at_risk"] == {own: 4} and found["ddpjob_job_snapshots_refused"] == {own: 0}

@@ -1,9 +1,10 @@
 """Counts the steps that a restart made twice, which is its main cost where checkpoints are rare.
 
-The worker of rank 0 says at its start after which step it continues, where that state came from, and
-which step was the last one before the restart (`protocol.START`). The difference is repeated work. It
-is exact where a node's memory has survived (`ddpjob_pod.snapshot_store` notes each step there), and
-unknown otherwise: an account that is not known is never shown as 0. Decision record 0023.
+The worker of rank 0 reports at its start after which step it continues, where that state came
+from, and which step was the last one before the restart (`protocol.START`). The difference is
+repeated work. It is exact where a node's memory has survived (`ddpjob_pod.snapshot_store` notes
+each step there), and unknown otherwise: an account that is not known is never shown as 0. Decision
+record 0023.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ UNKNOWN = "unknown"
 
 
 def count_repeats(view: View) -> JobStatus:
-    """Return the status with what the coordinator's current round has repeated, as far as its workers have said so.
+    """Return the status with what the coordinator's current round has repeated.
 
-    Workers that have said nothing by their first step will not: what they repeat is unknown.
+    Workers report it at their start. What they repeat is unknown if they have made their first step
+    without a report.
     """
     status, report = view.status, view.report
     if report is None:
@@ -91,7 +93,7 @@ def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> 
 
 
 def judge_snapshots(view: View) -> JobStatus:
-    """Return the status with the condition SnapshotsHeld: only where two states do not fit, or did not."""
+    """Return the status with the condition SnapshotsHeld, if two states do not fit or did not."""
     status, figures = view.status, view.reported_progress
     condition = partial(with_condition, status, ConditionType.SNAPSHOTS_HELD, now=view.now)
     needed, risk = figures.get(protocol.SNAPSHOT_BYTES), figures.get(protocol.AT_RISK)
@@ -114,7 +116,10 @@ _SOURCES = {
 
 
 def repeats(restart: Restart | None) -> str:
-    """Return how many steps were made twice after a restart, in words; empty if the script has not said."""
+    """Return how many steps were made twice after a restart, in words.
+
+    Empty if the script has not reported it.
+    """
     if restart is None or restart.continued_from not in _SOURCES:
         return ""
     number = "an unknown number of steps" if restart.repeated_steps is None else count(restart.repeated_steps, "step")
