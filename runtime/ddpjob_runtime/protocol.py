@@ -600,7 +600,8 @@ def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     These are the figures it has, the step counter's flags, and what its start has repeated.
     """
     start = progress.get(START) or {}
-    return awaited_figures(progress) | {name for name in FLAGS if progress.get(name)} | {*start} & {"step", "seconds"}
+    flags = {name for name in FLAGS if progress.get(name)}
+    return awaited_figures(progress) | flags | {f"{START}.{name}" for name in start}
 
 
 def is_number(value: Any) -> bool:

@@ -9,6 +9,7 @@ record 0023.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ def makes_new_steps(status: JobStatus) -> bool:
 def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, Any]) -> Restarts:
     if restart is None:
         return counts  # Nothing was repeated: the job has begun, or was resumed.
-    repeated = start["made"] - start["step"] if "made" in start else None
+    repeated = count_steps(start)
     again = replace(restart, repeated_steps=repeated, continued_from=start["source"])
     unknown = (repeated is None) - (restart.continued_from == UNKNOWN)
     return replace(
@@ -78,6 +79,11 @@ def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, An
         unknown_repeats=max(0, counts.unknown_repeats + unknown),
         recent=tuple(again if r is restart else r for r in counts.recent),
     )
+
+
+def count_steps(start: Mapping[str, Any]) -> int | None:
+    """Return how many steps a start has repeated, as reported; None if that is not known."""
+    return start["made"] - start["step"] if "made" in start else None
 
 
 def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> Restarts:
@@ -120,7 +126,12 @@ def repeats(restart: Restart | None) -> str:
 
     Empty if the script has not reported it.
     """
-    if restart is None or restart.continued_from not in _SOURCES:
+    return "" if restart is None else describe_repeats(restart.continued_from, restart.repeated_steps)
+
+
+def describe_repeats(source: str, steps: int | None) -> str:
+    """Return how many steps were made twice, and where they continued from (protocol.SOURCES)."""
+    if source not in _SOURCES:
         return ""
-    number = "an unknown number of steps" if restart.repeated_steps is None else count(restart.repeated_steps, "step")
-    return f"{number} repeated ({_SOURCES[restart.continued_from]})"
+    number = "an unknown number of steps" if steps is None else count(steps, "step")
+    return f"{number} repeated ({_SOURCES[source]})"
