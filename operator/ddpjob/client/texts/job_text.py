@@ -227,7 +227,7 @@ def _repeated_work(status: JobStatus) -> str:
 def at_risk(status: JobStatus) -> str:
     """Return what a loss now repeats; empty if no state is held in memory, or nothing trains."""
     steps = status.progress.get(AT_RISK)
-    return f"at most {count(steps, 'step')}" if is_number(steps) and not status.terminal else ""
+    return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""
 
 
 def slot_lines(status: JobStatus) -> Iterator[str]:
