@@ -146,7 +146,7 @@ _OPERATOR = Dashboard(
 )
 
 _GOODPUT = (  # Rates of counters that have just begun are extrapolated, to a little more than there is.
-    "clamp_max(sum{by}(rate(ddpjob_job_training_seconds_total{{{of}}}[{over}])) / "
+    "clamp_max(sum{by}(rate(ddpjob_job_useful_seconds_total{{{of}}}[{over}])) / "
     "(sum{by}(rate(ddpjob_job_pod_seconds_total{{{of}}}[{over}])) > 0), 1)"
 )
 _FLEET_BOARD = Dashboard(
@@ -158,7 +158,8 @@ _FLEET_BOARD = Dashboard(
             "Goodput",
             {"goodput": _GOODPUT.format(by=" ", of=_FLEET, over="$__rate_interval")},
             "percentunit",
-            text="Training seconds / pod seconds: what is missing went into starts, restarts, stalls and spares.",
+            text="The share of pod time in which new steps were made. The rest went into starts, restarts, repeated "
+            "steps, stalls and spares.",
         ),
         Panel(
             "Jobs begun and ended",
@@ -242,7 +243,7 @@ _JOB_BOARD = Dashboard(
             "percentunit",
             "stat",
             4,
-            text="Training seconds / pod seconds over the range shown.",
+            text="The share of pod time in which new steps were made, over the range shown.",
         ),
         Panel(
             "Newest checkpoint",
@@ -271,10 +272,27 @@ _JOB_BOARD = Dashboard(
         Panel(
             "What pods did",
             {
-                "train": f"sum(rate(ddpjob_job_training_seconds_total{{{_JOB}}}[$__rate_interval]))",
+                "make new steps": f"sum(rate(ddpjob_job_useful_seconds_total{{{_JOB}}}[$__rate_interval]))",
                 "exist": f"sum(rate(ddpjob_job_pod_seconds_total{{{_JOB}}}[$__rate_interval]))",
             },
-            text="Pods on average: the space between the lines is lost to starts, restarts, stalls and spares.",
+            text="Pods on average: the space between the lines is lost to starts, restarts, repeated steps, stalls "
+            "and spares.",
+        ),
+        Panel(
+            "Repeated work",
+            {
+                "steps": of_job("ddpjob_job_repeated_steps_total"),
+                "restarts of unknown cost": of_job("ddpjob_job_unknown_repeats_total"),
+            },
+            look="steps",
+            whole=True,
+        ),
+        Panel(
+            "Steps at risk",
+            {"steps": of_job("ddpjob_job_steps_at_risk")},
+            text="How many complete steps a loss repeats at most.",
+            look="steps",
+            whole=True,
         ),
         Panel(
             "Stalled, or the coordinator out of reach",

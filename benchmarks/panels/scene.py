@@ -246,6 +246,8 @@ ACTS = (
         "DDPJobStalled", "hangs"),
     Act(15, "a job whose newest checkpoint is three hours old", lambda s: reports(s, "unsaved", "--saved-ago=10800"),
         "DDPJobCheckpointOld", "unsaved"),
+    Act(20, "a job whose states do not fit into memory, half an hour after its newest checkpoint",
+        lambda s: reports(s, "large", "--saved-ago=1800", "--snapshot-bytes=9e9"), "DDPJobWorkAtRisk", "large"),
     Act(25, "a job whose steps take four times as long after two minutes",
         lambda s: reports(s, "slows", "--slow-after=120"), "DDPJobStraggler", "slows"),
     Act(100, "a script that raises at step 5 each time: four fifths of its budget", crash,

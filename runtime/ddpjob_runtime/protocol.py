@@ -597,9 +597,11 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     """Return what makes progress urgent to read.
 
-    These are the figures it has, and the step counter's flags.
+    These are the figures it has, the step counter's flags, and what its start has repeated.
     """
-    return awaited_figures(progress) | {name for name in (*FLAGS, START) if progress.get(name)}
+    start = progress.get(START) or {}
+    flags = {name for name in FLAGS if progress.get(name)}
+    return awaited_figures(progress) | flags | {f"{START}.{name}" for name in start}
 
 
 def is_number(value: Any) -> bool:

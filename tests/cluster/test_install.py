@@ -398,7 +398,7 @@ def test_a_job_completes_and_is_reported(installed_operator: Release, jobs: Jobs
         own = f'job_name="one",namespace="{jobs.namespace}"'
         assert figures[f'ddpjob_job_phase{{{own},phase="Complete"}}'] == "1.0"
         assert 0 < float(figures[f"ddpjob_job_pod_seconds_total{{{own}}}"]) < 600
-        assert f"ddpjob_job_training_seconds_total{{{own}}}" in figures
+        assert f"ddpjob_job_useful_seconds_total{{{own}}}" in figures
 
 
 def key_of(release: Release) -> bytes:

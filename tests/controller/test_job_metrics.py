@@ -238,10 +238,43 @@ def test_pods_and_training_are_summed_up_over_time() -> None:
     one.seconds = 200  # 30 s, not written by any change
     found, own = scraped(one.accounts), ("space", "job")
     assert found["ddpjob_job_pod_seconds"] == {own: 2 * (60 + 10 + 30)}
-    assert found["ddpjob_job_training_seconds"] == {own: 2 * (60 + 30)}
+    assert found["ddpjob_job_useful_seconds"] == {own: 2 * (60 + 30)}
     one.becomes({**running(2), "phase": "Complete", "conditions": [condition("Complete")]})
     one.seconds = 900
     assert scraped(one.accounts)["ddpjob_job_pod_seconds"] == {own: 200}, "it has ended"
+
+
+def test_the_time_before_the_first_step_and_of_repeated_steps_is_not_useful() -> None:
+    own, one = ("space", "job"), Job({**running(), "trained": False})
+    one.becomes({**running(), "trained": False})
+
+    def after(passed: float, step: int | None, **restarted: Any) -> None:
+        one.seconds += passed
+        status = running(step, (restart(**restarted),) if restarted else (), round=bool(restarted))
+        one.becomes(status | {"restarts": status["restarts"] | {"repeatedSteps": 7, "unknownRepeats": 1}})
+
+    after(10, 1)  # compiled its model until here
+    after(60, 40, round=1)  # new steps until here
+    after(5, 40, round=1, seconds=4.0, continuedFrom="memory", repeatedSteps=3)
+    after(20, 40, round=1, seconds=4.0, continuedFrom="memory", repeatedSteps=3, repeatedSeconds=19.5)
+    after(100, 90, round=1, seconds=4.0, continuedFrom="memory", repeatedSteps=3, repeatedSeconds=19.5)
+    found = scraped(one.accounts)
+    assert found["ddpjob_job_pod_seconds"] == {own: 2 * 195} and found["ddpjob_job_useful_seconds"] == {own: 2 * 160}
+    assert found["ddpjob_job_repeated_steps"] == {own: 7} and found["ddpjob_job_unknown_repeats"] == {own: 1}
+
+
+def test_steps_at_risk_are_of_a_group_that_trains_and_states_that_do_not_fit_show() -> None:
+    own, one = ("space", "job"), Job({**running(1), "progress": {"step": 1, "stepsAtRisk": 4}})
+    found = scraped(one.accounts)
+    assert found["ddpjob_job_steps_at_risk"] == {own: 4} and found["ddpjob_job_snapshots_refused"] == {own: 0}
+    refused = condition("SnapshotsHeld", "NoRoom", holds=False)
+    broken = {"conditions": [condition("Running"), condition("Restarting"), refused]}
+    one.becomes({**running(1), "progress": {"step": 1, "stepsAtRisk": 4}, **broken})
+    found = scraped(one.accounts)
+    assert "ddpjob_job_steps_at_risk" not in found and found["ddpjob_job_snapshots_refused"] == {own: 0}
+    one.becomes(running(1, conditions=[condition("Running"), refused]))
+    found = scraped(one.accounts)
+    assert found["ddpjob_job_snapshots_refused"] == {own: 1}
 
 
 def test_a_stalled_job_trains_nothing() -> None:
@@ -250,7 +283,7 @@ def test_a_stalled_job_trains_nothing() -> None:
     one.seconds = 50
     found, own = scraped(one.accounts), ("space", "job")
     assert found["ddpjob_job_stalled"] == {own: 1}
-    assert found["ddpjob_job_pod_seconds"] == {own: 100} and found["ddpjob_job_training_seconds"] == {own: 0}
+    assert found["ddpjob_job_pod_seconds"] == {own: 100} and found["ddpjob_job_useful_seconds"] == {own: 0}
 
 
 def test_a_job_that_does_not_train_has_no_speed() -> None:

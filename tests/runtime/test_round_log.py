@@ -38,6 +38,25 @@ def test_rank_0_writes_down_rounds_breaks_and_the_end() -> None:
     assert world.verbs(members[0])[-2:] == ["record", "done"]
 
 
+def test_rank_0_writes_down_where_a_round_continued_and_what_it_repeated_once_each() -> None:
+    world, *members = formed(2)
+    world.coordinator.report_progress({"step": 3})
+    start = {"step": 90, "source": "memory", "made": 91}
+    before = world.coordinator.report()
+    for report in ({"start": start}, {"start": start, "step": 4}, {"start": {**start, "seconds": 0.4}}):
+        world.coordinator.report_progress(report)
+    world.coordinator.report_progress({"start": {**start, "made": 99}, "stepsAtRisk": 2})
+    written = [each for each in records(world, "job-0-0") if each["event"] == "start"]
+    assert [(each["round"], each["start"]) for each in written] == [(1, start), (1, {**start, "seconds": 0.4})]
+    report = world.coordinator.report()
+    assert protocol.progress_news(report.progress) - protocol.progress_news(before.progress) >= {"start.seconds"}
+    world.fail(members[1], "ValueError: bug")
+    world.pass_time(2)
+    world.ready(*members)
+    world.pass_time(5)
+    assert not {"start", "stepsAtRisk"} & world.coordinator.report().progress.keys(), "they were of that round"
+
+
 def test_another_member_writes_when_rank_0_is_lost() -> None:
     world, *members = formed(2)
     world.lose(members[0])

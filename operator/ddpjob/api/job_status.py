@@ -264,7 +264,8 @@ class Restart:
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
     """Seconds in which they were made again; None until they are."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
-    """Where training continued from: memory, storage or scratch; empty if the script has not said."""
+    """Where training continued from: memory, storage, scratch, or unknown if the script has not
+    said; empty until the first step."""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False

@@ -67,7 +67,7 @@ def event_line(happened: TimedEvent) -> str:
 
 
 def recoveries(status: JobStatus) -> list[str]:
-    """Return a line for each restart that is over.
+    """Return a line for each restart that is over, once it is known or unknowable what it repeated.
 
     It shows what broke the group, and after how long the group ran again. There are none for a job
     that has made or reported no step, because it may run again only to fail again.
@@ -80,7 +80,9 @@ def recoveries(status: JobStatus) -> list[str]:
         over += f"; {again}" if (again := repeats(restart)) else ""
         return f"{restart.reason}: {put_cause_first(restart.message.splitlines()[0], over)}"
 
-    return [line(restart) for restart in status.restarts.recent if restart.seconds]
+    recent = status.restarts.recent
+    known = {restart.round for restart in recent if restart.continued_from or restart.round < status.round}
+    return [line(r) for r in recent if r.seconds and (r.round in known or status.terminal)]
 
 
 def stall_line(seconds: float) -> str:

@@ -23,6 +23,7 @@ from ddpjob.cli.terminal_curves import sparkline
 from ddpjob.client.backends.backend import Backend, Mistake, OutagePatience, PodLine
 from ddpjob.client.logs.log_follower import ranks_of_pods
 from ddpjob.client.texts.job_text import (
+    at_risk,
     phase,
     readable,
     restart_counts,
@@ -107,6 +108,8 @@ class JobScreen:
                 rows.add_row(title, _text(str(progress[shown])), Text(curve.drawn(), style="blue"))
         if (accuracy := reported_accuracy(job.status)) is not None:
             rows.add_row("accuracy", f"{accuracy:.2%}", "")
+        if risk := at_risk(job.status):
+            rows.add_row("at risk", risk, "")
         yield rows
 
     def _below(self, body: Json, job: DDPJob, pods: list[PodLine], now: datetime) -> Iterator[RenderableType]:

@@ -27,6 +27,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Phase, Restart, SlotState, known_time
 from ddpjob.core.failures.classify import PLANNED, Cause
 from ddpjob.core.status.conditions import QUEUE_NOT_SERVED
+from ddpjob.core.status.repeated import makes_new_steps
 from ddpjob.core.status.running import STEP_OVERDUE
 from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
@@ -106,14 +107,16 @@ class _Account:
     job: DDPJob
     since: float
     pod_seconds: float = 0.0
-    training_seconds: float = 0.0
+    useful_seconds: float = 0.0
     step_at_break: int | None = None
     """The last step before a break; None if no break is waiting for the next step."""
 
     def at(self, now: float) -> tuple[float, float]:
-        """Return pod seconds and training seconds up to `now`."""
-        pods, training = _usage(self.job.status)
-        return self.pod_seconds + pods * (now - self.since), self.training_seconds + training * (now - self.since)
+        """Return pod seconds and useful seconds up to `now`."""
+        status, passed = self.job.status, now - self.since
+        pods, training = _usage(status)
+        useful = training if makes_new_steps(status) else 0
+        return self.pod_seconds + pods * passed, self.useful_seconds + useful * passed
 
 
 class JobAccounts:
@@ -157,7 +160,7 @@ class JobAccounts:
         if before is None or account is None or before.uid != after.uid:
             self._accounts[key] = _Account(after, now)
             return
-        account.pod_seconds, account.training_seconds = account.at(now)
+        account.pod_seconds, account.useful_seconds = account.at(now)
         account.job, account.since = after, now
         if key in self._ours:
             _count(before.status, after.status, account)
@@ -287,8 +290,14 @@ _TEXTS = {
     "ddpjob_job_budget_restarts": "Restarts that recovery.maxRestarts allows",
     "ddpjob_job_pod_seconds":
         "Time that pods have held resources of a Kubernetes node, summed over a job's pods, spares included",
-    "ddpjob_job_training_seconds":
-        "Time that nodes have trained, summed over a job's nodes: without starts, restarts and stalls",
+    "ddpjob_job_useful_seconds":
+        "Time in which nodes made new steps, summed over a job's nodes: without starts, restarts, stalls and steps "
+        "that are known to be repeated",
+    "ddpjob_job_repeated_steps": "Complete steps that were made twice after restarts of a job, as far as known",
+    "ddpjob_job_repeated_seconds": "Time in which a job made steps again after restarts, as far as known",
+    "ddpjob_job_unknown_repeats": "Restarts of a job after which it is unknown how many steps were made twice",
+    "ddpjob_job_snapshots_refused":
+        "1 while the states of the training do not fit into the pods' memory (condition SnapshotsHeld), else 0",
     "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
     "ddpjob_train_copy_timestamp_seconds":
         "Unix time at which the newest checkpoint in the bucket was saved, as reported",
@@ -297,13 +306,19 @@ _TEXTS = {
     "ddpjob_train_epoch": "Epoch that the script has reported",
     "ddpjob_train_step": "Step that the script has reported; falls back to the checkpoint's after a break",
     "ddpjob_train_planned_steps": "Steps that the whole training takes, as reported",
+    "ddpjob_job_steps_at_risk":
+        "Complete steps that a loss now repeats at most, by the states in memory; no sample while none is held",
     "ddpjob_train_loss": "Training loss that the script has reported",
     "ddpjob_train_samples_per_second": "Samples per second over all ranks, as reported; only while nodes train",
 }  # fmt: skip
-_COUNTERS = ("ddpjob_job_restarts", "ddpjob_job_pod_seconds", "ddpjob_job_training_seconds")
+_COUNTERS = (
+    *("ddpjob_job_restarts", "ddpjob_job_pod_seconds", "ddpjob_job_useful_seconds"),
+    *("ddpjob_job_repeated_steps", "ddpjob_job_repeated_seconds", "ddpjob_job_unknown_repeats"),
+)
 _MORE_LABELS = {"ddpjob_job_phase": ["phase"], "ddpjob_job_failed": ["reason"]}
 _OF_PROGRESS = {
     "epoch": "ddpjob_train_epoch", "step": "ddpjob_train_step", "steps": "ddpjob_train_planned_steps",
+    protocol.AT_RISK: "ddpjob_job_steps_at_risk",
     "loss": "ddpjob_train_loss", "samplesPerSecond": "ddpjob_train_samples_per_second",
 }  # fmt: skip
 _OF_METRICS = {
@@ -351,8 +366,8 @@ class JobSeries(Collector):
         phases = Tally(account.job.status.phase or Phase.PENDING for account, *_ in found)
         for phase in Phase:
             families["ddpjob_jobs"].add_metric([phase], phases[phase])
-        for account, pod_seconds, training_seconds in found[:MOST_JOBS]:
-            _add(families, account.job, pod_seconds, training_seconds)
+        for account, pod_seconds, useful_seconds in found[:MOST_JOBS]:
+            _add(families, account.job, pod_seconds, useful_seconds)
         families["ddpjob_operator_jobs_without_series"].add_metric([], max(0, len(found) - MOST_JOBS))
         yield from families.values()
 
@@ -373,7 +388,7 @@ def _make_families() -> _Families:
     return families
 
 
-def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds: float) -> None:
+def _add(families: _Families, job: DDPJob, pod_seconds: float, useful_seconds: float) -> None:
     labels, status = [job.namespace, job.name], job.status
 
     def add(name: str, value: float, *more: str) -> None:
@@ -385,7 +400,10 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds:
         reason = _reason(status, ConditionType.FAILED)
         add("ddpjob_job_failed", 1, reason if reason in FAILURES else OTHER)
     add("ddpjob_job_pod_seconds", pod_seconds)
-    add("ddpjob_job_training_seconds", training_seconds)
+    add("ddpjob_job_useful_seconds", useful_seconds)
+    add("ddpjob_job_repeated_steps", status.restarts.repeated_steps)
+    add("ddpjob_job_repeated_seconds", status.restarts.repeated_seconds)
+    add("ddpjob_job_unknown_repeats", status.restarts.unknown_repeats)
     if status.terminal:
         return
     add("ddpjob_job_nodes_wanted", job.spec.nodes)
@@ -394,13 +412,15 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, training_seconds:
     add("ddpjob_job_stalled", _is_stalled(status))
     add("ddpjob_job_coordinator_unreachable", _reason(status, ConditionType.RUNNING) == "CoordinatorUnreachable")
     add("ddpjob_job_queue_not_served", _reason(status, ConditionType.SUSPENDED) == QUEUE_NOT_SERVED)
+    held = status.condition(ConditionType.SNAPSHOTS_HELD)
+    add("ddpjob_job_snapshots_refused", bool(training and held is not None and not held.status))
     add("ddpjob_job_budget_spent_restarts", status.restarts.counted)
     add("ddpjob_job_budget_restarts", job.spec.recovery.max_restarts)
     own = status.progress.get("metrics")
     for values, names in ((own if isinstance(own, dict) else {}, _OF_METRICS), (status.progress, _OF_PROGRESS)):
         for name, metric in names.items():
             value = values.get(name)
-            if is_number(value) and (training or name != "samplesPerSecond"):
+            if is_number(value) and (training or name not in ("samplesPerSecond", protocol.AT_RISK)):
                 add(metric, value)
 
 

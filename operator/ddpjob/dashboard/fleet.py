@@ -18,6 +18,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState, known_time
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake
 from ddpjob.client.texts.job_text import main_condition, phase
+from ddpjob.core.status.repeated import makes_new_steps
 from ddpjob.core.status.running import STEP_OVERDUE
 from ddpjob.core.view import is_number
 
@@ -65,7 +66,12 @@ class FleetRow:
     pods: int = 0
     gpus: int = 0
     """GPUs that its pods hold."""
-    pods_training: int = 0
+    pods_useful: int = 0
+    """Pods that make new steps, as far as is known."""
+    repeated_seconds: float = 0.0
+    """Seconds of its life in which steps were made again, as far as known."""
+    unknown_repeats: int = 0
+    """Restarts after which it is unknown how many were."""
     gpus_training: int = 0
     created: datetime | None = None
     started: datetime | None = None
@@ -133,7 +139,9 @@ def fleet_row(body: Json) -> FleetRow:
         message=_in_one_line(first.message) if first is not None else "",
         pods=pods,
         gpus=pods * each,
-        pods_training=training,
+        pods_useful=training if makes_new_steps(status) else 0,
+        repeated_seconds=status.restarts.repeated_seconds,
+        unknown_repeats=status.restarts.unknown_repeats,
         gpus_training=training * each,
         created=created,
         started=status.start_time,
@@ -171,6 +179,19 @@ class CurveSamples:
                 del values[:-1:2]
 
 
+@dataclass(frozen=True)
+class Goodput:
+    """How well the pods of all jobs were used while the dashboard followed them."""
+
+    share: float | None
+    """The share of pod time in which new steps were made; None without pods. Repeated steps that
+    nobody has reported count as new."""
+    seconds: float
+    """Time for which the jobs were followed."""
+    unknown: int
+    """Restarts in this time after which it is unknown how many steps were repeated."""
+
+
 class Fleet:
     """Follows jobs.
 
@@ -189,8 +210,9 @@ class Fleet:
         self._samples: dict[Key, CurveSamples] = {}
         self._clock = clock
         self._begun = self._since = clock()
-        self._pod_seconds = self._training_seconds = 0.0
+        self._pod_seconds = self._useful_seconds = 0.0
         """Sums of all jobs, up to `_since`."""
+        self._unknown = 0
         self._lock = threading.Lock()
         self._failures: dict[Backend, str] = {}
         self._stop = threading.Event()
@@ -211,15 +233,11 @@ class Fleet:
         notes = [note for backend in self.backends for note in backend.notes]
         return "; ".join([*self._failures.copy().values(), *notes][:3])
 
-    def goodput(self) -> tuple[float | None, float]:
-        """Return the goodput, and for how many seconds the jobs were followed.
-
-        Goodput is training seconds / pod seconds of all jobs; None without pods.
-        """
+    def goodput(self) -> Goodput:
         with self._lock:
             self._account()
-            share = self._training_seconds / self._pod_seconds if self._pod_seconds else None
-            return share, self._since - self._begun
+            share = self._useful_seconds / self._pod_seconds if self._pod_seconds else None
+            return Goodput(share, self._since - self._begun, self._unknown)
 
     def _account(self) -> None:
         """Add what the pods have done since the last change.
@@ -228,8 +246,14 @@ class Fleet:
         """
         now = self._clock()
         self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())
-        self._training_seconds += (now - self._since) * sum(row.pods_training for row in self._rows.values())
+        self._useful_seconds += (now - self._since) * sum(row.pods_useful for row in self._rows.values())
         self._since = now
+
+    def _account_restarts(self, before: FleetRow, row: FleetRow) -> None:
+        """Take back the time of steps whose repetition was over when it was first seen."""
+        again = max(0.0, row.repeated_seconds - before.repeated_seconds) * before.pods_useful
+        self._useful_seconds = max(0.0, self._useful_seconds - again)
+        self._unknown += max(0, row.unknown_repeats - before.unknown_repeats)
 
     def rows(self) -> list[FleetRow]:
         with self._lock:
@@ -310,8 +334,10 @@ class Fleet:
                 # It is a different job of the same name.
                 self._samples.pop(row.key, None)
             if before != row:
-                if before is None or (before.pods, before.pods_training) != (row.pods, row.pods_training):
+                if before is None or (before.pods, before.pods_useful) != (row.pods, row.pods_useful):
                     self._account()
+                if before is not None and before.created == row.created:
+                    self._account_restarts(before, row)
                 self._rows[row.key] = row
                 self.version += 1
             self._versions[row.key] = self._versions.get(row.key, 0) + 1

@@ -14,10 +14,11 @@ from ddpjob_runtime.protocol import CHECKPOINT_TIME, COPY_TIME, is_number
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import ConditionType, JobStatus
+from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.client.backends.backend import ENDED, PodLine
 from ddpjob.client.logs.log_follower import ranks_of_pods
 from ddpjob.client.texts.metric_series import MetricSeries
+from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.dashboard.fleet import STATES, CurveSamples, FleetRow
 
@@ -148,7 +149,8 @@ class Span:
     begin: float
     width: float
     kind: str
-    """round, restart or unknown (the time before the restarts that the status still lists)."""
+    """start, round, restart, repeat (steps that were made before), or unknown (the time before the
+    restarts that the status still lists)."""
     title: str
 
 
@@ -161,8 +163,8 @@ class Timeline:
     """Seconds of the listed restarts."""
 
     @property
-    def trained(self) -> float | None:
-        """The share of the time in which a group ran.
+    def useful(self) -> float | None:
+        """The share of the time in which new steps were made, as far as is known.
 
         None if some restarts are no longer listed.
         """
@@ -205,8 +207,10 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         over = following if restart.seconds is None else min(max(broke, moment + restart.seconds), following)
         add(broke, over, "restart", f"{restart.reason}: {duration(over - broke)}")
         lost += over - broke
+        again = min(following, over + _repeated_seconds(restart))
+        add(over, again, "repeat", f"{count(restart.repeated_steps or 0, 'step')} repeated: {duration(again - over)}")
         # The loss of a spare, or of a coordinator in mode Fast, begins no round.
-        at, number = over, restart.round or number
+        at, number = again, restart.round or number
     running = status.condition(ConditionType.RUNNING)
     if not restarts and running is not None and running.status:
         ran = min(max((running.since - begin).total_seconds(), 0.0), whole)
@@ -217,6 +221,12 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         at = whole
     add(at, whole, "round", f"round {number}: {duration(whole - at)}")
     return Timeline(spans, begin, end, lost)
+
+
+def _repeated_seconds(restart: Restart) -> float:
+    """Return for how long steps were repeated after a restart: without end while they are."""
+    unfinished = restart.repeated_steps and restart.seconds is not None
+    return restart.repeated_seconds if restart.repeated_seconds is not None else math.inf if unfinished else 0.0
 
 
 @dataclass(frozen=True)
@@ -275,7 +285,8 @@ def trained_curves(series: MetricSeries) -> Json:
     named |= {f"test {name}": values for name, values in series.evaluations.items()}
     order = sorted(named, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     curves = [_curve(_TITLES.get(name, name), sorted(named[name].items())) for name in order[:_CURVES]]
-    return {"curves": [curve for curve in curves if curve["x"]], "starts": series.starts[1:][-200:]}
+    starts, repeated = series.starts[1:][-200:], [list(stretch) for stretch in series.repeated[-200:]]
+    return {"curves": [curve for curve in curves if curve["x"]], "starts": starts, "repeated": repeated}
 
 
 def reported_curves(samples: CurveSamples, unit: str) -> Json:
@@ -285,7 +296,7 @@ def reported_curves(samples: CurveSamples, unit: str) -> Json:
         pairs = [(int(x), y) for x, y in zip(samples.steps, values, strict=True) if not math.isnan(y)]
         if len(pairs) > 1:
             curves.append(_curve(title, sorted(dict(pairs).items())))
-    return {"curves": curves, "starts": []}
+    return {"curves": curves, "starts": [], "repeated": []}
 
 
 def _curve(title: str, pairs: Sequence[tuple[int, float]]) -> Json:

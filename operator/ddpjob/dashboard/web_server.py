@@ -38,6 +38,7 @@ from ddpjob.client.logs.log_follower import Chosen, LogFollower, newest_pods, ra
 from ddpjob.client.texts.job_text import phase, restart_counts, took, why
 from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.core.status.messages import count, put_cause_first
+from ddpjob.core.status.repeated import UNKNOWN, repeats
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.dashboard.fleet import STATES, WITHOUT_ETA, Key, read_job
 from ddpjob.dashboard.gate import AccessRefused, FleetView, Gate, own_host
@@ -119,6 +120,7 @@ class Dashboard:
             "duration": duration,
             "plain": plain,
             "cause_first": put_cause_first,
+            "repeats": lambda restart: repeats(restart) or (UNKNOWN if restart.continued_from == UNKNOWN else ""),
             "counted": count,
             "number": lambda n: f"{n:,}".replace(",", "\u202f"),
         }
@@ -226,9 +228,8 @@ class Dashboard:
             return "/" + (f"?{urlencode(query)}" if query else "")
 
         namespaces = len({row.namespace for row in rows}) > 1 or "all namespaces" in view.where
-        goodput, seconds = view.fleet.goodput()
         return self._page(
-            request, "fleet.html", goodput=goodput, seconds=seconds, choice=choice, found=found, link=link,
+            request, "fleet.html", goodput=view.fleet.goodput(), choice=choice, found=found, link=link,
             namespaces=namespaces,
         )  # fmt: skip
 

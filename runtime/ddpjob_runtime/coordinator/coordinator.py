@@ -313,7 +313,11 @@ class Coordinator:
         if merged:
             if self._progress.position is not None:
                 self.rounds.backoff.step(self._progress.position)
-            self._bump(news=progress_news(self._progress.values) != before or self.rounds.downtime.since != down)
+            news = progress_news(self._progress.values)
+            start = self._progress.values.get(START)
+            if start and any(name.startswith(START) for name in news - before):
+                self.rounds.record_start(start)
+            self._bump(news=news != before or self.rounds.downtime.since != down)
 
     def report(self) -> Report:
         """Return the answer to `GET /status`."""

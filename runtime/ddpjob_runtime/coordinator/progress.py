@@ -154,7 +154,8 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                self.values[name] = read_start(value)
+                if "seconds" not in self.values.get(name, {}):  # It is complete then, and does not change.
+                    self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
@@ -166,12 +167,12 @@ class MergedProgress:
         return True
 
     def forget_ranks(self) -> None:
-        """Drop the figures about ranks.
+        """Drop the figures about ranks and their memory.
 
         The next round numbers the ranks again and reports again.
         """
-        self.values.pop(STRAGGLERS, None)
-        self.values.pop(START, None)
+        for name in (STRAGGLERS, START, AT_RISK, SNAPSHOT_BYTES):
+            self.values.pop(name, None)
         for name in FLAGS:
             self.values.pop(name, None)
 

@@ -164,9 +164,7 @@ class Rounds:
 
         The coordinator has no volume itself, and is gone soon after the job's end.
         """
-        connected = list(self._members)
-        ranked = list(self.current.members.values()) if self.current is not None else []
-        writer = next((m for m in [*ranked, *connected] if m in connected), None)
+        writer = self._writer()
         if writer is None:
             return
         new = [i for i in self.incidents.recent if i.id > self._recorded]
@@ -178,6 +176,17 @@ class Rounds:
             line["progress"] = {}
         writer.send(ToMember.RECORD, line)
         self._recorded = new[-1].id if new else self._recorded
+
+    def record_start(self, start: dict[str, Any]) -> None:
+        """Have a member write down, too, where the round continued and what it repeated."""
+        if (writer := self._writer()) is not None:
+            line = {"event": "start", "time": iso(time_of(self._now())), "round": self.last_number, "start": start}
+            writer.send(ToMember.RECORD, line)
+
+    def _writer(self) -> Member | None:
+        connected = list(self._members)
+        ranked = list(self.current.members.values()) if self.current is not None else []
+        return next((m for m in [*ranked, *connected] if m in connected), None)
 
     def _resize(self, current: Round) -> None:
         ready = self._members.ready_count

@@ -13,19 +13,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ddpjob_trainer import config, train
 from ddpjob_trainer.atomic_files import write_atomically
-from ddpjob_trainer.checkpoints import dcp, folder, torch_file
+from ddpjob_trainer.checkpoints import dcp, folder, torch_file, writer
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.torch_file import check, decode
 from ddpjob_trainer.config.sections import CheckpointConfig, Format
 from ddpjob_trainer.distributed.process_group import Group
-from ddpjob_trainer.errors import CheckpointError, FencedError
+from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError
 from ddpjob_trainer.lifecycle.fence import Claim
 from ddpjob_trainer.lifecycle.signals import Due
 from hypothesis import given, settings
@@ -321,6 +322,35 @@ def test_what_is_due_meanwhile_waits_for_a_later_step_and_is_not_dropped(
     assert checkpoints.due(13) is Due.NO
     checkpoints.finish()
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-000000005.pt", "step-000000012.pt"]
+
+
+@pytest.mark.parametrize(
+    ("cost", "waits", "due"), [(0.0, 9.9, 10.1), (0.05, 9.9, 10.1), (0.5, 49.0, 51.0), (7.0, 299.0, 301.0)]
+)
+def test_a_save_is_due_as_often_as_that_costs_a_hundredth_of_the_time(
+    cost: float, waits: float, due: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = opened(tmp_path)
+    checkpoints._writer.cost, checkpoints._writer.ended = cost, 1000.0
+    monkeypatch.setattr(folder, "time", SimpleNamespace(monotonic=lambda: 1000.0 + waits))
+    assert checkpoints.due(1) is Due.NO
+    monkeypatch.setattr(folder, "time", SimpleNamespace(monotonic=lambda: 1000.0 + due))
+    assert checkpoints.due(2) is Due.WHEN_FREE
+    with pytest.raises(ConfigError, match="every_seconds: -1 is less than 0"):
+        CheckpointConfig(every_seconds=-1).check()
+
+
+def test_a_save_costs_its_pause_and_its_processor_time_and_not_the_disk_s(tmp_path: Path) -> None:
+    def works() -> None:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+
+    made = writer.Writer(1)
+    for act, least, most in ((works, 0.7, 10.0), (lambda: time.sleep(0.3), 0.5, 0.75)):
+        made.start(act, tmp_path / "c", 1, 0.5)
+        made.wait()
+        assert least <= made.cost < most
 
 
 def test_what_retention_or_the_end_needs_is_due_at_once(tmp_path: Path) -> None:

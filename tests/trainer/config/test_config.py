@@ -16,6 +16,7 @@ from ddpjob_trainer import config
 from ddpjob_trainer.commands import dispatch
 from ddpjob_trainer.config import loader, other_names
 from ddpjob_trainer.config.command_line import without_local_rank
+from ddpjob_trainer.config.sections import Interval
 from ddpjob_trainer.errors import ConfigError
 from ranks import TINY
 
@@ -102,7 +103,8 @@ def test_a_whole_number_stays_what_it_is() -> None:
         ("train.epochs=1.5", "train.epochs: 1.5 is not valid: expected whole number"),
         ("train.epochs=0", "train.epochs: 0 is not above 0"),
         ("train.timeout_seconds=nan", "train.timeout_seconds: 'nan' is not valid: expected number"),
-        ("checkpoint.every_seconds=.nan", "checkpoint.every_seconds: nan is not valid: expected number"),
+        ("checkpoint.every_seconds=.nan", "checkpoint.every_seconds: nan is not valid: expected number or auto"),
+        ("checkpoint.every_seconds=often", "'often' is not valid: expected number or auto"),
         ("optim.milestones=[3,nan]", "optim.milestones: 'nan' is not valid: expected number"),
         ("train.timeout_seconds=inf", "train.timeout_seconds: inf is more than a month (2592000)"),
         ("data.seed=99999999999999999999", "data.seed: 99999999999999999999 has more than 64 bits"),
@@ -120,6 +122,16 @@ def test_mistakes_are_named_with_the_remedy(argument: str, message: str) -> None
     with pytest.raises(ConfigError) as caught:
         config.load(None, [argument])
     assert any(part in str(caught.value) for part in message.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("auto", Interval.AUTO), ("300", 300.0), ("0", 0.0), ("1e2", 100.0), (None, Interval.AUTO)]
+)
+def test_an_interval_is_a_number_of_seconds_or_follows_from_the_cost(
+    given: str | None, meant: float | Interval
+) -> None:
+    arguments = [] if given is None else [f"checkpoint.every_seconds={given}"]
+    assert config.load(None, arguments).checkpoint.every_seconds == meant
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,18 @@ def test_events_and_recoveries_are_reported_once(capsys: pytest.CaptureFixture[s
         message="rank 1 ended: ValueError\nTraceback",
         counted=True,
         seconds=4.2,
+        round=1,
     )
-    for second in (0, 1):
-        display.show(shown(second, (failed,), restarts=Restarts(counted=1, recent=(over,)), progress=PROGRESS))
+    known = replace(over, continued_from="memory", repeated_steps=1)
+    for second, restart in enumerate((over, known, known)):
+        counts = Restarts(counted=1, recent=(restart,))
+        display.show(shown(second, (failed,), restarts=counts, progress=PROGRESS, round=1))
     lines = capsys.readouterr().out.splitlines()
     assert lines.count("WorkerFailed: rank 1 ended: ValueError (counts against recovery.maxRestarts)") == 1
-    assert lines.count("Recovered: WorkerFailed: rank 1 ended: ValueError (the group ran again after 4.2 s)") == 1
+    ran = "the group ran again after 4.2 s; 1 step repeated (from memory)"
+    assert [line for line in lines if "Recovered" in line] == [
+        f"Recovered: WorkerFailed: rank 1 ended: ValueError ({ran})"
+    ]
 
 
 def test_a_traceback_is_shown_when_it_happens_and_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +90,7 @@ def test_a_traceback_is_shown_when_it_happens_and_once(capsys: pytest.CaptureFix
 
 def test_a_job_that_has_made_no_step_has_recovered_from_nothing() -> None:
     over = Restart(time=BEGAN, pod="j-1-0", reason="WorkerFailed", message="SyntaxError", counted=True, seconds=0.3)
+    over = replace(over, continued_from="unknown")
     status = JobStatus(restarts=Restarts(counted=1, recent=(over,)))
     assert recoveries(status) == []
     assert len(recoveries(replace(status, progress=PROGRESS))) == 1

@@ -13,6 +13,7 @@ from ddpjob.cli.top import JobScreen
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.client.job_client import Job
 from ddpjob.client.texts.job_text import describe, remedies, row, table, why
+from rich.console import Console
 
 ROOT = Path(__file__).parents[3]
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -47,6 +48,36 @@ def test_a_deleted_job_that_a_finalizer_holds_says_so() -> None:
     assert "It was deleted 2m00s ago, and the operator leaves it alone until the finalizer example.com/hold" in text(
         body
     )
+
+
+def restarted(**fields: Any) -> Json:
+    known = {"time": "2026-01-01T11:59:00Z", "pod": "j-0-0", "counted": True, "reason": "OOMKilled", "message": "m"}
+    recent = [{**known, "round": 1, "seconds": 0.3, **fields}]
+    return {"total": 1, "counted": 1, "repeatedSteps": fields.get("repeatedSteps", 0), "recent": recent}
+
+
+def test_repeated_work_and_what_is_at_risk_are_shown_wherever_a_job_is_described() -> None:
+    known = restarted(continuedFrom="memory", repeatedSteps=1, repeatedSeconds=0.4) | {"repeatedSeconds": 0.4}
+    body = job(phase="Running", restarts=known, progress={"step": 9, "stepsAtRisk": 4})
+    said = "\n".join(describe(body, [], [], NOW))
+    assert "Repeated:   1 step, 0.4 s\nAt risk:    at most 4 steps\n" in said
+    assert "ran again after 0.3 s, 1 step repeated (from memory))" in said and "unknown" not in said
+    assert row(body, NOW, wide=True)[-2] == "4"
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(JobScreen().frame(body, [], NOW))
+    assert "at risk  at most 4 steps" in shown.get()
+
+
+def test_of_a_script_that_says_nothing_it_is_said_once_how_to_know_what_was_repeated() -> None:
+    body = job(phase="Running", restarts={**restarted(continuedFrom="unknown"), "unknownRepeats": 1})
+    said = "\n".join(describe(body, [], [], NOW))
+    assert said.count("unknown") == 2 and "Repeated:   unknown after 1 restart\n" in said
+    assert "ddpjob_report.Snapshots makes it known" in said and "0 steps" not in said
+    assert "repeated (" not in said, "the script has not said so"
+    spoke = restarted(continuedFrom="storage") | {"unknownRepeats": 1}
+    said = "\n".join(describe(job(phase="Running", restarts=spoke), [], [], NOW))
+    assert "an unknown number of steps repeated (from a checkpoint)" in said and "Snapshots" not in said
 
 
 def test_a_job_that_backs_off_names_the_failure() -> None:
@@ -94,7 +125,7 @@ def test_a_row_has_what_kubectl_shows() -> None:
     )
     cells = ("j", "Running", "2/2 +1", "epoch 1/3 40 %", "0.5", "12/s", "0/10 +1", "1h00m")
     assert row(body, NOW) == cells
-    assert row(body, NOW, wide=True, namespaces=True) == ("ml", *cells, "30m00s", "")
+    assert row(body, NOW, wide=True, namespaces=True) == ("ml", *cells, "30m00s", "", "")
     assert table([("A", "BB"), ("CCC", "D")]) == ["A     BB", "CCC   D"]
 
 

@@ -53,6 +53,33 @@ def test_rounds_causes_and_the_end_are_shown(tmp_path: Path, capsys: pytest.Capt
     assert "now 0.125" in out
 
 
+def started(minute: int, number: int, **start: Any) -> str:
+    return line("start", minute, number, start={"source": "memory", "step": 90, **start})
+
+
+def test_where_a_round_continued_and_what_it_repeated_is_shown(tmp_path: Path) -> None:
+    (tmp_path / ".ddpjob-rounds.jsonl").write_text(
+        "\n".join([
+            LINES[1], started(3, 1, source="scratch", step=0), LINES[2], started(6, 2, made=93),
+            started(7, 2, made=93, seconds=0.4), line("start", 7, 2, start={"step": "x"}), started(8, 5, made=99),
+            line("round", 8, 3, world=3, incidents=[BREAK]), LINES[3],
+        ])
+    )  # fmt: skip
+    found = read_left_behind(tmp_path)
+    assert found.unread == 1 and [each.round for each in found.lines] == [1, 2, 3, 2]
+    words = list(in_words(found))
+    at = next(number for number, word in enumerate(words) if word.endswith("round 2 begins with 3 nodes"))
+    assert words[at + 1] == "    continued after step 90: 3 steps repeated (from memory) in 0.4 s"
+    assert sum("continued" in word for word in words) == 1, "a job's beginning repeats nothing"
+    [body] = PastJobs(tmp_path).jobs()
+    counts = body["status"]["restarts"]
+    assert (counts["repeatedSteps"], counts["repeatedSeconds"], counts["unknownRepeats"]) == (3, 0.4, 1)
+    assert [(r["continuedFrom"], r.get("repeatedSteps")) for r in counts["recent"]] == [
+        ("memory", 3),
+        ("unknown", None),
+    ]
+
+
 def test_an_end_that_nobody_wrote_is_not_made_up(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()  # A folder of `ddpjob run`.
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl.1").write_text(LINES[1] + "\n")

@@ -26,7 +26,7 @@ from ddpjob.client.logs.log_follower import LogFollower
 from ddpjob.client.texts.job_text import restart_counts
 from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.dashboard import web_server
-from ddpjob.dashboard.fleet import CurveSamples, Fleet, fleet_row
+from ddpjob.dashboard.fleet import CurveSamples, Fleet, Goodput, fleet_row
 from ddpjob.dashboard.gate import own_host
 from ddpjob.dashboard.job_views import Choice, listed, plain, reported_curves, timeline, trained_curves
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder
@@ -202,6 +202,30 @@ async def test_a_restart_that_a_suspension_cut_short_is_not_awaited(before: bool
         async with opened() as web:
             page = text(await web.get(f"/jobs/default/{name}"))
         assert "Evicted" in page and ("not yet" in page) is not before
+
+
+async def test_a_page_shows_steps_at_risk_and_repeated_and_never_0_for_what_is_unknown(folder: Path) -> None:
+    now = datetime.now(UTC)
+    body = next(b for n in range(60) if (b := record(n, now))["status"].get("phase") == "Running")
+    begin, name = format_time(now - timedelta(seconds=100)), body["metadata"]["name"]
+    body["status"] |= {"startTime": begin, "round": 1, "trained": True}
+    body["status"]["progress"]["stepsAtRisk"] = 4
+    (folder / name).mkdir()
+
+    async def page(**fields: Any) -> str:
+        again = restart_of(body, time=format_time(now - timedelta(seconds=50)), **fields)
+        body["status"]["restarts"] = {**again, "unknownRepeats": int(fields["continuedFrom"] != "memory")}
+        body["status"]["restarts"]["repeatedSteps"] = fields.get("repeatedSteps", 0)
+        write_record(JobFolder(folder / name), body)
+        with held(JobFolder(folder / name)):
+            async with opened() as web:
+                return text(await web.get(f"/jobs/default/{name}"))
+
+    known = await page(continuedFrom="memory", repeatedSteps=3, repeatedSeconds=5.0)
+    assert "Steps at risk 4" in known and "Steps repeated 3" in known and "3 steps repeated (from memory)" in known
+    assert re.search(r"Time with new steps 9\d % Steps", known)
+    unknown = await page(continuedFrom="unknown")
+    assert "Steps repeated unknown" in unknown and "Time with new steps at most" in unknown
 
 
 async def test_a_limit_of_no_restarts_is_the_one_that_an_ended_job_had(folder: Path) -> None:
@@ -558,7 +582,7 @@ def test_the_timeline_of_a_resumed_job_begins_with_the_round_that_it_was_in() ->
     ]
     restarts = {"counted": 0, "uncounted": 12, "total": 12, "recent": recent}
     drawn = timeline(DDPJob.read(body | {"status": body["status"] | {"restarts": restarts}}), "Running", NOW)
-    assert drawn is not None and drawn.trained is not None
+    assert drawn is not None and drawn.useful is not None
     assert [span.title.partition(":")[0] for span in drawn.spans] == ["round 11", "Evicted", "round 12"]
 
 
@@ -579,6 +603,7 @@ def test_curves_keep_their_peaks_and_leave_out_what_is_no_number() -> None:
     ]
     drawn = trained_curves(read_metrics("\n".join(map(json.dumps, lines)) + '\n{"cut'))
     assert [curve["title"] for curve in drawn["curves"]] == ["loss", "test accuracy"] and drawn["starts"] == [8000]
+    assert drawn["repeated"] == [[8000, 8999]]
     loss = drawn["curves"][0]
     assert len(loss["x"]) <= 1201 and loss["x"] == sorted(loss["x"]) and max(loss["y"]) == 99.0
     json.dumps(drawn, allow_nan=False)
@@ -597,25 +622,60 @@ def test_reported_samples_are_bounded() -> None:
     json.dumps(curve, allow_nan=False)
 
 
-def test_goodput_is_training_seconds_by_pod_seconds(names: list[str]) -> None:
+def restart_of(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    known = {"time": format_time(NOW), "pod": "a-0-0", "reason": "OOMKilled", "message": "", "counted": True}
+    return {"total": 1, "recent": [{**known, "round": 1, "seconds": 2.0, **fields}]}
+
+
+def test_goodput_is_the_share_of_pod_time_in_which_new_steps_were_made(names: list[str]) -> None:
     backend, now = ProcessBackend(), [100.0]
     fleet, body = Fleet(backend, clock=lambda: now[0]), record(0, NOW)
-    assert fleet.goodput() == (None, 0.0)
+    assert fleet.goodput() == Goodput(None, 0.0, 0)
 
-    def after(seconds: float, phase: str, present: int, ready: int) -> None:
+    def after(seconds: float, phase: str, present: int, ready: int, **more: Any) -> None:
         now[0] += seconds
         slots = [{"index": n, "state": "Running" if n < present else "Lost"} for n in range(5)]
         status = {**body["status"], "phase": phase, "slots": slots, "nodes": {"ready": ready, "display": ""}}
-        fleet._keep({**body, "status": status}, backend)
+        fleet._keep({**body, "status": {**status, "restarts": {}, "trained": True, "round": 0, **more}}, backend)
 
     after(0, "Starting", 4, 0)
     after(10, "Running", 4, 4)
     after(70, "Restarting", 4, 3)
     now[0] += 20
-    assert fleet.goodput() == (pytest.approx(0.7), 100.0)
+    assert fleet.goodput() == Goodput(pytest.approx(0.7), 100.0, 0)
+    again = restart_of(body, continuedFrom="memory", repeatedSteps=9)
+    after(0, "Running", 4, 4, round=1, restarts=again)
+    now[0] += 90  # It repeats steps, which are not new.
+    assert fleet.goodput() == Goodput(pytest.approx(0.7 / 1.9), 190.0, 0)
+    over = restart_of(body, continuedFrom="memory", repeatedSteps=9, repeatedSeconds=90.0)
+    after(0, "Running", 4, 4, round=1, restarts={**over, "repeatedSeconds": 90.0})
+    now[0] += 10
+    assert fleet.goodput().share == pytest.approx(0.8 / 2)
+    # The whole of the next repetition was between two looks: its time is taken back.
+    after(0, "Running", 4, 4, round=1, restarts={**over, "repeatedSeconds": 95.0, "unknownRepeats": 1})
+    assert fleet.goodput() == Goodput(pytest.approx(0.75 / 2), 200.0, 1)
     fleet._drop(("default", body["metadata"]["name"]))
     now[0] += 50
-    assert fleet.goodput()[0] == pytest.approx(0.7), "what is gone held nothing"
+    assert fleet.goodput().share == pytest.approx(0.75 / 2), "what is gone held nothing"
+
+
+def test_a_job_s_first_step_begins_its_useful_time() -> None:
+    body = record(0, NOW)
+    status = {"phase": "Running", "slots": [{"state": "Running", "node": "n"}] * 2, "nodes": {"ready": 2}}
+    assert [fleet_row({**body, "status": {**status, "trained": t}}).pods_useful for t in (False, True)] == [0, 2]
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(30.0, "30s"), (None, "")])
+def test_steps_that_are_repeated_are_no_new_ones_in_the_timeline(seconds: float | None, shown: str) -> None:
+    body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
+    begin = NOW - timedelta(seconds=100)
+    fields = {"time": format_time(begin + timedelta(seconds=40)), "seconds": 10.0, "repeatedSteps": 9}
+    again = restart_of(body, continuedFrom="memory", **fields, **({"repeatedSeconds": seconds} if seconds else {}))
+    status = {**body["status"], "startTime": format_time(begin), "restarts": again}
+    drawn = timeline(DDPJob.read(body | {"status": status}), "Running", NOW)
+    assert drawn is not None and drawn.useful == pytest.approx(0.6 if seconds else 0.4)
+    [repeat] = [span for span in drawn.spans if span.kind == "repeat"]
+    assert repeat.title == f"9 steps repeated: {shown or '50s'}"
 
 
 def test_only_pods_with_a_place_hold_gpus_and_only_those_that_make_steps_train() -> None:

@@ -160,9 +160,14 @@ def play_faults(fleet: Fleet) -> None:
     """What befalls jobs between two scrapes."""
     fleet.becomes("good", running(step=30, restarts=1, broke=True))
     fleet.becomes("good", running(step=30, restarts=1))
-    fleet.becomes("good", running(step=21, restarts=1, loss=0.5, epoch=2, samplesPerSecond=100.0, metrics=copied(60)))
+    fleet.becomes(
+        "good",
+        running(step=21, restarts=1, loss=0.5, epoch=2, stepsAtRisk=3, samplesPerSecond=100.0, metrics=copied(60)),
+    )
     fleet.becomes("old", running(step=9, samplesPerSecond=100.0, metrics=saved(3 * 3600)))
     fleet.becomes("slow", running(step=9, samplesPerSecond=10.0))
+    large = {**condition("SnapshotsHeld", "NoRoom"), "status": "False"}
+    fleet.becomes("large", {**(plain := running()), "conditions": [*plain["conditions"], large]})
     fleet.becomes("stalled", running("StepOverdue"))
     fleet.becomes("deaf", running("CoordinatorUnreachable"))
     fleet.becomes("bad", {"phase": "Failed", "conditions": [condition("Failed", "RestartBudgetSpent")]})
@@ -213,7 +218,7 @@ def has_data(prometheus: Prometheus, query: str) -> bool:
 def test_queries_have_data_and_alerts_fire_for_their_faults(
     prometheus: Prometheus, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("good", "old", "slow", "loop", "stalled", "deaf", "bad", "done"):
+    for name in ("good", "old", "slow", "loop", "stalled", "deaf", "bad", "done", "large"):
         fleet.becomes(name, running(samplesPerSecond=100.0))
     for name in ("waits", "begins"):
         fleet.becomes(name, {})
@@ -234,6 +239,7 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
         ("DDPJobRestartLoop", "loop"),
         ("DDPJobBudgetNearlySpent", "loop"),
         ("DDPJobCheckpointOld", "old"),
+        ("DDPJobWorkAtRisk", "large"),
         ("DDPJobPendingLong", "waits"),
         ("DDPJobStraggler", "slow"),
         ("DDPJobCoordinatorUnreachable", "deaf"),

@@ -27,7 +27,7 @@ from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, Staging, map_tensors
 from ddpjob_trainer.checkpoints.writer import CompletedSave, Writer
 from ddpjob_trainer.config import loader
-from ddpjob_trainer.config.sections import CheckpointConfig, Format
+from ddpjob_trainer.config.sections import CheckpointConfig, Format, Interval
 from ddpjob_trainer.distributed.process_group import Group, done_in_thread
 from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, TrainerError, first_line
 from ddpjob_trainer.lifecycle.fence import Claim, Ownership, agree_on_incarnation
@@ -35,6 +35,9 @@ from ddpjob_trainer.lifecycle.signals import Due, SaverState
 
 _T = TypeVar("_T")
 _LARGE_BYTES = 2**18
+_SHARE = 0.01
+"""Share of the time that saves may cost, with checkpoint.every_seconds=auto."""
+_LEAST_SECONDS, _MOST_SECONDS = 10.0, 300.0
 _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
 
@@ -175,13 +178,20 @@ class CheckpointFolder:
             return Due.NO
         config = self._config
         by_steps = config.every_steps > 0 and step % config.every_steps == 0
-        by_time = 0 < config.every_seconds <= time.monotonic() - self._writer.ended and not self._writer.busy
+        by_time = 0 < self._interval() <= time.monotonic() - self._writer.ended and not self._writer.busy
         by_epoch = bool(epoch and config.every_epochs and epoch % config.every_epochs == 0)
         self._owed = self._owed or by_steps or by_time or by_epoch
         for_good = bool(epoch and config.keep_every_epochs and epoch % config.keep_every_epochs == 0)
         if last or for_good or (by_epoch and config.keep_best > 0):
             return Due.NOW
         return Due.WHEN_FREE if self._owed else Due.NO
+
+    def _interval(self) -> float:
+        """Return the seconds between two saves by time; 0 means none."""
+        seconds = self._config.every_seconds
+        if not isinstance(seconds, Interval):
+            return seconds
+        return min(_MOST_SECONDS, max(_LEAST_SECONDS, self._writer.cost / _SHARE))
 
     @property
     def state(self) -> SaverState:

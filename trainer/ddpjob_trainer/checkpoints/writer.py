@@ -44,6 +44,8 @@ class Writer:
         """The failure of the last save; None if it is on disk."""
         self.ended = time.monotonic()
         """time.monotonic() when the last save completed or failed."""
+        self.cost = 0.0
+        """Seconds that the last save cost: training's pause, and the processor time of writing."""
 
     @property
     def busy(self) -> bool:
@@ -81,7 +83,7 @@ class Writer:
         return [self._completed.popleft() for _ in range(len(self._completed))]
 
     def _work(self, act: Callable[[], None], path: Path, step: int, pause_seconds: float) -> None:
-        began = time.monotonic()
+        began, used = time.monotonic(), time.thread_time()
         failure: CheckpointError | None = None
         try:
             act()
@@ -96,6 +98,7 @@ class Writer:
             traceback.print_exc()
             failure = CheckpointError(f"checkpoint {path} cannot be written: {type(error).__name__}: {error}")
         self.ended = time.monotonic()
+        self.cost = pause_seconds + time.thread_time() - used
         self._failures = 0 if failure is None else self._failures + 1
         self.failure = failure
         if failure is None:

@@ -279,7 +279,7 @@ def describe_type(kind: Any) -> str:
     if kind is type(None):
         return "null"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return "one of " + ", ".join(str(member.value) for member in kind)
+        return ("one of " if len(kind) > 1 else "") + ", ".join(str(member.value) for member in kind)
     return {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}.get(kind, str(kind))
 
 
@@ -288,7 +288,13 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if origin is types.UnionType:
         if value is None and type(None) in parts:
             return None
-        return _convert(value, next(part for part in parts if part is not type(None)), where)
+        others = [part for part in parts if part is not type(None)]
+        if len(others) == 1:
+            return _convert(value, others[0], where)
+        fitting = [found for part in others if (found := _scalar(value, part)) is not None]
+        if not fitting:
+            raise ConfigError(f"{where}: {value!r} is not valid: expected {describe_type(kind)}")
+        return fitting[0]
     if origin is tuple:
         items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
         if isinstance(items, _Whole | _Number):

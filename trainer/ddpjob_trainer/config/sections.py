@@ -383,6 +383,12 @@ class Metric(enum.StrEnum):
     LOSS = "loss"
 
 
+class Interval(enum.StrEnum):
+    """An interval that is not a number of seconds."""
+
+    AUTO = "auto"
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CheckpointConfig:
     """When and where checkpoints are saved. One is always saved at the end of training and at SIGTERM.
@@ -411,8 +417,9 @@ class CheckpointConfig:
     can be resumed from."""
     every_steps: int = 0
     """Save every N steps; 0: not by steps."""
-    every_seconds: float = 60.0
-    """Save every N seconds; 0: not by time."""
+    every_seconds: float | Interval = Interval.AUTO
+    """Save every N seconds; 0: not by time. auto: as often as it costs at most 1 % of the time, between 10 and 300 s.
+    The cost of the last save counts: how long training paused for it, and the processor time that writing it took."""
     every_epochs: int = 1
     """Save at the end of every N epochs; 0: not by epochs."""
     keep: int = 3
@@ -442,8 +449,10 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raise ConfigError for values that are out of range or exclude each other."""
-        for key, least in (("keep", 1), ("failures", 1), ("every_steps", 0), ("every_seconds", 0), ("every_epochs", 0)):
+        for key, least in (("keep", 1), ("failures", 1), ("every_steps", 0), ("every_epochs", 0)):
             self._at_least(key, least)
+        if self.every_seconds is not Interval.AUTO:
+            self._at_least("every_seconds", 0)
         for key in ("keep_best", "keep_every_epochs"):
             self._at_least(key, 0)
         if self.load_except and self.load is None:

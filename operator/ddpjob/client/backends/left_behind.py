@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddpjob_runtime.protocol import MAX_RECORDED, MAX_TEXT, ROUNDS_FILE, Incident, clip, is_number, read_figures
+from ddpjob_runtime.protocol import (
+    MAX_RECORDED,
+    MAX_TEXT,
+    ROUNDS_FILE,
+    START,
+    Incident,
+    clip,
+    is_number,
+    read_figures,
+    read_start,
+)
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import format_time, known_time
 from ddpjob.client.backends.backend import METRICS, METRICS_BYTES, Mistake
 from ddpjob.core.status.messages import count
+from ddpjob.core.status.repeated import count_steps, describe_repeats
 from ddpjob.core.status.shown_progress import duration, show_progress
 
 _BYTES = 8 << 20
@@ -39,6 +50,8 @@ class Line:
     why: str
     incidents: tuple[Incident, ...]
     progress: Json
+    start: Json = field(default_factory=dict)
+    """Where the round continued, as `protocol.read_start` returns it; empty if not recorded."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,11 @@ def read_left_behind(folder: Path) -> LeftBehind:
     found, unread = list[tuple[tuple[str, str, str], Line]](), 0
     for row in text[-_BYTES:].splitlines():
         try:
-            found.append(_read(json.loads(row)))
+            job, line = _read(json.loads(row))
+            if line.start:
+                _add_start(found, job, line)
+            else:
+                found.append((job, line))
         except (ValueError, RecursionError):  # It is cut off, or somebody else's.
             unread += 1
     if not found and not metrics:
@@ -87,6 +104,15 @@ def read_left_behind(folder: Path) -> LeftBehind:
     lines = tuple(line for job, line in found if job == identity)
     others = len({job for job, _ in found} - {identity})
     return LeftBehind(*identity, lines, unread, others, metrics)
+
+
+def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, str, str], start: Line) -> None:
+    """Add where a round continued to the round's line, if that was recorded."""
+    for index in range(len(found) - 1, -1, -1):
+        other, line = found[index]
+        if other == job and (line.generation, line.round) == (start.generation, start.round):
+            found[index] = job, replace(line, start=start.start)
+            return
 
 
 def _place(folder: Path) -> Path:
@@ -112,20 +138,24 @@ def _end_of(path: Path) -> str:
 
 
 def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
-    """Return ((name, namespace, uid), the line). Raises ValueError."""
-    if not isinstance(row, dict) or row.get("event") not in ("round", "end"):
+    """Return ((name, namespace, uid), the line). Raises ValueError.
+
+    A line that has a `start` belongs to a round's line before it.
+    """
+    if not isinstance(row, dict) or row.get("event") not in ("round", "end", START):
         raise ValueError("no line of rounds")
-    time, incidents = known_time(row.get("time")), row.get("incidents")
-    if time is None or not isinstance(incidents, list):
-        raise ValueError("time or incidents are missing")
-    number, world = _whole(row, "round"), None if row["event"] == "end" else _whole(row, "world")
+    start = read_start(row.get(START)) if row["event"] == START else {}
+    time, incidents = known_time(row.get("time")), [] if start else row.get("incidents")
+    if time is None or not isinstance(incidents, list) or bool(start) != (row["event"] == START):
+        raise ValueError("time, incidents or start are missing")
+    number, world = _whole(row, "round"), _whole(row, "world") if row["event"] == "round" else None
     name, namespace, uid, generation, why = (
         clip(row.get(key) or "", MAX_TEXT) for key in ("job", "namespace", "uid", "generation", "why")
     )
     line = Line(
         time, generation, number, world, row.get("ok") is True, why,
         tuple(Incident.read(body, "incident") for body in incidents[-MAX_RECORDED:]),
-        read_figures(row.get("progress") or {}, "progress"),
+        read_figures(row.get("progress") or {}, "progress"), start,
     )  # fmt: skip
     return (name, namespace, uid), line
 
@@ -170,6 +200,7 @@ def in_words(found: LeftBehind) -> Iterator[str]:
             yield from _break(incident)
         if line.world is not None:
             yield f"{format_time(line.time)}  round {line.round} begins with {count(line.world, 'node')}"
+            yield from _start(line)
     if last.world is None:
         yield f"{format_time(last.time)}  the end: {last.why}"
 
@@ -186,6 +217,14 @@ def _progress(line: Line) -> str:
     words += [f"loss {shown['lossDisplay']}"] if "lossDisplay" in shown else []
     metrics = {name: value for name, value in (shown.get("metrics") or {}).items() if is_number(value)}
     return ", ".join([*words, *(f"{' '.join(name.split())} {value:.5g}" for name, value in list(metrics.items())[:10])])
+
+
+def _start(line: Line) -> Iterator[str]:
+    """Yield where a round after a restart continued, and what it repeated."""
+    if line.start and line.incidents:
+        again = describe_repeats(line.start["source"], count_steps(line.start))
+        took = f" in {line.start['seconds']:.1f} s" if line.start.get("seconds") else ""
+        yield f"    continued after step {line.start['step']}: {again}{took}"
 
 
 def _break(incident: Incident) -> Iterator[str]:

@@ -26,6 +26,7 @@ from ddpjob.client.backends.backend import (
 )
 from ddpjob.client.backends.left_behind import LeftBehind, Line, describe_end, read_left_behind
 from ddpjob.core.status.messages import count
+from ddpjob.core.status.repeated import UNKNOWN, count_steps
 from ddpjob.core.status.shown_progress import show_progress
 
 _MOST_FOLDERS = 1000
@@ -193,6 +194,9 @@ def _as_job(name: str, left: LeftBehind) -> Json:
             "uncounted": 0,
             "recent": restarts[-_MOST_RESTARTS:],
             "display": str(len(restarts)),
+            "repeatedSteps": sum(restart.get("repeatedSteps", 0) for restart in restarts),
+            "repeatedSeconds": sum(restart.get("repeatedSeconds", 0.0) for restart in restarts),
+            "unknownRepeats": sum("continuedFrom" in r and "repeatedSteps" not in r for r in restarts),
         },
         "nodes": {"display": f"{world}" if world is not None else ""},
     }
@@ -221,7 +225,16 @@ def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
                 entry["rank"] = incident.rank
             if line.world is not None and line.time >= incident.time:
                 entry["seconds"] = round((line.time - incident.time).total_seconds(), 1)
+            if incident is line.incidents[-1] and line.world is not None:
+                entry |= _repeated(line.start)
             yield entry
+
+
+def _repeated(start: Json) -> Json:
+    """Return what a round has repeated, as a restart has it; unknown if that was not recorded."""
+    found: Json = {"continuedFrom": start.get("source", UNKNOWN), "repeatedSteps": count_steps(start)}
+    found |= {"repeatedSeconds": start.get("seconds")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _message(incident: Incident) -> str:

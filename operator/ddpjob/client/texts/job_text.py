@@ -16,6 +16,7 @@ from functools import cache
 from importlib import resources
 from itertools import groupby
 
+from ddpjob_runtime.protocol import AT_RISK
 from pydantic import ValidationError
 
 from ddpjob.api.job import DDPJob
@@ -24,12 +25,13 @@ from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, 
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import count, put_cause_first
-from ddpjob.core.status.repeated import repeats
+from ddpjob.core.status.repeated import UNKNOWN, repeats
 from ddpjob.core.status.shown_progress import began_again, duration
+from ddpjob.core.view import is_number
 from ddpjob.local.environment import HOST
 
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
-WIDE = ("DURATION", "REASON")
+WIDE = ("DURATION", "ATRISK", "REASON")
 NO_STATUS_SECONDS = 30
 """Age from which a job without a status counts as one that no operator looks after."""
 QUIET_SECONDS = 30
@@ -63,7 +65,8 @@ def row(body: Json, now: datetime, *, wide: bool = False, namespaces: bool = Fal
     cells = (meta["name"], phase(body), nodes, *shown, restarts, _since(created, now))
     if wide:
         first = main_condition(status)
-        cells += (took(body, now), first.reason if first is not None else "")
+        risk = str(progress.get(AT_RISK, ""))
+        cells += (took(body, now), risk, first.reason if first is not None else "")
     return (str(meta.get("namespace", "")), *cells) if namespaces else cells
 
 
@@ -120,6 +123,8 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         ("Runtime", took(body, now)),
         ("Progress", _progress(status)),
         ("Restarts", restart_counts(status, spec.recovery.max_restarts)),
+        ("Repeated", _repeated_work(status)),
+        ("At risk", at_risk(status)),
     )
     yield ""
     yield from why(body, pods, now)
@@ -141,6 +146,11 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         yield f"\nRecent restarts ({status.restarts.total} in all):"
         for restart in status.restarts.recent[-_SHOWN:]:
             yield "  " + restart_line(restart, now)
+        if any(restart.continued_from == UNKNOWN for restart in status.restarts.recent):
+            yield (
+                "  How many steps they repeated is unknown, because the script does not say where it continued. "
+                "ddpjob_report.Snapshots makes it known."
+            )
     if status.avoided_nodes:
         yield "\nAvoided Kubernetes nodes:"
         for avoided in status.avoided_nodes:
@@ -203,6 +213,21 @@ def restart_counts(status: JobStatus, most: int) -> str:
     """Return how many of the allowed restarts were used; empty without any."""
     counts = status.restarts
     return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
+
+
+def _repeated_work(status: JobStatus) -> str:
+    """Return how much work was made twice, and after how many restarts that is unknown."""
+    counts = status.restarts
+    parts = [f"{count(counts.repeated_steps, 'step')}, {counts.repeated_seconds:.1f} s"]
+    parts = parts if counts.repeated_steps else []
+    parts += [f"unknown after {count(counts.unknown_repeats, 'restart')}"] if counts.unknown_repeats else []
+    return "; ".join(parts)
+
+
+def at_risk(status: JobStatus) -> str:
+    """Return what a loss now repeats; empty if no state is held in memory, or nothing trains."""
+    steps = status.progress.get(AT_RISK)
+    return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""
 
 
 def slot_lines(status: JobStatus) -> Iterator[str]:
@@ -359,7 +384,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 
 _BESIDE = (
     *(ConditionType.FAST_RECOVERY, ConditionType.RANKS_ORDERED, ConditionType.ISOLATED, ConditionType.NODES_HEALTHY),
-    *(ConditionType.CHECKPOINTS_COPIED, ConditionType.NOTIFIES, ConditionType.CLASS_APPLIED),
+    *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.NOTIFIES),
+    ConditionType.CLASS_APPLIED,
 )
 """Conditions that may be false while a job trains."""
 

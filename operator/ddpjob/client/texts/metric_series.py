@@ -35,6 +35,9 @@ class MetricSeries:
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
     """The steps after which training began, the first time and after each restart."""
+    repeated: list[tuple[int, int]] = field(default_factory=list)
+    """Stretches of steps that were made again: the step after which training began, and the last
+    one that is known to have been made before."""
     not_finite: set[int] = field(default_factory=set)
     """Steps of training whose loss is NaN or infinite."""
     without_loss: set[int] = field(default_factory=set)
@@ -68,7 +71,7 @@ def _is_step(value: object) -> bool:
 
 def read_metrics(text: str) -> MetricSeries:
     """Read all numbers of the lines that can be read."""
-    series = MetricSeries()
+    series, newest = MetricSeries(), 0
     for line in text.splitlines():
         try:
             row = json.loads(line)
@@ -77,12 +80,15 @@ def read_metrics(text: str) -> MetricSeries:
         event = row.get("event") if isinstance(row, dict) else None
         if event == "start":
             series.starts.append(row["step"] if _is_step(row.get("step")) else 0)
+            if series.starts[-1] < newest:
+                series.repeated.append((series.starts[-1], newest))
         curves = {"step": series.steps, "eval": series.evaluations}.get(str(event))
         if curves is None or not _is_step(row.get("step")):
             continue
         if event == "step" and isinstance(loss := row.get("loss"), float):
             (series.not_finite.discard if math.isfinite(loss) else series.not_finite.add)(row["step"])
         if event == "step":
+            newest = max(newest, row["step"])
             (series.without_loss.add if row.get("loss") is None else series.without_loss.discard)(row["step"])
         for name, number in row.items():
             known = name in curves or (len(curves) < _NAMES and name not in _NO_CURVES)

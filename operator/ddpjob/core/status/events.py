@@ -10,13 +10,14 @@ from ddpjob.core.decision import Event
 from ddpjob.core.failures.classify import PLANNED, PULLING, Cause, names_pod, without_wait
 from ddpjob.core.status.conditions import GROUP_RESTARTS
 from ddpjob.core.status.messages import count, event_text, why_held
+from ddpjob.core.status.repeated import repeats
 from ddpjob.core.status.running import FINISHED_EARLY, NO_GROUP, NODES_RUN, STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.view import View
 from ddpjob.core.world import node_pod_name
 
 _WARNED = (
     *(ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED),
-    ConditionType.CHECKPOINTS_COPIED,
+    *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD),
 )
 """Conditions for which becoming false is an event."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
@@ -151,4 +152,5 @@ def _begun(old: JobStatus, new: JobStatus) -> str:
         return f"{text} again, after a planned restart: {last.reason}"
     after = f"{last.seconds} s after" if last.seconds is not None else "after"
     broke = f"{last.pod} broke the group" if names_pod(last) else f"the group broke: {last.reason}"
-    return f"{text} again, {after} {broke}"
+    again = repeats(last)
+    return f"{text} again, {after} {broke}" + (f"; {again}" if again else "")

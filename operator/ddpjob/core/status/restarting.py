@@ -15,7 +15,7 @@ from ddpjob.core.failures.classify import Cause
 from ddpjob.core.status.conditions import with_condition, without_condition
 from ddpjob.core.status.group_counts import FORMED
 from ddpjob.core.status.messages import put_cause_first
-from ddpjob.core.status.repeated import repeats
+from ddpjob.core.status.repeated import current_restart, repeats
 from ddpjob.core.status.running import reported_figures
 from ddpjob.core.view import View, is_number
 
@@ -41,16 +41,18 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
     running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):
         status = replace(status, restarts=replace(status.restarts, recent=_timed(view)))
-    if running and (broke or status.holds(ConditionType.RESTARTING)):
+    before = status.condition(ConditionType.RESTARTING)
+    if running and (broke or (before is not None and (before.status or before.reason in (RECOVERED, PODS_RUN)))):
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
-        reason, message = ("Recovered", "the group runs again") if known else (PODS_RUN, _PODS_RUN)
-        again = next((repeats(r) for r in reversed(status.restarts.recent) if not r.consequence), "")
+        known = known or (not broke and before is not None and before.reason == RECOVERED)
+        reason, message = (RECOVERED, "the group runs again") if known else (PODS_RUN, _PODS_RUN)
+        again = repeats(current_restart(status))  # Known some moments later.
         message += f"; {again}" if again else ""
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
 
 
-PODS_RUN = "PodsRunAgain"
+RECOVERED, PODS_RUN = "Recovered", "PodsRunAgain"
 _PODS_RUN = "the pods run again; no step is reported, so it is unknown whether training has resumed"
 
 

@@ -16,10 +16,18 @@
     return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   };
 
-  // Vertical lines where training began again after a restart.
-  const restarts = (starts) => (plot) => {
+  // Vertical lines where training began again after a restart, and the stretches of steps that it repeated.
+  const restarts = (starts, repeated) => (plot) => {
     const { ctx } = plot, { left, top, width, height } = plot.bbox;
+    const inside = (x) => Math.min(Math.max(x, left), left + width);
     ctx.save();
+    ctx.fillStyle = colour("--warn");
+    ctx.globalAlpha = 0.2;
+    for (const [since, made] of repeated) {
+      const begin = inside(plot.valToPos(since, "x", true)), end = inside(plot.valToPos(made, "x", true));
+      ctx.fillRect(begin, top, end - begin, height);
+    }
+    ctx.globalAlpha = 1;
     ctx.strokeStyle = colour("--break");
     ctx.setLineDash([4, 4]);
     for (const step of starts) {
@@ -33,7 +41,7 @@
     ctx.restore();
   };
 
-  function draw(curve, starts, first) {
+  function draw(curve, starts, repeated, first) {
     const known = plots.get(curve.title);
     if (known) { known.plot.destroy(); }
     const box = known ? known.box : document.createElement("div");
@@ -63,7 +71,7 @@
       ],
       series: [{}, { stroke: colour("--accent"), width: 1.5, points: { show: values.length < 40, size: 4 } }],
       hooks: {
-        draw: [restarts(starts)],
+        draw: [restarts(starts, repeated)],
         setCursor: [(self) => {
           const at = self.cursor.idx;
           if (at === null || at === undefined) now();
@@ -74,7 +82,7 @@
     plot.root.setAttribute("role", "img");
     plot.root.setAttribute("aria-label",
       `${curve.title} over ${values.length} points: now ${short(values[values.length - 1])}, from ${short(low)} to ${short(high)}`);
-    plots.set(curve.title, { box, plot, curve, starts });
+    plots.set(curve.title, { box, plot, curve, starts, repeated });
   }
 
   async function load() {
@@ -91,14 +99,14 @@
         if (!found.curves.some((curve) => curve.title === title)) { plot.destroy(); box.remove(); plots.delete(title); }
       found.curves.forEach((curve, number) => {
         const known = plots.get(curve.title);
-        const same = known && JSON.stringify([known.curve, known.starts]) === JSON.stringify([curve, found.starts]);
-        if (!same) draw(curve, found.starts, number < FIRST);
+        const drawn = (one, marks) => JSON.stringify([one, marks.starts, marks.repeated]);
+        if (!known || drawn(known.curve, known) !== drawn(curve, found)) draw(curve, found.starts, found.repeated, number < FIRST);
       });
       rest.hidden = found.curves.length <= FIRST;
       more.hidden = !found.more && !kept;
       more.textContent = kept ? "Read the steps from the pods again" : "Read earlier steps from the pods";
       const why = found.note || said;
-      const lines = found.starts.length ? " Dashed lines: training began again after a restart." : "";
+      const lines = found.starts.length ? " Dashed lines: training began again after a restart; shaded: the steps that it repeated." : "";
       note.textContent = found.curves.length
         ? `Over steps, from ${found.source}.${lines} ${why}`
         : `Nothing to draw yet: ${why || found.source}.`;
@@ -115,7 +123,7 @@
   more.addEventListener("click", () => { wanted = more.disabled = true; note.textContent = "Reading..."; load(); });
   // What was read in the pods stays until the next press: it goes back further than what was reported.
   document.addEventListener("ddpjob:refreshed", () => { if (!kept && Date.now() - last > 5000) load(); });
-  const again = () => { for (const { curve, starts } of [...plots.values()]) draw(curve, starts); };
+  const again = () => { for (const { curve, starts, repeated } of [...plots.values()]) draw(curve, starts, repeated); };
   rest.addEventListener("toggle", again);
   let waiting = 0;
   new ResizeObserver(() => { clearTimeout(waiting); waiting = setTimeout(again, 100); }).observe(section);
