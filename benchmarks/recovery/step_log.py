@@ -62,6 +62,8 @@ class StepLog:
 
     def _take(self, row: dict[str, Any]) -> None:
         incarnation = self.incarnations.setdefault(int(row["incarnation"]), Incarnation(int(row["world"])))
+        # A quorum of torchft counts a new member from its second step on.
+        incarnation.world = max(incarnation.world, int(row["world"]))
         if "moments" in row:
             incarnation.moments[int(row["rank"])] = row["moments"]
             return
