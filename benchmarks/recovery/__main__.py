@@ -16,12 +16,13 @@ import sys
 from dataclasses import replace
 
 from benchmarks.processes import exit_on_sigterm
-from benchmarks.recovery import chart, cluster, interleaved, overhead, phases
+from benchmarks.recovery import chart, cluster, gpu, interleaved, overhead, phases
 from benchmarks.recovery.cases import CASES, Loopback
 from benchmarks.recovery.trace import command as trace
 
 OTHERS = {
     "trace": trace.main, "overhead": overhead.main, "chart": chart.main, "cluster": cluster.main, "phases": phases.main,
+    "gpu": gpu.main,
 }  # fmt: skip
 
 

@@ -30,8 +30,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="rounds (default 3)")
     parser.add_argument("--systems", type=_names(SYSTEMS), default=list(SYSTEMS), help=f"some of {', '.join(SYSTEMS)}")
     parser.add_argument("--kinds", type=_names(Kind), default=list(Kind), help=f"some of {', '.join(Kind)}")
-    parser.add_argument("--states", type=_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
-    parser.add_argument("--steps", type=_numbers, default=[0.05], metavar="SECONDS,...")
+    parser.add_argument("--states", type=report.read_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
+    parser.add_argument("--steps", type=report.read_numbers, default=[0.05], metavar="SECONDS,...")
     parser.add_argument("--count", type=int, default=8, help="failures in a run (default 8)")
     parser.add_argument("--every", type=float, default=60.0, help="seconds from one to the next (default 60)")
     parser.add_argument("--save-seconds", type=float, default=60.0, help="between two checkpoints (default 60)")
@@ -102,10 +102,6 @@ def _show(run: Run) -> None:
         for one in run.account.seen
     ]
     print(f"{head} {run.account.useful} steps; {', '.join(seen)}", file=sys.stderr, flush=True)
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
 
 
 class _names:

@@ -66,6 +66,11 @@ def size(count: int) -> str:
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
+def read_numbers(text: str) -> list[float]:
+    """Read numbers with commas between them."""
+    return [float(word) for word in text.split(",")]
+
+
 def table(runs: Sequence[Run]) -> str:
     """Return one row per system, with median and worst of everything."""
     kinds = [kind for kind in Kind if any(seen.kind is kind for a in accounts(runs) for seen in a.seen)]
