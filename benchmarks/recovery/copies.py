@@ -2,10 +2,11 @@
 
     python -m benchmarks.recovery overhead --snapshots [--rounds 5] [--states ...] [--steps ...]
 
-Compares `recovery.snapshots` auto and 1 with none, on two nodes, for each size of the state and time
-of a step. The groups take turns: none, auto, none, 1, none, and so on. Each turn is a new group, which
-counts after it has made some steps, and it is compared with the turns without copies before and after
-it. A group that is frozen between its turns would not do, because "auto" counts the time.
+Compares `recovery.snapshots` auto and 1 with none, on two nodes, for each size of the state and
+time of a step. The groups take turns: none, auto, none, 1, none, and so on. Each turn is a new
+group, which counts after it has made some steps, and it is compared with the turns without copies
+before and after it. A group that is frozen between its turns would not do, because "auto" counts
+the time.
 """
 
 from __future__ import annotations

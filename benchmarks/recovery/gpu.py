@@ -2,15 +2,17 @@
 
     python -m benchmarks.recovery gpu [--states 100e6,500e6] [--seconds 6] [--cpu]
 
-On one node with one GPU: what a copy after each step costs, and with "auto" (see copies.py); then the
-worker is ended, and the pause and the repeated steps are measured, with copies after each step and
-with a checkpoint every five seconds instead. It takes at most five minutes, and prints "not run" where
-torch finds no GPU. `--cpu` tries the benchmark itself, with states in the memory of the processor.
+On one node with one GPU: what a copy after each step costs, and with "auto" (see copies.py); then
+the worker is ended, and the pause and the repeated steps are measured, with copies after each step
+and with a checkpoint every five seconds instead. It takes at most five minutes, and prints "not
+run" where torch finds no GPU. `--cpu` tries the benchmark itself, with states in the memory of the
+processor.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,6 +79,7 @@ def measure(states: list[float], step: float, seconds: float, limit: float, *mor
         if began + longest > ends:
             left_out.append(name)
             continue
+        print(name, file=sys.stderr, flush=True)
         act()
         longest = max(longest, time.monotonic() - began)
     lines = ["| state | snapshots | pause s | repeated steps |", "| --- | --- | --- | --- |"]

@@ -5,9 +5,10 @@
 
 It trains the network of steps.py. Frozen weights make the state larger, so the time of a step does
 not depend on the size of the state. `--step` is spent in the middle of each step: asleep, or with
-matrices on the GPU. `ddpjob_report.Snapshots` does nothing outside of a DDPJob, so stock torchrun and
-DDPJob run the same lines. torchft needs its own process group, optimizer and loop (`--torchft`).
-Whatever a system does to keep or to agree on the state is part of the step that the log shows.
+matrices on the GPU. `ddpjob_report.Snapshots` does nothing outside of a DDPJob, so stock torchrun
+and DDPJob run the same lines. torchft needs its own process group, optimizer and loop
+(`--torchft`). Whatever a system does to keep or to agree on the state is part of the step that the
+log shows.
 
 A line of the log says which group made a step: a random number that rank 0 has drawn, or torchft's
 number of its quorum. `cpu` is the processor time of the process.

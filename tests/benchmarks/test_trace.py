@@ -22,7 +22,7 @@ def incarnation(first: int, *times: float, ranks: int = 1) -> Incarnation:
     return Incarnation(ranks, {rank: list(times) for rank in range(ranks)}, {}, dict.fromkeys(range(ranks), first))
 
 
-def test_a_repeated_step_is_not_useful_and_a_pause_is_what_a_gap_has_above_the_usual_one() -> None:
+def test_a_repeated_step_is_not_useful_and_the_usual_gap_is_no_pause() -> None:
     made = {1: incarnation(1, 1.0, 2.0, 3.0), 2: incarnation(2, 8.0, 9.0, 10.0)}
     found = keep_account(made, [(3.5, Kind.KILL)], 0.0, 10.0)
     assert (found.useful, found.gap) == (4, 1.0)
@@ -114,7 +114,7 @@ class Fake:
         self.closed = True
 
 
-def test_all_failures_of_a_trace_happen_and_a_system_that_stands_still_is_started_again(
+def test_all_failures_happen_and_a_system_that_stands_still_starts_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = list[Fake]()

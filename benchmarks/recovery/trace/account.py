@@ -1,10 +1,10 @@
 """What a trace did to a training, by the logs of its steps. Pure.
 
 A step counts when the first rank has made it. It is useful once: a step that a later group makes
-again is repeated. A group of ranks is an incarnation, under torchft a quorum. A standstill is the gap
-between the last step of one incarnation and the first step of the next one; what it has above the
-usual gap is the pause. Several standstills that follow one failure are added up, such as those of a
-group that shrinks and then grows again.
+again is repeated. A group of ranks is an incarnation, under torchft a quorum. A standstill is the
+gap between the last step of one incarnation and the first step of the next one; what it has above
+the usual gap is the pause. Several standstills that follow one failure are added up, such as those
+of a group that shrinks and then grows again.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 Plays one trace of failures on DDPJob (`ddpjob run`), torchft and stock torchrun, in turns, with the
 same script, size of the state and time of a step. A trace has clean kills of a node, crashes of a
 worker, hosts that fall silent (SIGSTOP), and a node that joins. Prints useful steps per ideal step,
-pause and repeated steps, each as median / worst, and the effective training time that they give with
-1,000 to 16,000 nodes. `--from FILE` prints and draws again what `--record` has written.
+pause and repeated steps, each as median / worst, and the effective training time that they give
+with 1,000 to 16,000 nodes. `--from FILE` prints and draws again what `--record` has written.
 
-torchft is installed into ~/.cache/ddpjob/torchft at the first run, and left out with the reason where
-that is impossible. A run takes `--count` times `--every` seconds, and half a minute more.
+torchft is installed into ~/.cache/ddpjob/torchft at the first run, and left out with the reason
+where that is impossible. A run takes `--count` times `--every` seconds, and half a minute more.
 """
 
 from __future__ import annotations

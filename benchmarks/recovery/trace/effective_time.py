@@ -4,14 +4,14 @@ Effective time is the share of a job's time in which new steps are made:
 
     E = (1 - c) * exp(-L * (p + r * s)),    L = nodes / time between the failures of one node
 
-`c` is the share of a step that the system takes (copies, checkpoints, agreement), `p` the mean pause
-and `r` the mean number of repeated steps of a failure, `s` the seconds of a step. Failures come as in
-a Poisson process with the rate L, during a pause as well: the pause then begins again. A pause of
-d = p + r * s takes (exp(L * d) - 1) / L on average until it has ended without another failure, and
-1 / L of new work lies between two pauses; the quotient is exp(-L * d).
+`c` is the share of a step that the system takes (copies, checkpoints, agreement), `p` the mean
+pause and `r` the mean number of repeated steps of a failure, `s` the seconds of a step. Failures
+come as in a Poisson process with the rate L, during a pause as well: the pause then begins again. A
+pause of d = p + r * s takes (exp(L * d) - 1) / L on average until it has ended without another
+failure, and 1 / L of new work lies between two pauses; the quotient is exp(-L * d).
 
-p, r and c were measured with two nodes. What grows with the number of nodes (a larger group to form,
-a slower first step) is not in it.
+p, r and c were measured with two nodes. What grows with the number of nodes (a larger group to
+form, a slower first step) is not in it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ NODE_DAYS = 264.0
 """Days between two failures of one node: 419 unexpected interruptions in 54 days on 2,048 nodes of
 eight GPUs (Llama 3, table 5)."""
 DAY = 86_400.0
+FORMULA = """\
+Effective time, the share in which new steps are made, follows from the mean pause `p`, the mean
+number of repeated steps `r`, the time of a step `s` and the share `c` that a system takes of a step:
+
+```
+E = (1 - c) * exp(-L * (p + r * s)),    L = nodes / time between failures of one node
+```
+
+A failure during a pause begins it again. The time to form a group of more than two nodes is not
+included."""
 
 
 @dataclass(frozen=True)
@@ -79,4 +89,4 @@ def table(runs: Sequence[Run], node_days: float) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     hours = [24 * node_days / nodes for nodes in (NODES[0], NODES[-1])]
     rate = f"One failure of a node in {node_days:g} days: one of the job in {hours[0]:.1f} h to {hours[1]:.1f} h."
-    return "\n".join([*lines, "", rate])
+    return "\n".join([FORMULA, "", *lines, "", rate])

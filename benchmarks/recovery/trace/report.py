@@ -18,6 +18,9 @@ COLORS = {
     "ddpjob": "#2471a3", "ddpjob-spare": "#1b4f72", "ddpjob-no-snapshots": "#7fb3d5", "torchft": "#d68910",
     "torchft-tuned": "#f4d03f", "stock": "#c0392b",
 }  # fmt: skip
+NOTES = """\
+Median / worst. An ideal step is the median step of the fastest system between failures. A step is
+useful once. A pause is the gap between steps of two groups, without the usual gap."""
 Group = tuple[int, float]
 """State in bytes, step in seconds: what can be compared."""
 
@@ -84,7 +87,7 @@ def table(runs: Sequence[Run]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     loads = [run.load for run in runs]
     load = f"load average {min(loads):.1f} to {max(loads):.1f}, median {statistics.median(loads):.1f}" if loads else ""
-    lines += ["", f"Median / worst. {os.cpu_count()} cores; {load}."]
+    lines += ["", f"{NOTES} {os.cpu_count()} cores; {load}."]
     return "\n".join(lines + [f"{run.system}, round {run.round}: {run.note}" for run in runs if run.note])
 
 
