@@ -2,7 +2,7 @@
 
     python -m benchmarks.recovery [--runs 20] [--cases fast-spare,stock-replaced] [--csv FILE]    on loopback
     python -m benchmarks.recovery --cuda ...                                                      on its GPUs
-    python -m benchmarks.recovery overhead | chart | phases | cluster ...                         see --help of each
+    python -m benchmarks.recovery trace | overhead | chart | phases | cluster | gpu ...           see --help of each
 
 Measured from the kill to the first step of all ranks after it, by the ranks' own step logs and one clock. Rounds are
 interleaved: every case runs once per round. Stock torchrun needs most of a minute where it recovers at all, so its
@@ -16,10 +16,14 @@ import sys
 from dataclasses import replace
 
 from benchmarks.processes import exit_on_sigterm
-from benchmarks.recovery import chart, cluster, interleaved, overhead, phases
+from benchmarks.recovery import chart, cluster, gpu, interleaved, overhead, phases
 from benchmarks.recovery.cases import CASES, Loopback
+from benchmarks.recovery.trace import command as trace
 
-OTHERS = {"overhead": overhead.main, "chart": chart.main, "cluster": cluster.main, "phases": phases.main}
+OTHERS = {
+    "trace": trace.main, "overhead": overhead.main, "chart": chart.main, "cluster": cluster.main, "phases": phases.main,
+    "gpu": gpu.main,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -44,6 +44,8 @@ class Shape:
 class Group:
     """A group whose nodes are process trees. `folder` is for logs, step logs and the checkpoint."""
 
+    script = SCRIPT
+
     def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
         self.folder, self.shape, self.options = folder, shape, options
         self.log = StepLog(folder)
@@ -159,7 +161,7 @@ class Stock(Group):
         return [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.shape.minimum}:{self.shape.nodes}",
             f"--nproc-per-node={self.shape.procs}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}",
-            f"--rdzv-id={self._id}", "--max-restarts=100", str(SCRIPT), str(self.folder), *self.options,
+            f"--rdzv-id={self._id}", "--max-restarts=100", str(self.script), str(self.folder), *self.options,
         ]  # fmt: skip
 
     def start(self) -> None:
@@ -245,7 +247,7 @@ class Coordinated(Group):
         return [
             sys.executable, str(RUNTIME), "launcher", f"--nnodes={self.shape.nodes}:{self.shape.nodes}",
             f"--nproc-per-node={self.shape.procs}", *self._rendezvous(), f"--rdzv-id={self._id}-{self.generation}",
-            "--max-restarts=1000000", "--local-addr=127.0.0.1", str(SCRIPT), str(self.folder), *self.options,
+            "--max-restarts=1000000", "--local-addr=127.0.0.1", str(self.script), str(self.folder), *self.options,
         ]  # fmt: skip
 
     def _rendezvous(self) -> list[str]:

@@ -1,4 +1,5 @@
 """python -m benchmarks.recovery overhead [--windows 40] [--csv FILE] [--table FILE]
+python -m benchmarks.recovery overhead --snapshots [--rounds 5] [--states 80e3,100e6] [--steps 0.05,0.5] [--table FILE]
 
 What a step costs under the launchers, compared with stock torchrun: the same script without sleep, in groups that take
 turns. A group is frozen between its turns, with its agents and its coordinator, so that it takes no CPU time.
@@ -18,8 +19,10 @@ from pathlib import Path
 
 from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import descendants
+from benchmarks.recovery import copies
 from benchmarks.recovery.cases import Loopback, Shape, System
 from benchmarks.recovery.groups import Coordinated, Group, NotRecovered
+from benchmarks.recovery.trace.report import read_numbers
 
 WINDOW = 1.5
 """The length of a turn in seconds. With three groups, no member is silent for longer than its
@@ -117,8 +120,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40, help="turns per group (default 40)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
-    add_table_option(parser, "overhead")
+    parser.add_argument("--snapshots", action="store_true", help="measure copies into memory instead; see copies.py")
+    parser.add_argument("--rounds", type=int, default=5, help="of --snapshots (default 5)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a turn of --snapshots (default 20)")
+    parser.add_argument("--states", type=read_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
+    parser.add_argument("--steps", type=read_numbers, default=[0.05, 0.5], metavar="SECONDS,...")
+    add_table_option(parser, "overhead", " (snapshots with --snapshots)")
     options = parser.parse_args(arguments)
+    if options.snapshots:
+        return copies.main(options)
     rows = measure(options.windows, 60)
     if options.csv:
         with options.csv.open("w", newline="") as file:

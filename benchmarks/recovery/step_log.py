@@ -18,6 +18,8 @@ class Incarnation:
     nodes: dict[int, str] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
     """The number of each rank's first step."""
+    processor: dict[int, list[float]] = field(default_factory=dict)
+    """Processor seconds of each rank at each step, if the script logs them."""
     moments: dict[int, dict[str, float]] = field(default_factory=dict)
     """By rank: when its `launcher` and its `process` began, torch was `imported` and the group
     `formed`."""
@@ -38,6 +40,11 @@ class Incarnation:
     def last(self) -> float:
         """The time of the last step of any rank."""
         return max(times[-1] for times in self.steps.values())
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step of any rank."""
+        return max(self.first[rank] + len(times) - 1 for rank, times in self.steps.items())
 
 
 class StepLog:
@@ -62,10 +69,13 @@ class StepLog:
 
     def _take(self, row: dict[str, Any]) -> None:
         incarnation = self.incarnations.setdefault(int(row["incarnation"]), Incarnation(int(row["world"])))
+        # A quorum of torchft counts a new member from its second step on.
+        incarnation.world = max(incarnation.world, int(row["world"]))
         if "moments" in row:
             incarnation.moments[int(row["rank"])] = row["moments"]
             return
         incarnation.steps.setdefault(int(row["rank"]), []).append(row["t"])
+        incarnation.processor.setdefault(int(row["rank"]), []).append(row.get("cpu", 0.0))
         incarnation.nodes[int(row["rank"])] = str(row["node"])
         incarnation.first.setdefault(int(row["rank"]), int(row["step"]))
 

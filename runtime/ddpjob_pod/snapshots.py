@@ -67,6 +67,8 @@ SHARE = 0.01
 """Share of the time that copies may take with "auto"."""
 LONGEST = 10**6
 """Steps between two copies at most, however slow they are."""
+_FIRST_COPIES = 2
+"""Copies whose cost does not count: they also reserve the two slots and connect the ranks."""
 _CHUNK_BYTES = 1 << 26
 _SIZE = struct.Struct("<Q")
 _SIZES = struct.Struct("<QQ")
@@ -285,6 +287,7 @@ class Snapshots:
         self._said: dict[str, Any] = {}
         self._began = 0.0
         self._cost, self._since, self._steps = Cost(), 0.0, 0
+        self._copies = 0
 
     @property
     def _speaks(self) -> bool:
@@ -447,7 +450,9 @@ class Snapshots:
         self.interval = self.cadence.copied(step, costs)
         self.needed = max(self.needed, self._lacks)
         self._since, self._steps = time.perf_counter(), 0
-        self._cost = Cost(self._since - exchanged, exchanged - began)
+        self._copies += 1
+        if self._copies > _FIRST_COPIES:
+            self._cost = Cost(self._since - exchanged, exchanged - began)
 
     def _end_if_useless(self, costs: list[Cost]) -> bool:
         """End all copies if they never make a whole state. Return whether that is so."""

@@ -7,9 +7,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ddpjob_pod import snapshots
+from ddpjob_pod.snapshot_store import SnapshotStore
 from ddpjob_trainer.checkpoints import dcp, torch_file
 from ranks import TINY, final_losses, good, metrics, run
 
@@ -60,6 +63,27 @@ def dies_in(step: int) -> Callable[[int], None]:
         Ledger.step = step_or_die  # type: ignore[method-assign,assignment]
 
     return prepare
+
+
+def test_the_first_copies_do_not_decide_how_often_auto_copies(
+    nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They reserve memory and connect the ranks, which may take a hundred times as long as a copy."""
+    clock = [0.0]
+    monkeypatch.setattr(snapshots, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    kept = snapshots.Snapshots(SnapshotStore(nodes(0)), snapshots.TorchExchange(0, 1), (0, 1), snapshots.AUTO)
+    kept.begin(0, "scratch")
+    intervals = list[int]()
+    for step in range(1, 11):
+        clock[0] += 0.05
+
+        def make(step: int = step) -> dict[str, int]:
+            clock[0] += 0.05 if step <= 2 else 0.0009
+            return {"step": step}
+
+        kept.take(step, make)
+        intervals.append(kept.interval)
+    assert intervals == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
 
 
 def last_state(folder: Path) -> dict[str, object]:

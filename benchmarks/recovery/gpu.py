@@ -1,0 +1,116 @@
+"""Copies of the state from a GPU, and a restart from them.
+
+    python -m benchmarks.recovery gpu [--states 100e6,500e6] [--seconds 6] [--cpu]
+
+On one node with one GPU: what a copy after each step costs, and with "auto" (see copies.py); then
+the worker is ended, and the pause and the repeated steps are measured, with copies after each step
+and with a checkpoint every five seconds instead. It takes at most five minutes, and prints "not
+run" where torch finds no GPU. `--cpu` tries the benchmark itself, with states in the memory of the
+processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.marks import add_table_option, write_between
+from benchmarks.recovery.copies import EACH, NONE, Cost, compare, keeping, table
+from benchmarks.recovery.groups import Shape
+from benchmarks.recovery.trace.account import keep_account
+from benchmarks.recovery.trace.events import Kind
+from benchmarks.recovery.trace.report import read_numbers, size
+from benchmarks.recovery.trace.systems import kill_worker
+
+LIMIT_SECONDS = 300.0
+SAVE_SECONDS = 5.0
+PATIENCE = 60.0
+ALONE = Shape(nodes=1, minimum=1)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A worker that ended, and the first step after it. `pause` in seconds."""
+
+    state: int
+    every: str
+    pause: float
+    repeated: int
+
+
+def restart(state: int, step: float, every: str, *more: str) -> Restart:
+    """End the only worker after the first checkpoint, and measure until its successor makes a step."""
+    options = (f"--state={state}", f"--step={step}", f"--save-seconds={SAVE_SECONDS}", *more)
+    with keeping(every, ALONE, options) as group:
+        group.wait("a checkpoint", (group.folder / "checkpoint.pt").exists, PATIENCE)
+        time.sleep(SAVE_SECONDS / 2)
+        before, killed = set(group.log.incarnations), time.time()
+        kill_worker(group.folder, next(iter(group.nodes)))
+        group.wait("a step after the restart", lambda: set(group.log.refresh().incarnations) - before, PATIENCE)
+        time.sleep(3 * step)
+        found = keep_account(group.log.refresh().incarnations, [(killed, Kind.CRASH)], 0.0, time.time()).seen[0]
+        # All steps up to the newest one are made again, although only the first of them were seen.
+        made = max(one.last_step for number, one in group.log.incarnations.items() if number in before)
+        first = min(one.first[0] for number, one in group.log.incarnations.items() if number not in before)
+        return Restart(state, every, found.pause, max(0, made - first + 1))
+
+
+def measure(states: list[float], step: float, seconds: float, limit: float, *more: str) -> str:
+    """Return the tables. Parts that may not end within the limit are left out, and named."""
+    ends, longest = time.monotonic() + limit, 0.0
+    costs, restarts, left_out = list[Cost](), list[Restart](), list[str]()
+    parts: list[tuple[str, Callable[[], None]]] = []
+    for state in map(int, states):
+
+        def add_restart(every: str, state: int = state) -> None:
+            restarts.append(restart(state, step, every, *more))
+
+        def add_costs(state: int = state) -> None:
+            costs.extend(compare(state, step, ALONE, 1, seconds, *more))
+
+        parts += [(f"{size(state)}: restart with {every}", partial(add_restart, every)) for every in (EACH, NONE)]
+        parts.append((f"{size(state)}: copies", add_costs))
+    for name, act in parts:
+        began = time.monotonic()
+        if began + longest > ends:
+            left_out.append(name)
+            continue
+        print(name, file=sys.stderr, flush=True)
+        act()
+        longest = max(longest, time.monotonic() - began)
+    lines = ["| state | snapshots | pause s | repeated steps |", "| --- | --- | --- | --- |"]
+    lines += [f"| {size(one.state)} | {one.every} | {one.pause:.2f} | {one.repeated} |" for one in restarts]
+    lines += ["", f"Not run within {limit:g} s: {', '.join(left_out)}."] if left_out else []
+    return "\n\n".join([table(costs, seconds), "\n".join(lines)])
+
+
+def why_not() -> str:
+    """Return why nothing can be measured on a GPU; empty if it can."""
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds no GPU on this machine"
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and print the tables. Return 0, also where there is no GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--states", type=read_numbers, default=[100e6, 500e6], metavar="BYTES,...")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds (default 0.05)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="length of a turn (default 6)")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="for all of it (default 300)")
+    parser.add_argument("--cpu", action="store_true", help="without a GPU")
+    add_table_option(parser, "snapshots-gpu")
+    options = parser.parse_args(arguments)
+    if not options.cpu and (reason := why_not()):
+        print(f"not run: {reason}")
+        return 0
+    more = () if options.cpu else ("--cuda",)
+    text = measure(options.states, options.step, options.seconds, options.limit, *more)
+    print(text)
+    if options.table:
+        write_between(options.table, "snapshots-gpu", text)
+    return 0

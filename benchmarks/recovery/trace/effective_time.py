@@ -1,0 +1,92 @@
+"""Turns the measured parts of a trace into the effective training time of a large job.
+
+Effective time is the share of a job's time in which new steps are made:
+
+    E = (1 - c) * exp(-L * (p + r * s)),    L = nodes / time between the failures of one node
+
+`c` is the share of a step that the system takes (copies, checkpoints, agreement), `p` the mean
+pause and `r` the mean number of repeated steps of a failure, `s` the seconds of a step. Failures
+come as in a Poisson process with the rate L, during a pause as well: the pause then begins again. A
+pause of d = p + r * s takes (exp(L * d) - 1) / L on average until it has ended without another
+failure, and 1 / L of new work lies between two pauses; the quotient is exp(-L * d).
+
+p, r and c were measured with two nodes. What grows with the number of nodes (a larger group to
+form, a slower first step) is not in it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.recovery.trace.events import Kind
+from benchmarks.recovery.trace.play import Run
+from benchmarks.recovery.trace.report import accounts, by_group, ideal_gap, size
+
+NODES = (1000, 2000, 4000, 8000, 16_000)
+NODE_DAYS = 264.0
+"""Days between two failures of one node: 419 unexpected interruptions in 54 days on 2,048 nodes of
+eight GPUs (Llama 3, table 5)."""
+DAY = 86_400.0
+FORMULA = """\
+Effective time, the share in which new steps are made, follows from the mean pause `p`, the mean
+number of repeated steps `r`, the time of a step `s` and the share `c` that a system takes of a step:
+
+```
+E = (1 - c) * exp(-L * (p + r * s)),    L = nodes / time between failures of one node
+```
+
+A failure during a pause begins it again. The time to form a group of more than two nodes is not
+included."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The measured parts of a system."""
+
+    pause: float
+    """Mean seconds per failure."""
+    repeated: float
+    """Mean number of repeated steps per failure."""
+    cost: float
+    """Share of a step that the system takes, from 0 to 1."""
+    step: float
+    """Seconds of a step."""
+
+    def effective(self, nodes: int, node_days: float) -> float:
+        """Return the share of time in which new steps are made."""
+        rate = nodes / (node_days * DAY)
+        return (1 - self.cost) * math.exp(-rate * (self.pause + self.repeated * self.step))
+
+
+def parts_of(runs: Sequence[Run], ideal: float) -> Parts | None:
+    """Return a system's measured parts, None if it saw no failure. Joins are not failures."""
+    found = accounts(runs)
+    seen = [one for account in found for one in account.seen if one.kind is not Kind.JOIN]
+    if not seen:
+        return None
+    mean = statistics.fmean(account.mean_gap for account in found)
+    return Parts(
+        statistics.fmean(one.pause for one in seen), statistics.fmean(one.repeated for one in seen),
+        max(0.0, 1 - ideal / mean) if mean else 0.0, ideal,
+    )  # fmt: skip
+
+
+def table(runs: Sequence[Run], node_days: float) -> str:
+    """Return the effective time of each system at each number of nodes."""
+    heads = ["state", "system", "mean pause s", "mean repeated steps", "step s", "cost of a step"]
+    heads += [f"{nodes:,} nodes" for nodes in NODES]
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    for (state, _), of_group in by_group(runs).items():
+        ideal = ideal_gap(of_group)
+        for system, own in of_group.items():
+            if (parts := parts_of(own, ideal)) is None:
+                continue
+            cells = [size(state), system, f"{parts.pause:.2f}", f"{parts.repeated:.1f}", f"{parts.step:.3f}"]
+            cells += [f"{parts.cost:.1%}", *(f"{parts.effective(nodes, node_days):.2%}" for nodes in NODES)]
+            lines.append(f"| {' | '.join(cells)} |")
+    hours = [24 * node_days / nodes for nodes in (NODES[0], NODES[-1])]
+    rate = f"One failure of a node in {node_days:g} days: one of the job in {hours[0]:.1f} h to {hours[1]:.1f} h."
+    return "\n".join([FORMULA, "", *lines, "", rate])
