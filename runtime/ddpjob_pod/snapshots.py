@@ -200,7 +200,7 @@ class _Placeholder:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     whole: tuple[int, ...] | None
-    """The whole tensor's shape, of which this is a shard; None if it is no shard."""
+    """The whole tensor's shape, of which this is a shard; None if it is whole."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ class Snapshots:
             self._store.note_made(Moment(self._order, step))
 
     def note(self, step: int) -> None:
-        """Note that a step was made. For callers that take its state later, with the next step's begin."""
+        """Note that a step was made. Callers use it that take its state later, in the next step."""
         if step == self._last:
             return
         self._last = step

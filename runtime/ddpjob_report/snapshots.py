@@ -7,10 +7,10 @@
         snapshots.take(step + 1)
 
 A restart continues after the newest step that any node has in memory, instead of after the newest
-checkpoint. Each worker copies weights and optimizer state into its node's memory, at most as often as
-that takes a hundredth of the time (`recovery.snapshots`). Everything that a rank has for itself goes
-to all nodes with each copy: its random generators, the states of schedulers, scalers and loaders, and
-buffers that DDP does not synchronize.
+checkpoint. Each worker copies weights and optimizer state into its node's memory, at most as often
+as that takes a hundredth of the time (`recovery.snapshots`). Everything that a rank has for itself
+goes to all nodes with each copy: its random generators, the states of schedulers, scalers and
+loaders, and buffers that DDP does not synchronize.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Snapshots:
 
         Args:
             unnamed: nothing; every object needs a name.
-            objects: whatever has `state_dict()` and `load_state_dict()`, by a name: model, optimizer,
-                scheduler, scaler, loader. Ranks give the same names. Models, optimizers and objects
-                with more than 64 KiB of tensors have the same state on all ranks; others have their
-                own.
+            objects: everything that has `state_dict()` and `load_state_dict()`, by a name: model,
+                optimizer, scheduler, scaler, loader. Ranks give the same names. Models, optimizers
+                and objects with more than 64 KiB of tensors have the same state on all ranks;
+                others have their own.
 
         Raises:
             TypeError: an object has no name or no such methods, or is sharded (FSDP, ZeRO).
-            ValueError: the state in memory does not fit an object, or ranks give different names; the
-                message names them.
+            ValueError: the state in memory does not fit an object, or ranks give different names;
+                the message names them.
             RuntimeError: the job has several ranks and no process group yet, there is such an
                 object already, or a rank is gone.
         """
@@ -99,17 +99,18 @@ class Snapshots:
         Snapshots._current = weakref.ref(self)
 
     def take(self, step: int) -> None:
-        """Keep the state after `step` steps, if its turn has come. All ranks call it after each step.
+        """Keep the state after `step` steps, if its turn has come. All ranks call it.
 
-        Call it after the optimizer, the scheduler and the scaler. A second call with the same step
-        does nothing, so it may be called after each batch while gradients accumulate. The state
-        that counts is then the one right after the optimizer's step.
+        Call it after each step of the optimizer, the scheduler and the scaler. A second call with
+        the same step does nothing, so it may be called after each batch while gradients accumulate.
+        The state that counts is then the one right after the optimizer's step.
 
         Args:
             step: optimizer's steps since the training began, including those before a restart.
 
         Raises:
-            TypeError: `step` is not a whole number, an object is sharded, or a state cannot be pickled.
+            TypeError: `step` is not a whole number, an object is sharded, or a state cannot be
+                pickled.
             ValueError: `step` is lower than the last one.
             RuntimeError: a rank is gone, as in any collective.
         """
@@ -179,7 +180,10 @@ class Snapshots:
             ) from error
 
     def _keeps_buffers_of(self, module: Any) -> bool:
-        """Whether this rank's buffers count. DDP broadcasts rank 0's before each step unless it is told not to."""
+        """Whether this rank's buffers count.
+
+        DDP broadcasts rank 0's before each step, unless `broadcast_buffers` is False.
+        """
         return self._exchange.world > 1 and (
             self._exchange.rank == 0 or not getattr(module, "broadcast_buffers", False)
         )
@@ -213,7 +217,10 @@ class Snapshots:
 
 
 def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool = False) -> _Snapshots:
-    """Return this rank's access to its node's memory. `together`: all ranks make the state together."""
+    """Return this rank's access to its node's memory.
+
+    `together`: all ranks make the state together.
+    """
     store = SnapshotStore(Path(job.snapshot_folder))
     return _Snapshots(store, exchange, job.group or (0, 0), job.snapshot_interval, together=together)
 
@@ -275,7 +282,7 @@ def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether its state is the same on all ranks by its kind, as of a model and its optimizer under DDP."""
+    """Whether all ranks have the same state of it because of its kind: a model or an optimizer."""
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))

@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo")  # once, and not in each rank's first step of an optimizer
 
 import torch.distributed as dist  # noqa: E402
-from ddpjob_report import Snapshots, link  # noqa: E402
+from ddpjob_report import Snapshots, link, node_memory  # noqa: E402
 from ddpjob_runtime import protocol  # noqa: E402
-from machine import slowness  # noqa: E402
+from machine import free_port, slowness  # noqa: E402
 from torch import nn  # noqa: E402
 
 STEPS = 8
@@ -88,17 +89,22 @@ def training(rank: int, until: int, *, accumulate: int = 1) -> tuple[int, list[f
     return kept.step, [float(x) for value in state for x in value.double().flatten()] + [float(loader.drawn)]
 
 
-def ranks(world: int, local: int, memory: Path, round_: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run on forked ranks over gloo, `local` on each node. Return what they return; None if one died."""
-    context, meeting = multiprocessing.get_context("fork"), memory / f"meet-{round_}"
+def ranks(
+    world: int, local: int, memory: Path, round_: int, work: Callable[[int], Any], *, group: bool = True
+) -> list[Any]:
+    """Run on forked ranks over gloo, `local` on each node. Return what they return; None if one died.
+
+    `group`: they have a process group already.
+    """
+    context, meeting, port = multiprocessing.get_context("fork"), memory / f"meet-{round_}", free_port()
 
     def run(rank: int, send: Any) -> None:
         os.environ.update(environment(memory / f"node-{rank // local}", round_))
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % local))
-        os.environ.update(LOCAL_WORLD_SIZE=str(local), MASTER_ADDR="127.0.0.1")
+        os.environ.update(LOCAL_WORLD_SIZE=str(local), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         torch.set_num_threads(1)
         try:
-            if world > 1:
+            if group and world > 1:
                 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
             send.send(work(rank))
         except BaseException as error:
@@ -392,6 +398,57 @@ def test_ranks_that_give_different_objects_are_told(memory: Path) -> None:
 
     told = "ddpjob_report.Snapshots: the ranks must give the same names, and they give average, model or model"
     assert [said.split(";")[0] for said in ranks(2, 2, memory, 0, work)] == [told] * 2
+
+
+def framework(last: int, checkpoint: int = 0) -> Callable[[int], tuple[int, str, str]]:
+    """Train as a framework does, which forms its process group after the script has asked for a checkpoint."""
+
+    def write(path: Path, found: Any) -> None:
+        path.write_text(found.tree["text"])
+
+    def run(rank: int) -> tuple[int, str, str]:
+        path = node_memory.as_checkpoint(checkpoint, "step={step}.txt", write)
+        said = "" if path is None else f"{path.parent.parent.name} {path.name} {path.read_text()}"
+        first = int(path.stem.partition("=")[2]) if path is not None else checkpoint
+        assert not dist.is_initialized()
+        dist.init_process_group("gloo")
+        memory = node_memory.FrameworkMemory.begin(first)
+        assert memory is not None
+        own = memory.own.decode()
+        dist.barrier()
+        memory.forget()
+        assert path is None or int(os.environ["LOCAL_RANK"]) or not path.parent.exists()
+        for step in range(first, last):
+            memory.take(step + 1, lambda at=step: {"text": f"after {at + 1}"}, lambda: f"of rank {rank}".encode())
+        dist.barrier()
+        return first, said, own
+
+    return run
+
+
+def test_a_framework_gets_a_checkpoint_of_the_state_in_memory_before_it_has_a_group(memory: Path) -> None:
+    """Each node writes one for its ranks, the node without a state too, and forgets it."""
+    assert ranks(4, 2, memory, 0, framework(3), group=False) == [(0, "", "")] * 4
+    shutil.rmtree(memory / "node-1")
+    again = ranks(4, 2, memory, 1, framework(5, checkpoint=2), group=False)
+    assert again == [(3, f"node-{rank // 2} step=3.txt after 3", f"of rank {rank}") for rank in range(4)]
+    newer = ranks(2, 2, memory, 2, framework(6, checkpoint=5), group=False)
+    assert newer == [(5, "", "")] * 2, "a checkpoint of the same step is as good"
+
+
+def test_a_checkpoint_without_room_in_memory_is_written_to_the_temporary_folder(
+    job: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Snapshots(model=line()).take(4)
+    job()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = node_memory.as_checkpoint(3, "step={step}", lambda path, found: path.touch())
+    assert path is not None and path.parent.parent == tmp_path and path.name == "step=4"
+    training = node_memory.FrameworkMemory.begin(4)
+    assert training is not None
+    training.forget()
+    assert not any(tmp_path.iterdir())
 
 
 def test_outside_of_a_job_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
