@@ -110,6 +110,9 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
     job = JobEnvironment.read()
     if not job.snapshot_folder:
         return None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for leftover in _folders(job):  # of a start that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
     with _early_exchange() as exchange:
         snapshots = open_memory(job, exchange, together=True)
         found = snapshots.restore()
@@ -121,7 +124,7 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
             return None
         made = b""
         if exchange.local_rank == 0:
-            folder = _folder_for(Path(job.snapshot_folder), found)
+            folder = _folder_for(job, found)
             path = folder / name.format(step=found.moment.step)
             write(path, found)
             made = os.fsencode(path)
@@ -132,14 +135,20 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
         return path
 
 
-def _folder_for(memory: Path, found: Restored) -> Path:
+def _folder_for(job: JobEnvironment, found: Restored) -> Path:
     """Return an empty folder with room for a checkpoint."""
-    shutil.rmtree(memory / _FOLDER, ignore_errors=True)  # of a start that was killed
     needed = sum(tensor.nbytes for tensor in tensors_of(found.tree))
-    if shutil.disk_usage(memory).free > needed * 1.1 + (1 << 20):
-        (memory / _FOLDER).mkdir()
-        return memory / _FOLDER
-    return Path(tempfile.mkdtemp(prefix="ddpjob-restored-"))
+    in_memory, on_disk = _folders(job)
+    has_room = shutil.disk_usage(in_memory.parent).free > needed * 1.1 + (1 << 20)
+    folder = in_memory if has_room else on_disk
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def _folders(job: JobEnvironment) -> tuple[Path, Path]:
+    """Return where this node's checkpoint may be: in memory, and on disk."""
+    name = f"ddpjob-{job.uid or os.getuid()}-{job.index or 0}"
+    return Path(job.snapshot_folder, _FOLDER), Path(tempfile.gettempdir(), name)
 
 
 @contextlib.contextmanager
