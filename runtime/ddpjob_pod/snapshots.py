@@ -286,6 +286,8 @@ class Snapshots:
         self._made: Moment | None = None
         self._said: dict[str, Any] = {}
         self._began = 0.0
+        self._last: int | None = None
+        """The last step that was noted."""
         self._cost, self._since, self._steps = Cost(), 0.0, 0
         self._copies = 0
 
@@ -297,6 +299,10 @@ class Snapshots:
     @property
     def _writes(self) -> bool:
         return self._sharded or self._speaks
+
+    def use(self, exchange: Exchange) -> None:
+        """Exchange with the same ranks in a different way from now on."""
+        self._exchange = exchange
 
     def restore(self, rebuild: Rebuild | None = None) -> Restored | None:
         """Return the newest state that is whole on the nodes together; None if there is none.
@@ -409,8 +415,19 @@ class Snapshots:
         if self._speaks:
             self._store.note_made(Moment(self._order, step))
 
+    def note(self, step: int) -> None:
+        """Note that a step was made. Callers use it that take its state later, in the next step."""
+        if step == self._last:
+            return
+        self._last = step
+        self._steps += 1
+        if self._speaks:
+            self._store.note_made(Moment(self._order, step))
+        if "seconds" not in self.start and step >= self.start.get("made", math.inf):
+            self.start["seconds"] = round(time.perf_counter() - self._began, 3)
+
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes] | None = None) -> None:
-        """Note that a step was made, and copy the state after it if that is due.
+        """Note that a step was made, unless `note` has, and copy the state after it if that is due.
 
         Args:
             step: steps made since the training began.
@@ -419,15 +436,11 @@ class Snapshots:
 
         Raises RuntimeError if a rank is gone.
         """
+        self.note(step)
         self._settle()
-        self._steps += 1
-        moment = Moment(self._order, step)
-        if self._speaks:
-            self._store.note_made(moment)
-        if "seconds" not in self.start and step >= self.start.get("made", math.inf):
-            self.start["seconds"] = round(time.perf_counter() - self._began, 3)
         if not self.cadence.is_due(step):
             return
+        moment = Moment(self._order, step)
         began = time.perf_counter()
         pace = (began - self._since) / self._steps if self._cost.copy else 0.0
         keeps = float(self._writes and not self._lacks)

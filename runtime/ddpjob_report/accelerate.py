@@ -6,12 +6,20 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 first = resume(accelerator)
 for step in range(first, steps):
     ...
+    take(accelerator, step + 1)
     accelerator.log({"loss": loss}, step=step + 1)
     stop = ddpjob_report.should_stop()
     if stop or (step + 1) % 1000 == 0:
         save(accelerator, step + 1)
     if stop:
         ddpjob_report.saved_and_leave()
+
+`take` keeps the newest state in the memory of the nodes, and `resume` restores the newest of it and
+the checkpoints. It is everything that `accelerator.prepare` and `register_for_checkpointing` were
+given, the scaler, the count of accumulated batches, and each rank's random generators. Of a loader
+it has the position only with `DataLoaderConfiguration(use_stateful_dataloader=True)`; otherwise use
+`accelerator.skip_first_batches`, as after `load_state`. Models that FSDP, DeepSpeed or Megatron-LM
+shards continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -25,9 +33,16 @@ from accelerate.tracking import GeneralTracker
 from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report
-from ddpjob_report.resume import check_group, figures, newest
+from ddpjob_report.node_memory import say
+from ddpjob_report.resume import check_group, figures, newest, step_of
+from ddpjob_report.snapshots import Snapshots, sharding_of
 
 _NAME, _UNFINISHED = "accelerate-step-", ".unfinished"
+_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
+
+
+_kept: list[Snapshots | None] = []
+"""What `resume` has made; None: this model is not kept in memory."""
 
 
 class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
@@ -83,20 +98,86 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
 
 
 def resume(accelerator: Any, folder: str | Path | None = None) -> int:
-    """Load the newest state that `save` wrote. Return its step; 0 if there is none.
+    """Load the newest state that `save` wrote or `take` kept. Return its step; 0 if there is none.
 
-    Call it after `accelerator.prepare`.
+    Call it once, on all ranks, after `accelerator.prepare` and `register_for_checkpointing`.
 
     Raises:
-        ValueError: Accelerate is set to name its checkpoints itself.
+        ValueError: the state in memory does not fit what was prepared, or Accelerate is set to name
+            its checkpoints itself.
         RuntimeError: each rank trains a model of its own, as without a GPU and Accelerator(cpu=True).
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
     accelerator.wait_for_everyone()  # No rank may save, and so remove old states, before all have looked.
-    if found is None:
-        return 0
-    accelerator.load_state(str(found))
-    return _step(found)
+    snapshots, step = _snapshots(accelerator), step_of(found)
+    _kept[:] = [snapshots]
+    if snapshots is not None and snapshots.restored and snapshots.step > step:
+        return snapshots.step
+    if found is not None:
+        accelerator.load_state(str(found))
+    if snapshots is not None:
+        snapshots.step = step
+    return step
+
+
+def take(accelerator: Any, step: int) -> None:
+    """Keep the state after `step` steps in memory, if its turn has come.
+
+    All ranks call it after each step, as `ddpjob_report.Snapshots.take`.
+
+    Raises:
+        RuntimeError: `resume` was not called, or a rank is gone.
+        TypeError, ValueError: `step` is wrong, or a state cannot be kept; the message says which.
+    """
+    if not _kept:
+        raise RuntimeError(
+            "ddpjob_report.accelerate: take() needs what resume() found; call resume(accelerator) once, "
+            "after accelerator.prepare"
+        )
+    if _kept[0] is not None:
+        _kept[0].take(step)
+
+
+def _snapshots(accelerator: Any) -> Snapshots | None:
+    """Restore the state in memory, if there is one.
+
+    Returns None if the job keeps none, or not of this model.
+    """
+    if not JobEnvironment.read().snapshot_folder:
+        return None
+    objects = {
+        f"{kind}{number}": thing
+        for kind, things in (
+            ("model", accelerator._models),
+            ("optimizer", accelerator._optimizers),
+            ("scheduler", accelerator._schedulers),
+            ("loader", [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]),
+            ("registered", accelerator._custom_objects),
+        )
+        for number, thing in enumerate(things)
+    }
+    kind = str(accelerator.distributed_type.value)
+    sharding = kind if kind in _SHARDED else next(filter(None, map(sharding_of, objects.values())), "")
+    if sharding or not objects:
+        what = f"a model under {sharding}" if sharding else "what accelerator.prepare was not given before resume()"
+        say(f"{what} is not kept in memory; a restart continues from the newest checkpoint")
+        return None
+    if accelerator.scaler is not None:
+        objects["scaler"] = accelerator.scaler
+    return Snapshots(**objects, batches=_Batches(accelerator))
+
+
+class _Batches:
+    """Accelerate's count of batches, by which it knows when accumulated gradients are complete."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]
 
 
 def _home(accelerator: Any, folder: str | Path | None) -> Path:

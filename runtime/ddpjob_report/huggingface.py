@@ -1,33 +1,58 @@
 """Hugging Face's Trainer in a DDPJob.
 
 folder = ddpjob_report.checkpoint_dir()
-trainer = Trainer(..., args=TrainingArguments(output_dir=str(folder), ...), callbacks=[DDPJobCallback()])
+args = TrainingArguments(output_dir=str(folder), ...)
+trainer = Trainer(..., args=args, callbacks=[DDPJobCallback()])
 trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+
+The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` gives it back
+if it is newer than the folder's checkpoints: weights, optimizer, scheduler, scaler, the Trainer's
+own state, and each rank's random generators. The Trainer finds its position in the data by its
+steps, as it does with every checkpoint. A state is taken when the next step or epoch begins, so it
+contains the log and the evaluation that came after its step.
+
+Not in it: the states of other callbacks since the last checkpoint
+(`restore_callback_states_from_checkpoint`, as EarlyStoppingCallback's patience), random generators
+of the loader's processes, and rank-specific buffers. Models that FSDP or DeepSpeed shards continue
+from checkpoints.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
+import pickle
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.snapshots import Restored
 from transformers import TrainerCallback
 
 from ddpjob_report import copy_checkpoint, report, saved_and_leave, should_stop
-from ddpjob_report.resume import check_group, figures, newest
+from ddpjob_report.node_memory import FrameworkMemory, as_checkpoint, say
+from ddpjob_report.resume import check_group, figures, newest, step_of
+from ddpjob_report.snapshots import bare, sharding_of
 
 
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
-    """Reports steps and the Trainer's logs. When a pod is asked to end, saves and leaves."""
+    """Reports steps and the Trainer's logs, and keeps the newest state in memory.
+
+    When a pod is asked to end, saves and leaves.
+    """
 
     def __init__(self) -> None:
         self._leaving = False
+        self._memory: FrameworkMemory | None = None
+        self._taken = 0
+        """The step whose state was taken, or from which training continued."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Check the group before the first step, on all ranks.
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Check the group before the first step, on all ranks, and note where training continues.
 
         Warns if the Trainer does not continue in its checkpoint's epoch.
 
@@ -36,6 +61,11 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         """
         remedy = "without a GPU it needs TrainingArguments(use_cpu=True), or the variable ACCELERATE_USE_CPU=true"
         check_group("the Trainer", args.world_size, remedy)
+        self._taken = state.global_step
+        if sharding := _sharding(args, given):
+            say(f"a model under {sharding} is not kept in memory; a restart continues from the newest checkpoint")
+        else:
+            self._memory = FrameworkMemory.begin(state.global_step)
         if args.max_steps > 0 or not (state.global_step and state.max_steps and state.is_world_process_zero):
             return
         left_at, per_step = state.epoch or 0, args.num_train_epochs / state.max_steps
@@ -47,8 +77,23 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
                 "number of ranks keep the global batch: divide gradient_accumulation_steps by it\n"
             )
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Keep the state after an epoch, on all ranks."""
+        self._take(args, state, given)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Keep the state after the step before, on all ranks.
+
+        The Trainer sets the random generators of a checkpoint when it has fetched the first batch.
+        They are as they should be then, because this is called at that point as well.
+        """
+        self._take(args, state, given)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Report an optimizer's step, on all ranks, and ask whether to stop."""
+        if self._memory is not None:
+            self._memory.forget()
+            self._memory.note(state.global_step)
         epochs = -(-args.num_train_epochs // 1) if args.max_steps <= 0 else None
         epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or 2**53)  # 1.0 means that the first one has just ended
         report(epoch=epoch, epochs=epochs, step=state.global_step, steps=state.max_steps)
@@ -78,14 +123,76 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         if self._leaving:
             saved_and_leave()
 
+    def _take(self, args: Any, state: Any, given: dict[str, Any]) -> None:
+        if self._memory is None or state.global_step == self._taken:
+            return
+        self._taken = state.global_step
+        self._memory.take(state.global_step, lambda: _state(state, given), lambda: pickle.dumps(_generators(args)))
+
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest whole checkpoint in the Trainer's output folder; None if there is none.
+    """Return the newest state, for `resume_from_checkpoint`; None if there is none.
 
-    It is meant for `resume_from_checkpoint`.
+    It is the newest whole checkpoint in the Trainer's output folder, or a newer one that was made
+    of the state in the nodes' memory. All ranks call it.
+
+    Raises OSError if the state in memory cannot be written to a file.
     """
     found = newest(Path(folder).glob("checkpoint-*"), _is_whole)
-    return None if found is None else str(found)
+    kept = as_checkpoint(step_of(found), "checkpoint-{step}", _write)
+    best = kept or found
+    return None if best is None else str(best)
+
+
+def _sharding(args: Any, given: dict[str, Any]) -> str:
+    """Return what shards the model; empty if every rank has all of it."""
+    if not JobEnvironment.read().snapshot_folder:
+        return ""
+    if getattr(args, "deepspeed", None):
+        return "DeepSpeed"
+    return sharding_of(given.get("model")) or sharding_of(given.get("optimizer"))
+
+
+def _state(state: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return what the Trainer would save."""
+    scaler = getattr(given["optimizer"], "scaler", None)
+    return {
+        "model": bare(given["model"]).state_dict(),
+        "optimizer": given["optimizer"].state_dict(),
+        "scheduler": given["lr_scheduler"].state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "trainer": {field.name: getattr(state, field.name) for field in dataclasses.fields(state)},
+    }
+
+
+def _generators(args: Any) -> dict[str, Any]:
+    """Return this rank's random generators, as the Trainer saves them."""
+    import numpy as np
+    import torch
+
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    cuda: Any = torch.cuda
+    if cuda.is_available():
+        states["cuda"] = cuda.get_rng_state_all() if args.world_size > 1 else cuda.get_rng_state()
+    return states
+
+
+def _write(checkpoint: Path, found: Restored) -> None:
+    """Write a state as the Trainer would, with its own state last."""
+    import torch
+    from safetensors.torch import save_file
+
+    state: dict[str, Any] = found.tree
+    checkpoint.mkdir()
+    weights = {name: weight.contiguous() for name, weight in state["model"].items()}
+    save_file(weights, str(checkpoint / "model.safetensors"), metadata={"format": "pt"})
+    for name in ("optimizer", "scheduler", "scaler"):
+        if state[name] is not None:
+            torch.save(state[name], checkpoint / f"{name}.pt")
+    for rank, own in found.owns.items():
+        name = "rng_state.pth" if os.environ.get("WORLD_SIZE", "1") == "1" else f"rng_state_{rank}.pth"
+        torch.save(pickle.loads(own), checkpoint / name)
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state["trainer"], indent=2, sort_keys=True))
 
 
 def _is_whole(checkpoint: Path) -> bool:

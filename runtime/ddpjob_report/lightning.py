@@ -4,20 +4,42 @@ folder = ddpjob_report.checkpoint_dir()
 saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=1000)
 trainer = Trainer(..., callbacks=[saving, DDPJobCallback()])
 trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
+
+The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` gives it back
+if it is newer than the folder's checkpoints. It is what `trainer.save_checkpoint` would write
+(model, optimizers, schedulers, scaler, loops, callbacks, data module), and each rank's random
+generators.
+
+Within an epoch Lightning itself would begin again with the epoch's first batches. The callback
+leaves them out, after every checkpoint, if the loader has a sampler and no state of its own. The
+order is that of before if the sampler's depends on the epoch, as DistributedSampler's. The state
+after an epoch's last step is taken at the epoch's end, because Lightning cannot continue twice from
+an earlier moment.
+
+Not in it: gradients that are being accumulated, what `on_train_epoch_end` of the model changes, the
+random generators of the loader's processes, and the steps of optimizers that Lightning does not
+count (`trainer.global_step` stays 0). Models that FSDP or DeepSpeed shards continue from
+checkpoints.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import pickle
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.snapshots import Restored
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report, saved_and_leave, should_stop
-from ddpjob_report.resume import check_group, figures, newest
+from ddpjob_report.node_memory import FrameworkMemory, as_checkpoint, say
+from ddpjob_report.resume import check_group, figures, newest, step_of
+from ddpjob_report.snapshots import generators, set_generators, sharding_of
 
 _OLD_NAME = "lightning" not in sys.modules and (
     "pytorch_lightning" in sys.modules or importlib.util.find_spec("lightning") is None
@@ -31,7 +53,7 @@ _STOPPED = "stopped-step="
 
 
 class DDPJobCallback(Callback):  # type: ignore[misc]
-    """Reports steps, the loss, and what the model logs.
+    """Reports steps, the loss, and what the model logs, and keeps the newest state in memory.
 
     When a pod is asked to end, it saves a checkpoint (which is copied in a job with a bucket) and
     leaves. `folder`: the folder of that checkpoint; None: the job's checkpoint folder.
@@ -41,16 +63,38 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._folder = folder
         self._step = 0
         """The optimizer's steps when the ranks last asked whether to stop."""
+        self._memory: FrameworkMemory | None = None
+        self._taken = 0
+        """The step whose state was taken, or from which training continued."""
+        self._generators: bytes = b""
+        """The random generators to set when the first batch is there."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Check the group before the first batch, on all ranks.
+        """Check the group before the first batch, on all ranks, and note where training continues.
 
         Raises:
-            RuntimeError: each rank trains a model of its own, as without `strategy="ddp"` and `num_nodes`.
+            RuntimeError: each rank trains a model of its own, as without `strategy="ddp"` and
+                `num_nodes`.
         """
         given = 'num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])'
         check_group("Lightning", trainer.world_size, f'set Trainer(strategy="ddp", {given})')
-        self._step = trainer.global_step
+        self._step = self._taken = trainer.global_step
+        if sharding := _sharding(trainer):
+            say(f"a model under {sharding} is not kept in memory; a restart continues from the newest checkpoint")
+        else:
+            self._memory = FrameworkMemory.begin(trainer.global_step)
+        if self._memory is not None:
+            self._generators = self._memory.own
+            self._memory.forget()
+        self._continue_data(trainer)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Set the random generators as they were before the first batch was computed."""
+        self._set_generators()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Keep the state after an epoch, on all ranks."""
+        self._take(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Report a batch, on all ranks. The loss is read as often as Lightning logs."""
@@ -64,6 +108,10 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         if module.automatic_optimization and trainer.global_step == self._step:
             return  # Accumulated gradients are not in a checkpoint, so a stop waits for their step.
         self._step = trainer.global_step
+        if self._memory is not None:
+            self._memory.note(self._step)
+            if not trainer.is_last_batch:
+                self._take(trainer)
         if should_stop():
             folder = checkpoint_dir() if self._folder is None else Path(self._folder)
             made = folder / f"{_STOPPED}{trainer.global_step}.ckpt"
@@ -76,6 +124,34 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                     copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 
+    def _take(self, trainer: Any) -> None:
+        if self._memory is not None and trainer.global_step != self._taken:
+            self._taken = trainer.global_step
+            self._memory.take(self._taken, lambda: _state(trainer), lambda: pickle.dumps(generators()))
+
+    def _set_generators(self) -> None:
+        if self._generators:
+            set_generators(pickle.loads(self._generators))
+            self._generators = b""
+
+    def _continue_data(self, trainer: Any) -> None:
+        """Have the loaders continue within their epoch, or begin the next one as before."""
+        loaders, fetcher = _leaves(trainer.train_dataloader), getattr(trainer.fit_loop, "_data_fetcher", None)
+        if not trainer.global_step or fetcher is None or any(hasattr(each, "load_state_dict") for each in loaders):
+            return  # Lightning restores loaders that have a state.
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        is_within = 0 < done < trainer.num_training_batches
+        for batches in filter(None, (getattr(each, "batch_sampler", None) for each in loaders)):
+            if not hasattr(batches, "sampler"):
+                continue
+            if hasattr(batches.sampler, "set_epoch"):  # Loaders with processes draw as soon as they begin.
+                batches.sampler.set_epoch(trainer.current_epoch)
+            if is_within:
+                batches.sampler = _Rest(batches.sampler, done * batches.batch_size)
+        if not is_within:
+            self._set_generators()
+        iter(fetcher)  # Lightning has begun already, before any callback can be asked.
+
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Report an evaluation. `val_accuracy` and `val_acc` are shown as accuracy."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
@@ -87,14 +163,70 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         report(**{**values, **_counts(trainer)})
 
 
-def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the folder's newest whole checkpoint for `ckpt_path`; None if there is none.
+class _Rest:
+    """A sampler that once leaves out the first samples."""
 
-    The newest has the highest number at the end of its name, as in ModelCheckpoint's
-    `{epoch}-{step}`.
+    def __init__(self, sampler: Any, done: int) -> None:
+        self._sampler, self._done = sampler, done
+
+    def __iter__(self) -> Iterator[Any]:
+        done, self._done = self._done, 0
+        return itertools.islice(self._sampler, done, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def _leaves(loaders: Any) -> list[Any]:
+    """Return the loaders of a model, which may give one, or lists and dicts of them."""
+    if isinstance(loaders, dict):
+        loaders = list(loaders.values())
+    if isinstance(loaders, (list, tuple)):
+        return [leaf for each in loaders for leaf in _leaves(each)]
+    return [loaders]
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """Return the newest state for `ckpt_path`; None if there is none.
+
+    It is the folder's newest whole checkpoint, or a newer one that was made of the state in the
+    nodes' memory. The newest has the highest number at the end of its name, as in ModelCheckpoint's
+    `{epoch}-{step}`. All ranks call it.
+
+    Raises OSError if the state in memory cannot be written to a file.
     """
     found = newest(Path(folder).glob("*.ckpt"), zipfile.is_zipfile)
-    return None if found is None else str(found)
+    kept = as_checkpoint(step_of(found), "memory-step={step}.ckpt", _write)
+    best = kept or found
+    return None if best is None else str(best)
+
+
+def _sharding(trainer: Any) -> str:
+    """Return what shards the model; empty if every rank has all of it."""
+    if not JobEnvironment.read().snapshot_folder:
+        return ""
+    strategy = type(trainer.strategy).__name__
+    if "FSDP" in strategy or "DeepSpeed" in strategy:
+        return strategy
+    return next(filter(None, map(sharding_of, (trainer.model, *trainer.optimizers))), "")
+
+
+def _state(trainer: Any) -> dict[str, Any]:
+    """Return what `trainer.save_checkpoint` would write.
+
+    Lightning has no public way to it without a file.
+    """
+    made: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return made
+
+
+def _write(checkpoint: Path, found: Restored) -> None:
+    import torch
+
+    torch.save(found.tree, checkpoint)
 
 
 def _counts(trainer: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from ddpjob_runtime import protocol
 
 from ddpjob_report import as_number, restore_checkpoint
 
+_NAMED = re.compile(r"(\d+)(?:-v(\d+))?(?:\.\w+)?$")
+
 
 def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | None:
     """Return the whole checkpoint with the highest number at the end of its name.
@@ -33,13 +35,18 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     if job.shares_checkpoints is False and job.has_several_nodes:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(
-                "ddpjob_report: begins at the first step: nodes do not share their checkpoint folders; "
+                "ddpjob_report: uses no checkpoint: nodes do not share their checkpoint folders; "
                 "set spec.storage.checkpoints to a volume that every node sees\n"
             )
         return None
-    named = re.compile(r"(\d+)(?:-v(\d+))?(?:\.\w+)?$")
-    numbered = [(int(m[1]), int(m[2] or 0), path) for path in paths if (m := named.search(path.name))]
+    numbered = [(int(m[1]), int(m[2] or 0), path) for path in paths if (m := _NAMED.search(path.name))]
     return next((path for *_, path in sorted(numbered, reverse=True) if is_whole(path)), None)
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """Return the number at the end of a checkpoint's name; 0 without a checkpoint or a number."""
+    named = None if checkpoint is None else _NAMED.search(checkpoint.name)
+    return int(named[1]) if named else 0
 
 
 class Refusal(RuntimeError):

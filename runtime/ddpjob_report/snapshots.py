@@ -15,11 +15,13 @@ loaders, and buffers that DDP does not synchronize.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import operator
 import os
 import pickle
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,52 +36,63 @@ from ddpjob_report import link, stop
 
 _OWN_BYTES = 1 << 16
 """An object with more bytes of tensors is part of the state that all ranks share."""
+_SHARDING = {"FullyShardedDataParallel": "FSDP", "ZeroRedundancyOptimizer": "ZeRO", "ShardedTensor": "FSDP"}
 
 
 class Snapshots:
     """Keeps the newest states in memory, and restores the newest one at once. All ranks make one.
 
     Attributes:
-        step: steps made by the restored state; 0 if there was none.
-        restored: whether there was one. Otherwise load your own checkpoint, if you have one, and
-            begin at its step.
+        step: steps made by the restored state; 0 if there was none. If you then load a checkpoint
+            of your own, set it to the checkpoint's step, and begin there.
+        restored: whether there was a state in memory.
 
     Outside a job, and with `recovery.snapshots: none`, it restores and keeps nothing.
     """
 
-    def __init__(self, **objects: Any) -> None:
+    _current: weakref.ref[Snapshots] | None = None
+    """The object that writes to the node's memory."""
+
+    def __init__(self, *unnamed: Any, **objects: Any) -> None:
         """Restore the objects in place, if any node has their state in memory.
 
-        Make it after the process group, and after the model is wrapped and on its device.
+        Make it after the process group, and after the model is on its device. The model may be
+        wrapped (DistributedDataParallel, torch.compile) before or afterwards.
 
         Args:
-            objects: all that have `state_dict()` and `load_state_dict()`, by a name: model,
-                optimizer, scheduler, scaler, loader. Ranks give the same names.
+            unnamed: nothing; every object needs a name.
+            objects: everything that has `state_dict()` and `load_state_dict()`, by a name: model,
+                optimizer, scheduler, scaler, loader. Ranks give the same names. Models, optimizers
+                and objects with more than 64 KiB of tensors have the same state on all ranks;
+                others have their own.
 
         Raises:
-            TypeError: an object has no such methods, or a part of the model is sharded (FSDP).
-            ValueError: the state in memory does not fit an object; the message names it.
-            RuntimeError: the job has several ranks and no process group yet, or a rank is gone.
+            TypeError: an object has no name or no such methods, or is sharded (FSDP, ZeRO).
+            ValueError: the state in memory does not fit an object, or ranks give different names;
+                the message names them.
+            RuntimeError: the job has several ranks and no process group yet, there is such an
+                object already, or a rank is gone.
         """
-        for name, thing in objects.items():
-            if not callable(getattr(thing, "state_dict", None)) or not callable(
-                getattr(thing, "load_state_dict", None)
-            ):
-                what = f"{name} needs state_dict() and load_state_dict(), and a {type(thing).__name__} lacks them"
-                raise TypeError(f"ddpjob_report.Snapshots: {what}")
+        _check(unnamed, objects)
         self._objects, self.step, self.restored = objects, 0, False
         self._snapshots: _Snapshots | None = None
+        self._last: int | None = None
+        self._large: dict[str, Any] = {}
         job = JobEnvironment.read()
         # A pod of before or after a change of recovery.snapshots agrees with the others.
         if not objects or not (job.snapshot_folder or (job.coordinator and stop.torch_distributed())):
             return
-        self._exchange = _exchange()
-        folder = Path(job.snapshot_folder) if job.snapshot_folder else None
-        if folder is not None:
-            self._check_that_nothing_is_sharded()
-        every = job.snapshot_interval if folder else NONE
-        order = job.group or (int(job.generation or 0), int(job.round or 0))
-        snapshots = _Snapshots(SnapshotStore(folder), self._exchange, order, every)
+        if Snapshots._current is not None and Snapshots._current() is not None:
+            what = "there is one already, and both would write to the same memory"
+            raise RuntimeError(f"ddpjob_report.Snapshots: {what}; give all objects to one")
+        if job.snapshot_folder:
+            self._refuse_shards()
+        self._exchange = current_exchange()
+        given = {names.decode() for names in self._exchange.gather_bytes(", ".join(sorted(objects)).encode())}
+        if len(given) > 1:
+            what = f"the ranks must give the same names, and they give {' or '.join(sorted(given))}"
+            raise ValueError(f"ddpjob_report.Snapshots: {what}; keep the others in your own checkpoint")
+        snapshots = open_memory(job, self._exchange)
         found = snapshots.restore()
         if snapshots.is_off:
             return
@@ -87,93 +100,223 @@ class Snapshots:
         if found is not None:
             self._load(found)
             self.step, self.restored = found.moment.step, True
-            self._snapshots.begin(self.step, protocol.MEMORY)
-            link.post(self._snapshots.news())
+            self._begin(self.step, protocol.MEMORY)
+        Snapshots._current = weakref.ref(self)
 
     def take(self, step: int) -> None:
-        """Keep the state after `step` steps, if that is due. All ranks call it after each step.
+        """Keep the state after `step` steps, if its turn has come. All ranks call it.
 
-        Raises RuntimeError if a rank is gone, as any collective does.
+        Call it after each step of the optimizer, the scheduler and the scaler. A second call with
+        the same step does nothing, so it may be called after each batch while gradients accumulate.
+        The state that counts is then the one right after the optimizer's step.
+
+        Args:
+            step: optimizer's steps since the training began, including those before a restart.
+
+        Raises:
+            TypeError: `step` is not a whole number, an object is sharded, or a state cannot be
+                pickled.
+            ValueError: `step` is lower than the last one.
+            RuntimeError: a rank is gone, as in any collective.
         """
+        number, is_first = self._checked(step), self._last is None
+        if number == (self.step if is_first else self._last):
+            return
+        self._last = number
         if self._snapshots is None:
             return
-        if not self._snapshots.start:
-            self._snapshots.begin(step - 1, protocol.STORAGE if step > 1 else protocol.SCRATCH)
-        self._snapshots.take(step, self._shared, self._own)
+        if is_first:
+            self._refuse_shards()  # The model may have been wrapped since.
+            at = self.step or number - 1
+            if self._snapshots.start.get("step") != at:
+                self._begin(at, protocol.STORAGE if at else protocol.SCRATCH)
+        self._snapshots.take(number, self._shared, self._own)
+        self._large = {}
         link.post(self._snapshots.news())
 
-    def _shared(self) -> dict[str, Any]:
-        return {name: thing.state_dict() for name, thing in self._objects.items() if self._is_shared(name)}
+    def _begin(self, step: int, source: str) -> None:
+        assert self._snapshots is not None
+        self._snapshots.begin(step, source)
+        link.post(self._snapshots.news())
 
-    def _is_shared(self, name: str) -> bool:
-        """Whether all ranks have the same state of an object, as of a model under DDP."""
-        torch = _torch()
-        thing = self._objects[name]
-        if isinstance(thing, (torch.nn.Module, torch.optim.Optimizer)):
-            return True
-        return bool(sum(t.numel() * t.element_size() for t in _tensors(thing.state_dict())) > _OWN_BYTES)
+    def _checked(self, step: Any) -> int:
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0 or isinstance(step, bool):
+            what = "must be the number of steps made so far, from 0"
+            raise TypeError(f"ddpjob_report.Snapshots: take({step!r:.40}): {what}")
+        if number < (self.step if self._last is None else self._last):
+            if self._last is None:
+                what = f"the state restored from memory is of step {self.step}"
+                remedy = "begin the loop at snapshots.step, or set that to the step of the checkpoint that you loaded"
+            else:
+                what = f"steps must not go down, and the last one was {self._last}"
+                remedy = "count the steps made since the training began, in all epochs"
+            raise ValueError(f"ddpjob_report.Snapshots: take({number}): {what}; {remedy}")
+        return number
+
+    def _shared(self) -> dict[str, Any]:
+        """Return what all ranks have the same. Only ranks that write need it."""
+        alike = {name: bare(thing).state_dict() for name, thing in self._objects.items() if _is_alike(thing)}
+        return {**alike, **self._large}
 
     def _own(self) -> bytes:
-        torch = _torch()
-        own: dict[str, Any] = {"objects": {}, "buffers": {}, "random": random.getstate()}
+        """Return what this rank has for itself, and put aside the large states that it shares."""
+        import torch
+
+        objects: dict[str, Any] = {}
+        own: dict[str, Any] = {"objects": objects, "buffers": {}, **generators()}
         for name, thing in self._objects.items():
-            if not self._is_shared(name):
-                own["objects"][name] = thing.state_dict()
+            if not _is_alike(thing):
+                state = thing.state_dict()
+                large = sum(getattr(tensor, "nbytes", 0) for tensor in tensors_of(state)) > _OWN_BYTES
+                (self._large if large else objects)[name] = state
             elif isinstance(thing, torch.nn.Module) and self._keeps_buffers_of(thing):
-                own["buffers"][name] = {key: value.detach().cpu() for key, value in thing.named_buffers()}
-        own["torch"] = torch.get_rng_state()
-        cuda = torch.cuda
-        if cuda.is_available() and cuda.is_initialized():
-            own["cuda"] = cuda.get_rng_state()
-        if (numpy := sys.modules.get("numpy")) is not None:
-            own["numpy"] = numpy.random.get_state()
-        return pickle.dumps(own, protocol=4)
+                own["buffers"][name] = {key: value.detach().cpu() for key, value in bare(thing).named_buffers()}
+        try:
+            return pickle.dumps(own, protocol=4)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            names = ", ".join(name for name, state in objects.items() if not _is_picklable(state))
+            what = f"state_dict() of {names} has a value that cannot be pickled ({error})"
+            raise TypeError(
+                f"ddpjob_report.Snapshots: {what}; leave it out of the state, or leave {names} out"
+            ) from error
 
     def _keeps_buffers_of(self, module: Any) -> bool:
-        """Whether this rank's buffers count. By default DDP broadcasts rank 0's before a step."""
+        """Whether this rank's buffers count.
+
+        DDP broadcasts rank 0's before each step, unless `broadcast_buffers` is False.
+        """
         return self._exchange.world > 1 and (
             self._exchange.rank == 0 or not getattr(module, "broadcast_buffers", False)
         )
 
     def _load(self, found: Restored) -> None:
-        torch = _torch()
         own = _read(found, self._exchange.rank)
         first = own if self._exchange.rank == 0 else _read(found, 0)
         # A rank that has joined since takes what rank 0 had, but not its random numbers.
         states = {**first.get("objects", {}), **own.get("objects", {}), **found.tree}
         for name, thing in self._objects.items():
+            remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
             if name not in states:
-                raise ValueError(
-                    f"ddpjob_report.Snapshots: {name} has no state in memory, which has {', '.join(states)}"
-                )
+                what = f"memory has the state of {', '.join(sorted(states))}, and not of {name}"
+                raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}")
             try:
-                thing.load_state_dict(states[name])
+                bare(thing).load_state_dict(states[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"ddpjob_report.Snapshots: the state in memory does not fit {name}: {error}; give the objects as "
-                    "before the restart, or set recovery.snapshots: none"
-                ) from error
+                what = f"the state in memory does not fit {name}: {error}"
+                raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}") from error
             buffers = own.get("buffers", {}).get(name) or first.get("buffers", {}).get(name) or {}
-            for key, buffer in thing.named_buffers() if buffers else ():
+            for key, buffer in bare(thing).named_buffers() if buffers else ():
                 buffer.copy_(buffers[key])
         if "torch" in own:
-            random.setstate(own["random"])
-            torch.set_rng_state(own["torch"])
-            if "cuda" in own and torch.cuda.is_available():
-                torch.cuda.set_rng_state(own["cuda"])
-            if "numpy" in own and "numpy" in sys.modules:
-                sys.modules["numpy"].random.set_state(own["numpy"])
+            set_generators(own)
 
-    def _check_that_nothing_is_sharded(self) -> None:
-        for name in self._objects:
-            if self._is_shared(name) and any(hasattr(t, "full_tensor") for t in _tensors(self._shared()[name])):
-                what = f"{name} is sharded over the ranks (FSDP), and only whole states are kept"
-                raise TypeError(f"ddpjob_report.Snapshots: {what}; save it by torch.distributed.checkpoint")
+    def _refuse_shards(self) -> None:
+        for name, thing in self._objects.items():
+            if sharding := sharding_of(thing):
+                what = f"{name} is sharded over the ranks ({sharding}), and only whole states are kept"
+                raise TypeError(f"ddpjob_report.Snapshots: {what}; save it by torch.distributed.checkpoint instead")
 
 
-def _torch() -> Any:
-    """Return torch. A script without it can use the rest of this package."""
-    return importlib.import_module("torch")
+def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool = False) -> _Snapshots:
+    """Return this rank's access to its node's memory.
+
+    `together`: all ranks make the state together.
+    """
+    folder = Path(job.snapshot_folder) if job.snapshot_folder else None
+    every = job.snapshot_interval if folder else NONE
+    order = job.group or (int(job.generation or 0), int(job.round or 0))
+    return _Snapshots(SnapshotStore(folder), exchange, order, every, together=together)
+
+
+def sharding_of(thing: Any) -> str:
+    """Return how a model or an optimizer is sharded over the ranks; empty if it is not."""
+    import torch
+
+    parts: list[Any] = [thing]
+    if isinstance(thing, torch.nn.Module):
+        parts += [*thing.modules(), *thing.parameters(), *thing.buffers()]
+    elif isinstance(thing, torch.optim.Optimizer):
+        parts += [parameter for group in thing.param_groups for parameter in group["params"]]
+    for part in parts:
+        for kind in type(part).__mro__:
+            if kind.__name__ in _SHARDING:
+                return _SHARDING[kind.__name__]
+        if hasattr(part, "full_tensor"):
+            return "DTensor"
+    return ""
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of this rank's random generators, for `set_generators`."""
+    import torch
+
+    states: dict[str, Any] = {"random": random.getstate(), "torch": torch.get_rng_state()}
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        states["cuda"] = cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def set_generators(states: dict[str, Any]) -> None:
+    """Set the random generators: `random`, `torch`, and `cuda` and `numpy` where they are used."""
+    import torch
+
+    random.setstate(states["random"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
+    """Refuse what has no name or no state. Raises TypeError."""
+    if unnamed or not objects:
+        what = "name what it keeps: Snapshots(model=model, optimizer=optimizer)"
+        raise TypeError(f"ddpjob_report.Snapshots: {what}")
+    for name, thing in objects.items():
+        if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
+            what = f"{name} needs state_dict() and load_state_dict(), and a {type(thing).__name__} lacks them"
+            remedy = "skip the first batches yourself, or take torchdata's StatefulDataLoader"
+            is_loader = hasattr(thing, "batch_sampler")
+            raise TypeError(f"ddpjob_report.Snapshots: {what}; {remedy if is_loader else 'leave it out'}")
+
+
+def _is_alike(thing: Any) -> bool:
+    """Whether all ranks have the same state of it because of its kind: a model or an optimizer."""
+    import torch
+
+    return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
+
+
+def bare(thing: Any) -> Any:
+    """Return the module without DDP and torch.compile, so that names do not depend on them.
+
+    A job of one rank has no DDP, and may have two ranks after a restart.
+    """
+    import torch
+
+    while isinstance(thing, torch.nn.Module):
+        if isinstance(thing, torch.nn.parallel.DistributedDataParallel):
+            thing = thing.module
+        elif isinstance(inner := thing._modules.get("_orig_mod"), torch.nn.Module):
+            thing = inner
+        else:
+            break
+    return thing
+
+
+def _is_picklable(state: Any) -> bool:
+    with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError):
+        pickle.dumps(state, protocol=4)
+        return True
+    return False
 
 
 def _read(found: Restored, rank: int) -> dict[str, Any]:
@@ -181,19 +324,23 @@ def _read(found: Restored, rank: int) -> dict[str, Any]:
     return pickle.loads(content) if content else {}
 
 
-def _tensors(tree: Any) -> Iterator[Any]:
-    """Yield the tensors in a state dict."""
+def tensors_of(tree: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays in a state dict."""
     if isinstance(tree, dict):
         for value in tree.values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from _tensors(value)
-    elif hasattr(tree, "element_size"):
+            yield from tensors_of(value)
+    elif hasattr(tree, "nbytes"):
         yield tree
 
 
-def _exchange() -> TorchExchange:
+def current_exchange() -> TorchExchange:
+    """Return the ranks of the process group; this process alone if it has no others.
+
+    Raises RuntimeError if the job has several ranks and no group yet.
+    """
     local, locals_ = (
         int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
     )

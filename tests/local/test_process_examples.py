@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob_trainer.commands.check_ledger import read, verify
 from machine import free_port
-from process_harness import SCRIPTS, Machine, Run, manifest
+from process_harness import ENDLESS, SCRIPTS, Machine, Run, manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELD = str(SCRIPTS / "held_script.py")
@@ -114,3 +115,27 @@ def test_a_language_model_is_fine_tuned_exactly_through_the_loss_of_a_pod(machin
     assert distance(expected, run.folder / "checkpoints") < TOLERANCE
     assert distance(base.parent, expected) > 0.01, "fine-tuning has changed the weights"
     run.assert_nothing_left()
+
+
+def test_the_script_with_three_lines_repeats_at_most_one_step_without_any_checkpoint(machine: Machine) -> None:
+    job = yaml.safe_load((EXAMPLES / "snapshots.yaml").read_text())
+    job["spec"] |= {"script": str(EXAMPLES / "snapshots.py"), "args": ENDLESS}
+    job["spec"]["recovery"]["mode"] = "Fast"
+    run = machine.start(job)
+    for lost in (1, 0):
+        losses = 2 - lost
+        run.until(lambda r, pod=f"snapshots-{lost}-": is_training(r, losses, pod), seconds=300)  # noqa: B023
+        ProcessBackend().kill(next(pod for pod in run.pods() if pod.startswith(f"snapshots-{lost}-")))
+        run.until(lambda r, number=losses: len(from_memory(r)) == number, seconds=300)
+    assert all(restart.get("repeatedSteps", 0) <= 1 for restart in from_memory(run)), run.status["restarts"]
+    assert machine.command("stop", "--now", "snapshots").returncode == 0
+
+
+def is_training(run: Run, losses: int, pod: str) -> bool:
+    step = run.status.get("progress", {}).get("step") or 0
+    return step > 20 * losses and any(name.startswith(pod) for name in run.pods())
+
+
+def from_memory(run: Run) -> list[dict[str, Any]]:
+    restarts = run.status.get("restarts", {}).get("recent", ())
+    return [restart for restart in restarts if restart.get("continuedFrom") == "memory"]

@@ -207,7 +207,7 @@ def test_ranks_wait_as_long_for_an_answer_as_the_script_lets_them(given: int, ta
     minutes = datetime.timedelta(minutes=given)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=minutes)
     try:
-        backend = stop._group(distributed)._get_backend(sys.modules["torch"].device("cpu"))
+        backend = stop.gloo_group(distributed)._get_backend(sys.modules["torch"].device("cpu"))
         assert backend.options._timeout == datetime.timedelta(minutes=taken)
         del backend
     finally:
@@ -323,6 +323,7 @@ class Trainer:
     """Lightning's, as far as the callback reads it. Outside of `fit` it knows no data to train with."""
 
     sanity_checking, max_epochs, current_epoch, global_step, world_size = False, 2, 1, 45, 2
+    train_dataloader, fit_loop = None, SimpleNamespace()
 
     def __init__(self, doing: str, steps: float) -> None:
         self.state, self.steps = SimpleNamespace(fn=doing), steps
@@ -538,7 +539,7 @@ def test_ranks_that_would_each_train_a_model_of_their_own_are_refused(
     trainer = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
     lightning, alone = imitated_lightning(monkeypatch).DDPJobCallback(tmp_path), Trainer("fit", 100)
     alone.world_size = 1
-    args, state = SimpleNamespace(world_size=1, max_steps=1), SimpleNamespace()
+    args, state = SimpleNamespace(world_size=1, max_steps=1), SimpleNamespace(global_step=0)
     calls: list[tuple[str, Callable[[], object]]] = [
         (r"Accelerator\(cpu=True\)", lambda: accelerate.resume(Accelerator(), tmp_path)),
         (r"Accelerator\(cpu=True\)", lambda: accelerate.save(Accelerator(), 1, tmp_path)),

@@ -6,7 +6,7 @@ import ddpjob_report
 import report_ledger
 import torch
 from accelerate import Accelerator
-from ddpjob_report.accelerate import DDPJobTracker, resume, save
+from ddpjob_report.accelerate import DDPJobTracker, resume, save, take
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=10)
@@ -27,6 +27,7 @@ def main() -> None:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        take(accelerator, step + 1)
         accelerator.log({"loss": loss, "steps": steps, "mode": "a text is no figure"}, step=step + 1)
         stop = ddpjob_report.should_stop()
         if stop or (step + 1) % 20 == 0:

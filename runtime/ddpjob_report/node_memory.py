@@ -1,0 +1,175 @@
+"""Keeps a framework's newest state in the memory of the nodes, and gives it back as a checkpoint.
+
+Problem: a framework restores everything that it has from a checkpoint of its own format, by its own
+order of events (model, optimizers, loops, position in the data). Setting its parts from outside
+would mean to repeat that order, which changes from version to version.
+
+Rule: a state in memory is what the framework would save. At a start, `as_checkpoint` writes the
+newest one as a checkpoint of the framework's format, once per node, and the framework resumes from
+that. The file is removed when training has begun. It is written into the node's memory if there is
+room next to the two states, and otherwise to the temporary folder.
+
+A script asks for its checkpoint before the framework has formed its process group. The ranks then
+meet in a group of their own over gloo, which ends before the framework forms its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.snapshots import Restored, Snapshots, TorchExchange
+from ddpjob_runtime import protocol
+
+from ddpjob_report import link, stop
+from ddpjob_report.snapshots import current_exchange, open_memory, tensors_of
+
+_FOLDER = "restored"
+_store: list[Any] = []
+"""The early group's store. The framework's group shares its server, so it stays to the end."""
+
+
+class FrameworkMemory:
+    """One rank's access to its node's memory. All ranks make the same calls."""
+
+    _at_start: FrameworkMemory | None = None
+    """The memory that `as_checkpoint` looked into."""
+
+    def __init__(self, snapshots: Snapshots, found: Restored | None = None, folder: Path | None = None) -> None:
+        self._snapshots = snapshots
+        self._found, self._folder = found, folder
+
+    @classmethod
+    def begin(cls, step: int) -> FrameworkMemory | None:
+        """Note that training begins after `step` steps. All ranks call it, in their process group.
+
+        Returns None if the job keeps nothing in memory.
+        """
+        job = JobEnvironment.read()
+        if not job.snapshot_folder:
+            return None
+        exchange = current_exchange()
+        memory, FrameworkMemory._at_start = FrameworkMemory._at_start, None
+        if memory is None:
+            memory = cls(open_memory(job, exchange, together=True))
+        memory._snapshots.use(exchange)
+        in_memory = memory._found is not None and memory._found.moment.step == step
+        source = protocol.MEMORY if in_memory else protocol.STORAGE if step else protocol.SCRATCH
+        if not in_memory:
+            memory._found = None
+        memory._snapshots.begin(step, source)
+        link.post(memory._snapshots.news())
+        return memory
+
+    @property
+    def own(self) -> bytes:
+        """What this rank had for itself in the restored state; empty if nothing."""
+        return b"" if self._found is None else self._found.owns.get(int(os.environ.get("RANK", "0")), b"")
+
+    def note(self, step: int) -> None:
+        """Note that a step was made, whose state is taken later."""
+        self._snapshots.note(step)
+
+    def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes]) -> None:
+        """Keep what `make` returns as the state after `step` steps, if its turn has come.
+
+        `own` returns what this rank has for itself.
+
+        Raises RuntimeError if a rank is gone, as in any collective.
+        """
+        self._snapshots.take(step, make, own)
+        link.post(self._snapshots.news())
+
+    def forget(self) -> None:
+        """Remove the checkpoint that `as_checkpoint` wrote, after all ranks have loaded it."""
+        folder, self._folder, self._found = self._folder, None, None
+        if folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None]) -> Path | None:
+    """Return a checkpoint of the newest state in memory; None if it has at most `newest` steps.
+
+    All ranks call it, at the start.
+
+    Args:
+        newest: the steps of the newest checkpoint; 0 if there is none.
+        name: the checkpoint's name, with `{step}`.
+        write: writes the checkpoint under a path that does not exist, on one rank of each node.
+
+    Raises:
+        OSError: there is no room for the checkpoint; the message names the folder.
+    """
+    job = JobEnvironment.read()
+    if not job.snapshot_folder:
+        return None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for leftover in _folders(job):  # of a start that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+    with _early_exchange() as exchange:
+        snapshots = open_memory(job, exchange, together=True)
+        found = snapshots.restore()
+        snapshots.use(TorchExchange(0, 1))  # Nothing may hold on to the early group, which ends here.
+        # Every rank must decide alike, although they may not see the same checkpoints.
+        highest = max(int(said) for said in exchange.gather_bytes(str(newest).encode()))
+        if found is None or found.moment.step <= highest:
+            FrameworkMemory._at_start = FrameworkMemory(snapshots)
+            return None
+        made = b""
+        if exchange.local_rank == 0:
+            folder = _folder_for(job, found)
+            path = folder / name.format(step=found.moment.step)
+            write(path, found)
+            made = os.fsencode(path)
+        paths = exchange.gather_bytes(made)
+        path = Path(os.fsdecode(paths[exchange.rank - exchange.local_rank]))
+        found = Restored(found.moment, None, found.owns, found.made)
+        FrameworkMemory._at_start = FrameworkMemory(snapshots, found, path.parent)
+        return path
+
+
+def _folder_for(job: JobEnvironment, found: Restored) -> Path:
+    """Return an empty folder with room for a checkpoint."""
+    needed = sum(tensor.nbytes for tensor in tensors_of(found.tree))
+    in_memory, on_disk = _folders(job)
+    has_room = shutil.disk_usage(in_memory.parent).free > needed * 1.1 + (1 << 20)
+    folder = in_memory if has_room else on_disk
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def _folders(job: JobEnvironment) -> tuple[Path, Path]:
+    """Return where this node's checkpoint may be: in memory, and on disk."""
+    name = f"ddpjob-{job.uid or os.getuid()}-{job.index or 0}"
+    return Path(job.snapshot_folder, _FOLDER), Path(tempfile.gettempdir(), name)
+
+
+@contextlib.contextmanager
+def _early_exchange() -> Iterator[TorchExchange]:
+    """Yield the ranks, in a group of their own if the framework has not formed one yet."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or stop.torch_distributed() is not None:
+        yield current_exchange()
+        return
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    store, rank, world = next(dist.rendezvous("env://"))
+    _store.append(store)
+    dist.init_process_group("gloo", store=dist.PrefixStore("ddpjob-memory", store), rank=rank, world_size=world)
+    try:
+        yield current_exchange()
+    finally:
+        dist.destroy_process_group()
+
+
+def say(what: str) -> None:
+    """Print a message of the callbacks once, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"ddpjob_report: {what}\n")

@@ -1,0 +1,459 @@
+"""`ddpjob_report.Snapshots` as a script uses it: what a restart restores, and what each wrong use is told."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch._dynamo")  # once, and not in each rank's first step of an optimizer
+
+import torch.distributed as dist  # noqa: E402
+from ddpjob_report import Snapshots, link, node_memory  # noqa: E402
+from ddpjob_runtime import protocol  # noqa: E402
+from machine import free_port, slowness  # noqa: E402
+from torch import nn  # noqa: E402
+
+STEPS = 8
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A place in memory for the folders of nodes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        yield Path(place)
+
+
+def environment(folder: Path, round_: int) -> dict[str, str]:
+    folder.mkdir(exist_ok=True)
+    return {
+        "DDPJOB_FENCE": f"0.{round_}",
+        "DDPJOB_SNAPSHOT_FOLDER": str(folder),
+        "DDPJOB_SNAPSHOT_STEPS": "1",
+    }
+
+
+class Counter:
+    """A loader that knows its position; each rank has its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.drawn = rank * 1000
+
+    def batch(self) -> torch.Tensor:
+        self.drawn += 1
+        return torch.linspace(-1, 1, 8).unsqueeze(1) * (self.drawn % 7 + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+def training(rank: int, until: int, *, accumulate: int = 1) -> tuple[int, list[float]]:
+    """Train with everything that has a state. Return the first step, and the weights at the end."""
+    torch.manual_seed(rank)
+    loader, group = Counter(rank), dist.is_initialized()
+    model: Any = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    model = nn.parallel.DistributedDataParallel(model) if group else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    kept = Snapshots(
+        model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, loader=loader, average=average
+    )
+    for step in range(kept.step, STEPS):
+        for _ in range(accumulate):
+            batch = loader.batch()
+            scaler.scale((model(batch) - 3 * batch).square().mean()).backward()
+            kept.take(step)  # the step before, once more: it must not count again
+        if step == until:
+            os._exit(9)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scheduler.step()
+        average.update_parameters(model)
+        kept.take(step + 1)
+    state = [*model.state_dict().values(), *average.state_dict().values()]
+    return kept.step, [float(x) for value in state for x in value.double().flatten()] + [float(loader.drawn)]
+
+
+def ranks(
+    world: int, local: int, memory: Path, round_: int, work: Callable[[int], Any], *, group: bool = True
+) -> list[Any]:
+    """Run on forked ranks over gloo, `local` on each node. Return what they return; None if one died.
+
+    `group`: they have a process group already.
+    """
+    context, meeting, port = multiprocessing.get_context("fork"), memory / f"meet-{round_}", free_port()
+
+    def run(rank: int, send: Any) -> None:
+        os.environ.update(environment(memory / f"node-{rank // local}", round_))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % local))
+        os.environ.update(LOCAL_WORLD_SIZE=str(local), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        torch.set_num_threads(1)
+        try:
+            if group and world > 1:
+                dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+            send.send(work(rank))
+        except BaseException as error:
+            traceback.print_exc()
+            send.send(error)
+        os._exit(0)
+
+    started = []
+    for rank in range(world):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=run, args=(rank, send))
+        process.start()
+        send.close()
+        started.append((process, receive))
+    results = []
+    for process, receive in started:
+        assert receive.poll(60 * slowness()), "a rank neither ended nor answered"
+        try:
+            results.append(receive.recv())
+        except EOFError:
+            results.append(None)
+        process.join()
+    return results
+
+
+@pytest.mark.parametrize(("world", "local", "accumulate"), [(2, 1, 1), (2, 2, 1), (1, 1, 2)])
+def test_a_restart_continues_after_the_last_step_and_computes_the_same(
+    world: int, local: int, accumulate: int, memory: Path
+) -> None:
+    """Weights, moments, learning rate, scale, dropout, statistics, average, and each rank's position in the data."""
+    undisturbed = memory / "undisturbed"
+    undisturbed.mkdir()
+    wanted = ranks(world, local, undisturbed, 0, lambda rank: training(rank, -1, accumulate=accumulate))
+    for round_, dies in enumerate((3, 6)):
+        assert ranks(world, local, memory, round_, lambda r, at=dies: training(r, at, accumulate=accumulate)) == (
+            [None] * world
+        )
+        if local < world:
+            shutil.rmtree(memory / f"node-{round_}")
+    last = ranks(world, local, memory, 2, lambda rank: training(rank, -1, accumulate=accumulate))
+    assert [first for first, _ in last] == [6] * world
+    assert [weights for _, weights in last] == [weights for _, weights in wanted]
+
+
+def test_the_number_of_ranks_may_change(memory: Path) -> None:
+    """A job of one rank has no DDP, whose names are longer. A new rank takes rank 0's schedulers and loaders."""
+
+    def work(until: int) -> Callable[[int], tuple[int, float]]:
+        def train(rank: int) -> tuple[int, float]:
+            first, numbers = training(rank, until)
+            return first, numbers[-1] - STEPS
+
+        return train
+
+    assert ranks(2, 1, memory, 0, work(3)) == [None] * 2
+    assert ranks(1, 1, memory, 1, work(5)) == [None]
+    assert ranks(2, 1, memory, 2, work(-1)) == [(5, 0.0), (5, 0.0)]
+
+
+@pytest.fixture
+def job(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A job of one process; each call is a restart."""
+    rounds = iter(range(100))
+
+    def restart() -> None:
+        for name, value in environment(memory / "node", next(rounds)).items():
+            monkeypatch.setenv(name, value)
+
+    restart()
+    yield restart
+    Snapshots._current = None
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(link, "post", lambda figures: said.append(figures) if figures else None)
+    return said
+
+
+class Tied(nn.Module):
+    """Two names for one weight, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("wrapped", ["before", "after", "compiled", "compiled after"])
+def test_how_a_model_is_wrapped_does_not_matter(wrapped: str, job: Callable[[], None]) -> None:
+    """Also with tied and frozen weights, and an optimizer that has no state yet."""
+
+    def begin(how: str) -> tuple[Tied, torch.optim.Optimizer, Snapshots]:
+        model = Tied()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        given: Any = torch.compile(model, backend="eager") if how == "compiled" else model
+        kept = Snapshots(model=given, optimizer=optimizer)
+        if how == "compiled after":
+            torch.compile(model, backend="eager")
+        return model, optimizer, kept
+
+    model, optimizer, kept = begin("before")
+    kept.take(1)
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    kept.take(2)
+    del kept
+    job()
+    again, other, restored = begin(wrapped)
+    assert restored.restored and restored.step == 2
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    assert again.second.weight is again.first.weight
+    momenta = [[state["momentum_buffer"] for state in o.state.values()] for o in (optimizer, other)]
+    assert all(torch.equal(a, b) for a, b in zip(*momenta, strict=True))
+
+
+def line() -> nn.Module:
+    return nn.Linear(1, 1)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("steps", "kind", "said"),
+    [
+        ([1, 2, 1], ValueError, r"take\(1\): steps must not go down, and the last one was 2; count the steps made"),
+        ([1.5], TypeError, r"take\(1.5\): must be the number of steps made so far, from 0"),
+        ([True], TypeError, r"take\(True\)"),
+        ([-1], TypeError, r"take\(-1\)"),
+    ],
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_wrong_step_is_refused_inside_of_a_job_and_outside(
+    steps: list[Any], kind: type[Exception], said: str, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not inside:
+        monkeypatch.delenv("DDPJOB_SNAPSHOT_FOLDER")
+    kept = Snapshots(model=line())
+    for step in steps[:-1]:
+        kept.take(step)
+    with pytest.raises(kind, match=said):
+        kept.take(steps[-1])
+    kept.take(torch.tensor(5))  # a whole number of another kind
+
+
+def test_a_loop_that_ignores_what_was_restored_is_refused(job: Callable[[], None]) -> None:
+    kept = Snapshots(model=line())
+    kept.take(7)
+    del kept
+    job()
+    kept = Snapshots(model=line())
+    with pytest.raises(ValueError, match=r"take\(1\): the state restored from memory is of step 7; begin the loop at"):
+        kept.take(1)
+
+
+@pytest.mark.parametrize(
+    ("restored", "own", "first", "start"),
+    [
+        (0, None, 1, {"step": 0, "source": protocol.SCRATCH}),
+        (0, None, 31, {"step": 30, "source": protocol.STORAGE}),
+        (0, 30, 31, {"step": 30, "source": protocol.STORAGE}),
+        (7, None, 8, {"step": 7, "source": protocol.MEMORY}),
+        (7, 30, 31, {"step": 30, "source": protocol.STORAGE}),
+        (7, 4, 5, {"step": 4, "source": protocol.STORAGE}),
+    ],
+)
+def test_the_account_says_where_training_continued(
+    restored: int,
+    own: int | None,
+    first: int,
+    start: dict[str, Any],
+    job: Callable[[], None],
+    posted: list[dict[str, Any]],
+) -> None:
+    """From memory, from a checkpoint that the script has loaded (`own`: it says of which step), or at the beginning."""
+    if restored:
+        kept = Snapshots(model=line())
+        kept.take(restored)
+        del kept
+        job()
+        posted.clear()
+    kept = Snapshots(model=line())
+    assert (kept.restored, kept.step) == (bool(restored), restored)
+    if own is not None:
+        kept.step = own
+    kept.take(first)
+    starts = [figures[protocol.START] for figures in posted if protocol.START in figures]
+    assert {name: starts[-1][name] for name in start} == start
+
+
+class Unsaved:
+    """Has a state that no file can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"made": lambda: 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Never called."""
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):  # type: ignore[misc]
+    """Looks like torch's."""
+
+
+class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
+    """Looks like torch's."""
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("use", "kind", "said"),
+    [
+        (lambda: Snapshots(), TypeError, r"name what it keeps: Snapshots\(model=model, optimizer=optimizer\)"),
+        (lambda: Snapshots(line()), TypeError, "name what it keeps"),
+        (lambda: Snapshots(model=line(), steps=3), TypeError, "steps needs state_dict.*a int lacks them; leave it out"),
+        (
+            lambda: Snapshots(model=line(), data=torch.utils.data.DataLoader([1])),
+            TypeError,
+            "data needs .* a DataLoader lacks them; skip the first batches yourself, or take torchdata's",
+        ),
+        (
+            lambda: Snapshots(model=line(), odd=Unsaved()).take(1),
+            TypeError,
+            r"state_dict\(\) of odd has a value that cannot be pickled .*leave odd out",
+        ),
+        (
+            lambda: Snapshots(optimizer=ZeroRedundancyOptimizer(line().parameters(), lr=0.1)),
+            TypeError,
+            r"optimizer is sharded over the ranks \(ZeRO\).*save it by torch.distributed.checkpoint",
+        ),
+        (
+            lambda: Snapshots(model=nn.Sequential(FullyShardedDataParallel(1, 1))),
+            TypeError,
+            r"model is sharded over the ranks \(FSDP\)",
+        ),
+        (
+            lambda: (Snapshots(model=line()), Snapshots(model=line())),
+            RuntimeError,
+            "there is one already, and both would write to the same memory; give all objects to one",
+        ),
+    ],
+)
+def test_a_wrong_use_is_told_its_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
+    first = Snapshots(model=line()) if "one already" in said else None
+    with pytest.raises(kind, match=said):
+        use()
+    del first
+
+
+def test_a_model_that_was_sharded_afterwards_is_refused_at_the_first_step(job: Callable[[], None]) -> None:
+    model = nn.Sequential(line())
+    kept = Snapshots(model=model)
+    model[0] = FullyShardedDataParallel(1, 1)
+    with pytest.raises(TypeError, match="model is sharded"):
+        kept.take(1)
+
+
+@pytest.mark.parametrize(
+    ("objects", "said"),
+    [
+        ({"net": line()}, "memory has the state of model, and not of net; give the same objects as before the restart"),
+        ({"model": nn.Linear(2, 2)}, "does not fit model: .*size mismatch.*or set recovery.snapshots: none"),
+    ],
+)
+def test_objects_that_have_changed_are_named(objects: dict[str, Any], said: str, job: Callable[[], None]) -> None:
+    kept = Snapshots(model=line())
+    kept.take(1)
+    del kept
+    job()
+    with pytest.raises(ValueError, match=f"(?s){said}"):
+        Snapshots(**objects)
+
+
+@pytest.mark.usefixtures("job")
+def test_ranks_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"no process group yet; call torch.distributed.init_process_group\(\)"):
+        Snapshots(model=line())
+
+
+def test_ranks_that_give_different_objects_are_told(memory: Path) -> None:
+    def work(rank: int) -> str:
+        with pytest.raises(ValueError) as caught:
+            Snapshots(model=line(), **({"average": line()} if rank == 0 else {}))
+        return str(caught.value)
+
+    told = "ddpjob_report.Snapshots: the ranks must give the same names, and they give average, model or model"
+    assert [said.split(";")[0] for said in ranks(2, 2, memory, 0, work)] == [told] * 2
+
+
+def framework(last: int, checkpoint: int = 0) -> Callable[[int], tuple[int, str, str]]:
+    """Train as a framework does, which forms its process group after the script has asked for a checkpoint."""
+
+    def write(path: Path, found: Any) -> None:
+        path.write_text(found.tree["text"])
+
+    def run(rank: int) -> tuple[int, str, str]:
+        path = node_memory.as_checkpoint(checkpoint, "step={step}.txt", write)
+        said = "" if path is None else f"{path.parent.parent.name} {path.name} {path.read_text()}"
+        first = int(path.stem.partition("=")[2]) if path is not None else checkpoint
+        assert not dist.is_initialized()
+        dist.init_process_group("gloo")
+        memory = node_memory.FrameworkMemory.begin(first)
+        assert memory is not None
+        own = memory.own.decode()
+        dist.barrier()
+        memory.forget()
+        assert path is None or int(os.environ["LOCAL_RANK"]) or not path.parent.exists()
+        for step in range(first, last):
+            memory.take(step + 1, lambda at=step: {"text": f"after {at + 1}"}, lambda: f"of rank {rank}".encode())
+        dist.barrier()
+        return first, said, own
+
+    return run
+
+
+def test_a_framework_gets_a_checkpoint_of_the_state_in_memory_before_it_has_a_group(memory: Path) -> None:
+    """Each node writes one for its ranks, the node without a state too, and forgets it."""
+    assert ranks(4, 2, memory, 0, framework(3), group=False) == [(0, "", "")] * 4
+    shutil.rmtree(memory / "node-1")
+    again = ranks(4, 2, memory, 1, framework(5, checkpoint=2), group=False)
+    assert again == [(3, f"node-{rank // 2} step=3.txt after 3", f"of rank {rank}") for rank in range(4)]
+    newer = ranks(2, 2, memory, 2, framework(6, checkpoint=5), group=False)
+    assert newer == [(5, "", "")] * 2, "a checkpoint of the same step is as good"
+
+
+def test_a_checkpoint_without_room_in_memory_is_written_to_the_temporary_folder(
+    job: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Snapshots(model=line()).take(4)
+    job()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = node_memory.as_checkpoint(3, "step={step}", lambda path, found: path.touch())
+    assert path is not None and path.parent.parent == tmp_path and path.name == "step=4"
+    training = node_memory.FrameworkMemory.begin(4)
+    assert training is not None
+    training.forget()
+    assert not any(tmp_path.iterdir())
+
+
+def test_outside_of_a_job_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDPJOB_SNAPSHOT_FOLDER", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    kept = Snapshots(model=line())
+    kept.take(1)
+    assert (kept.step, kept.restored) == (0, False)
