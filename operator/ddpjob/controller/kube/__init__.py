@@ -1,3 +1,3 @@
-"""A small controller-runtime: requests, caches, a work queue and leader election. It knows no
-DDPJob.
+"""A small controller-runtime: requests, caches, a work queue, leader election; nothing about
+DDPJobs.
 """
