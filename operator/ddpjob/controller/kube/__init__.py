@@ -1,3 +1,1 @@
-"""A small controller-runtime: requests, caches, a work queue, leader election; nothing about
-DDPJobs.
-"""
+"""A small controller-runtime without DDPJobs: requests, caches, a work queue and leader election."""
