@@ -1,5 +1,4 @@
-"""Decides the actions that bring a job's objects in line with its plan, and messages to the
-coordinator."""
+"""Decides the actions that align a job's objects with its plan, and messages to the coordinator."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _inert(text: str) -> str:
 
     The job's author chooses the text, but must not be able to mention a whole channel or hide a
     link. & < > are escaped as Slack requires, a word joiner after @ prevents mentions in other
-    chats, and ` is removed so that the text cannot end the block.
+    chats, and ` is replaced so that the text cannot end the block.
     """
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     shown = escaped.replace("`", "'").replace("@", "@\u2060")

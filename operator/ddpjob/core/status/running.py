@@ -184,7 +184,7 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
 
 
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
-    """Describe a group whose next step is overdue, with its ranks' stacks; the text stays the same."""
+    """Describe a group whose next step is overdue, with its ranks' stacks, in a stable text."""
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
@@ -205,7 +205,7 @@ _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
 
 def last_step(running: Condition | None) -> datetime | None:
-    """Return the last step's time, which the condition's message has if the next step is overdue."""
+    """Return the last step's time, which the condition's message has if a step is overdue."""
     said = _LAST_STEP.search(running.message) if running is not None else None
     return known_time(said[1]) if said else None
 
