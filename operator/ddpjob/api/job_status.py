@@ -436,8 +436,8 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""From this number of slots, consecutive equal slots are written as one entry. 1,024 separate
-entries would be 100 KB for each write."""
+"""Number of slots from which consecutive equal slots are written as one entry. 1,024 separate
+entries would be 100 KB per write."""
 _MOST_SLOTS = 4096
 
 

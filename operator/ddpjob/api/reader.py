@@ -1,5 +1,4 @@
-"""Reads a DDPJob manifest into the object that `kubectl apply` would store, or says why it is
-rejected."""
+"""Reads a DDPJob manifest: the object that `kubectl apply` would store, or why it is rejected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Output of commands: objects as YAML, JSON or through kubectl's path templates, and rows of
-jobs."""
+"""Output of commands: objects as YAML, JSON or kubectl's path templates, and rows of jobs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Explains the fields of a DDPJob, like `kubectl explain`, and writes its JSON schema for
-editors."""
+"""Explains a DDPJob's fields, like `kubectl explain`, and makes its JSON schema for editors."""
 
 from __future__ import annotations
 

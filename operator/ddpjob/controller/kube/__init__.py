@@ -1,1 +1,1 @@
-"""A small controller-runtime without DDPJobs: requests, caches, a work queue and leader election."""
+"""A small controller-runtime without DDPJobs: requests, caches, work queue, leader election."""
