@@ -24,7 +24,7 @@ Variables = Callable[[], dict[str, Any]]
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
     """Return the rules that a defaulted object violates. It must fit the schema.
 
-    `old` is the defaulted object that it replaces, if any.
+    `old` is the defaulted object that `manifest` replaces, if any.
     """
     return list(_check(object_schema(), manifest, _MISSING if old is None else old, ""))
 

@@ -27,7 +27,7 @@ _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _MOST = 4096
 _OTHER_GPUS = re.compile(r"(^|[./])gpu([./]|$)|/mig-")
-"""Names of GPU resources, whatever a job's gpuResource is: nvidia.com/gpu, nvidia.com/mig-1g.5gb,
+"""Names of GPU resources, regardless of a job's gpuResource: nvidia.com/gpu, nvidia.com/mig-1g.5gb,
 gpu.intel.com/i915."""
 
 
@@ -66,7 +66,7 @@ class JobClasses:
     def offer(self, job: DDPJob) -> Offer:
         """Return the class that the job would get.
 
-        An empty offer unless the job is about to begin.
+        The offer is empty unless the job is about to begin.
         """
         if not begins(job):
             return Offer()
@@ -87,7 +87,7 @@ def lacks_class(job: DDPJob) -> bool:
 
 
 def begins(job: DDPJob) -> bool:
-    """Whether the job has a class and no pods that were made with an earlier version of it."""
+    """Whether the job has a class but no pods that were made with an earlier version of it."""
     fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED) or lacks_class(job)
     return bool(job.spec.class_name) and fresh and not (job.spec.run_policy.suspend or job.status.terminal)
 
@@ -194,7 +194,7 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
         yield f"{problem} (with class {given.name})"
 
 
-# --- reading the platform team's ---------------------------------------------------------------------------------
+# --- reading the platform team's classes -------------------------------------------------------------------------
 
 
 def _read(name: str, given: Any) -> JobClass:

@@ -28,7 +28,7 @@ from ddpjob.api.job_spec import CONFIG, JobSpec, Json, NotifyEvent
 
 
 class SlotState(StrEnum):
-    """State of the pod of a slot's current attempt; see docs/architecture.md."""
+    """State of a slot's current pod; see docs/architecture.md."""
 
     PLANNED = "Planned"
     CREATED = "Created"
@@ -76,7 +76,7 @@ class NotificationState(StrEnum):
 
 
 class Phase(StrEnum):
-    """Summary of the conditions for display; no decision depends on it."""
+    """Summary of the conditions, only for display. Decisions do not depend on it."""
 
     QUEUED = "Queued"
     PENDING = "Pending"
@@ -360,7 +360,7 @@ class JobStatus:
     checkpoints are lost."""
 
     def slot(self, index: int | None) -> Slot | None:
-        """Return the slot of an index, or None.
+        """Return the slot with an index, or None.
 
         The index may be out of range, because reports come from code in the user's image.
         """

@@ -112,7 +112,7 @@ class Manifest:
 
 
 def read_manifests(source: Path | str, label: str = "the manifest") -> list[Manifest]:
-    """Return the DDPJobs of a file (Path) or of YAML text (str), unchecked.
+    """Return the DDPJobs in a file (Path) or in YAML text (str), unchecked.
 
     A List counts as its items. Objects of other kinds are ignored. Raises ManifestError if there is
     no DDPJob, or if two have the same name.

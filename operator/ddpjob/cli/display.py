@@ -66,7 +66,7 @@ def event_line(happened: TimedEvent) -> str:
 
 
 def recoveries(status: JobStatus) -> list[str]:
-    """Return a line for each restart that is over.
+    """Return a line for each completed restart.
 
     It shows what broke the group and how long the group took to run again. A job that has not made
     or reported a step has no such lines, because it may run again only to fail again.
@@ -113,7 +113,7 @@ class NewLines:
         The same error may recur and then end the job.
         """
         trace = happened.event.message.splitlines()[1:]
-        # The place, and the error.
+        # The location and the error.
         known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])
         if known in self._traces:
             return []
@@ -122,9 +122,9 @@ class NewLines:
 
 
 class PlainLines:
-    """A display for logs: it prints a line at each change of the phase.
+    """A display for logs, which prints a line whenever the phase changes.
 
-    It prints progress at most once per PLAIN_SECONDS.
+    Progress is printed at most once per PLAIN_SECONDS.
     """
 
     def __init__(self) -> None:

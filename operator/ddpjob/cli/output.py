@@ -17,7 +17,7 @@ from ddpjob.client.texts.job_text import header, row, table
 
 
 def printable(text: str) -> str:
-    """Return the text without characters that command a terminal.
+    """Return the text without characters that control a terminal.
 
     A job's owner controls its messages and progress.
     """

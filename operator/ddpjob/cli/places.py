@@ -30,7 +30,7 @@ class Place:
     local: bool | None
 
     def is_local(self) -> bool:
-        """Return whether jobs are on this machine.
+        """Return whether the jobs are on this machine.
 
         --local and --cluster decide; otherwise the options of a cluster, the name `kubectl ddp`,
         and what is found here.
@@ -74,7 +74,7 @@ PLACE_OPTIONS = {"-n": 2, "--namespace": 2, "--context": 2, "--kubeconfig": 2, "
 
 
 def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose the place; the command gets a Place first."""
+    """Add the options that choose the place, and pass a Place as the first argument."""
 
     @functools.wraps(command)
     def wrapped(
@@ -89,7 +89,7 @@ def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_backend(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose the place; the command gets the backend of its jobs first."""
+    """Add the options that choose the place, and pass its backend as the first argument."""
 
     @functools.wraps(command)
     def wrapped(place: Place, **rest: Any) -> Any:

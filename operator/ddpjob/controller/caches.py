@@ -4,26 +4,25 @@ Asking the API server for everything took some 240 requests per job and minute. 
 `Informer` per kind (and watched namespace) keeps what decisions need. No requests are made while
 nothing changes.
 
-- Views are kept, not objects. A pod is a `PodView`; of services, ConfigMaps, policies and budgets
-  only the metadata is read; of a job that has ended the parts of its spec that make pods are
-  dropped. Users choose how large their objects are, so this bounds the operator's memory.
-- An object belongs to a job by the job's uid in its labels or owner references, never by a name: a
-  job that is deleted and created again under its name owns nothing of the first one.
+- Views are kept, not objects. A pod is a `PodView`; only the metadata of services, ConfigMaps,
+  policies and budgets is read; and an ended job's spec loses the parts that pods are made from.
+  Users choose how large their objects are, so this bounds the operator's memory.
+- An object belongs to the job whose uid is in its labels or owner references. Names do not count,
+  because a job that is deleted and recreated under its name owns nothing from the first one.
 - A change wakes the job that it concerns. It is urgent if a user has changed the job, if a pod has
-  ended, is about to, or is gone, or if Kueue has changed a Workload. What the operator writes
-  itself wakes nobody (`_writing`), since otherwise each status write would cause the next
-  reconcile.
-- The last state of a pod that is gone is kept for DEPARTED_FOR. It may say why the pod ended, to a
-  reconcile that comes after its deletion.
+  ended, is about to end or is gone, or if Kueue has changed a Workload. The operator's own writes
+  do not wake jobs (`_writing`), since otherwise each status write would cause the next reconcile.
+- A deleted pod's last state is kept for DEPARTED_FOR, because it may show a later reconcile why
+  the pod ended.
 
 Example: a node is drained, and its pod is deleted before the job is reconciled.
 
     watch: pod train-1-0, disruption=EvictionByEvictionAPI   the job is woken, urgently
-    watch: pod train-1-0 DELETED                             it moves to `departed` for 30 s
+    watch: pod train-1-0 DELETED                             the pod moves to `departed` for 30 s
     reconcile: `departed` has it, `pods` does not            its cause is Evicted, not counted
 
-A leader lists everything after it has taken the Lease (`complete`), so it never decides on what is
-older than its predecessor's writes.
+A leader lists everything after it has taken the Lease (`complete`), so its decisions are never
+based on data older than its predecessor's writes.
 
 Why: docs/decisions/0013.
 """

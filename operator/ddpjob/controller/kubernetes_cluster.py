@@ -611,7 +611,7 @@ class KubernetesCluster:
                 self._shared.pop(key, None)
 
     async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
-        """Make the job an owner of the ConfigMap of the namespace's jobs.
+        """Make the job an owner of the ConfigMap that the namespace's jobs share.
 
         Return a reference to it.
         """

@@ -47,10 +47,10 @@ GARBAGE_OBJECTS = 50_000
 """Number of new objects after which Python looks for cycles among them. Parsed JSON has no cycles,
 but so many objects that Python's default of 700 doubles the CPU time for a list of pods."""
 OTHERS_SECONDS = 10.0
-"""Seconds until a job on which another operator seems to act is reconciled again."""
+"""Seconds until the next reconcile of a job on which another operator seems to act."""
 
 INCOMPLETE_SECONDS = 1.0
-"""Seconds until a job in a namespace that has not been read completely is reconciled again."""
+"""Seconds until the next reconcile of a job whose namespace has not been read completely."""
 CONNECTIONS = 64
 """Number of connections for requests, in addition to those of the watches."""
 

@@ -38,7 +38,7 @@ _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 
 
 def read_pod(body: Mapping[str, Any]) -> PodView:
-    """Read a Pod object of a job. Raises KeyError or ValueError if its labels are missing or wrong.
+    """Read a job's Pod object. Raises KeyError or ValueError if its labels are missing or wrong.
 
     Anybody who may create pods can give them a job's labels, so the part kept of each pod is
     bounded.
@@ -131,7 +131,7 @@ def read_claim(body: Mapping[str, Any]) -> ClaimView:
 
 
 def read_workload(body: Mapping[str, Any]) -> WorkloadView:
-    """Read a Workload object of a job, without the fields that its flavors add to pods.
+    """Read a job's Workload object, without the fields that its flavors add to pods.
 
     Raises KeyError if it has no name.
     """

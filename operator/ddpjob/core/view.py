@@ -20,7 +20,7 @@ from ddpjob.core.world import PodView, World, coordinator_pod_name, node_pod_nam
 class View:
     """An immutable view. Derived values are computed once.
 
-    A decision that changes the status continues with `with_status`.
+    A decision that changes the status uses `with_status` to continue.
     """
 
     job: DDPJob

@@ -147,7 +147,7 @@ REMEMBERED = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class HealthSignals:
-    """The signals by which an agent reports a Kubernetes node as unhealthy.
+    """The signals with which an agent reports a Kubernetes node as unhealthy.
 
     A name that ends with `*` is a prefix.
     """

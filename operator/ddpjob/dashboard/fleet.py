@@ -273,7 +273,7 @@ class Fleet:
     def _fail(self, backend: Backend, error: Exception) -> None:
         """Keep the rows of a place that does not respond.
 
-        Rows of a place that refuses to be read are dropped.
+        Rows of a place that refuses access are dropped.
         """
         self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
         if isinstance(error, Mistake) and error.denied:

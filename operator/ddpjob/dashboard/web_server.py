@@ -506,7 +506,7 @@ def _job(body: Json) -> DDPJob:
 def _nodes(body: Json, job: DDPJob) -> str:
     """Return the nodes as shown in the list of jobs.
 
-    A deleted job's record has no slots to count.
+    A deleted job's record does not have slots to count.
     """
     stored = (body.get("status") or {}).get("nodes") or {}
     return str(stored.get("display") or job.status.nodes_display(job.spec))

@@ -35,7 +35,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LocalSpec:
-    """A spec as this machine runs it."""
+    """A spec as it runs on this machine."""
 
     spec: JobSpec
     gpus: tuple[str, ...]

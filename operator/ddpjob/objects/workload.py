@@ -70,7 +70,7 @@ def _pod_set(name: str, pod: Json, number: int) -> Json:
     return {"name": name, "count": number, "template": {"metadata": {}, "spec": {**spec, "restartPolicy": "Never"}}}
 
 
-# --- the status of a Workload, part of which Kueue leaves to the jobs' controllers -------------------------------
+# --- a Workload's status, part of which Kueue leaves to the jobs' controllers -----------------------------------
 
 
 def marked(workload: Json, now: datetime, *, condition: str, reason: str, message: str) -> Json:

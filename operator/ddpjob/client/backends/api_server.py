@@ -44,7 +44,7 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class ApiRefusal(Mistake):
-    """A response of 4xx or 5xx, with the server's message."""
+    """A 4xx or 5xx response, with the server's message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)

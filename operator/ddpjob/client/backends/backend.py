@@ -28,7 +28,7 @@ METRICS_BYTES = 8 << 20
 
 
 FINISHED = ("Complete", "Failed")
-"""Phases that a job does not leave."""
+"""Final phases of a job."""
 INTERRUPTED = "Interrupted"
 ENDED = (*FINISHED, INTERRUPTED)
 
@@ -43,7 +43,7 @@ class Mistake(Exception):
 
 
 class Unreachable(Mistake):
-    """The place does not answer: no kubeconfig, no API server, no credentials."""
+    """The place cannot be reached: no kubeconfig, no API server or no credentials."""
 
 
 class NoAnswer(Unreachable):

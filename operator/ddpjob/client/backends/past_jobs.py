@@ -173,7 +173,7 @@ def _stamp(folder: Path) -> tuple[float, ...]:
 def _as_job(name: str, left: LeftBehind) -> Json:
     """Build a DDPJob with as much of its status as the record has.
 
-    Of the spec, only the number of nodes was recorded.
+    The number of nodes is the only recorded part of the spec.
     """
     metadata: Json = {"name": name, "namespace": left.namespace or "default", "uid": left.uid}
     spec: Json = {"image": "", "nodes": 1, "gpusPerNode": 0}

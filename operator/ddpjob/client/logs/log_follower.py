@@ -143,7 +143,7 @@ _ALL = Chosen()
 
 
 def _shortened(line: bytes, limit: int) -> bytes:
-    """Return at most `limit` bytes of a line.
+    """Return a line, shortened to `limit` bytes.
 
     For a progress bar, return the part after its last carriage return, which a terminal shows.
     """

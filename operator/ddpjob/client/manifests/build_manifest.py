@@ -107,7 +107,7 @@ def _name(request: JobRequest) -> str:
 
 
 def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list[dict[str, bytes]]:
-    """Set script or module, and return the files that travel with the job."""
+    """Set script or module, and return the files that are sent with the job."""
     program, path = request.program, Path(request.program)
     if not program:
         raise Mistake("the program's name is empty, perhaps because a shell variable is not set")

@@ -23,7 +23,7 @@ RIGHTS = (
     (GROUP, PLURAL, "", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "pods", "", ("get", "list", "create", "delete")),
     ("", "pods", "log", ("get",)),
-    # A WebSocket begins with GET; Kubernetes 1.35 asks for create too.
+    # A WebSocket begins with GET, but Kubernetes 1.35 also requires create.
     ("", "pods", "exec", ("get", "create")),
     ("", "events", "", ("list",)),
     ("", "configmaps", "", ("create",)),

@@ -8,7 +8,8 @@ may depend on the clocks of two machines, because they differ.
 - The others read the Lease every RETRY_SECONDS. One of them takes it after it has seen no new
   version for the Lease's duration, LEASE_SECONDS, by its own monotonic clock. They never compare
   `renewTime`, which is for human readers.
-- Every write carries the resource version that was read, so of two writers one gets a conflict.
+- Every write carries the resource version that was read, so one of two concurrent writers gets a
+  conflict.
 
 Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
 
@@ -233,7 +234,7 @@ async def _try(lease: Lease, seconds: float) -> bool:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # KeyError: the answer is a different server's object.
+        # KeyError: the response is a different server's object.
         log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no answer in time")
         return False
 
@@ -243,7 +244,7 @@ async def _release(lease: Lease) -> None:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # KeyError: the answer is a different server's object.
+        # KeyError: the response is a different server's object.
         log.warning(
             "the Lease %s/%s was not released, it expires in %s s: %s",
             lease.namespace,

@@ -71,7 +71,7 @@ _UNREADABLE_RETRY = 600.0
 
 
 class Cache(Generic[View]):
-    """A view of every object of a collection.
+    """A view of every object in a collection.
 
     It calls `on_change(before, after)` when a view has changed. `read` makes the view. Objects for
     which it raises are ignored, and so are objects in namespaces for which `keep` is false. The

@@ -8,10 +8,10 @@ therefore read in a fixed order, and the first that knows decides (`explain_end`
 1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
    kubelet. These explain every exit code.
 2. The container's state (`_by_container`): lost with its host, out of memory, cannot start.
-3. The launcher's own exit codes (`_by_launcher`), or for a `command` the failed rank that torchrun
-   names (`_by_rank`).
-4. The exit code and the last words of the program (`_by_program`). If the program never ran, that
-   is the end of an init container, or a fault of the host (`_never_began`).
+3. The launcher's own exit codes (`_by_launcher`), or, for a `command`, the failed rank that
+   torchrun names (`_by_rank`).
+4. The exit code and last output of the program (`_by_program`) or, if the program never ran, the
+   end of an init container or a fault of the host (`_never_began`).
 
 Examples:
 

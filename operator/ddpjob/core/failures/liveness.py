@@ -11,9 +11,9 @@ wrong alone.
   program is running. That counts unless the coordinator has lost most of its members, because then
   the coordinator itself is partitioned (`World.deaf_since`).
 
-The earlier of the two moments counts (`lost_since`). The pod is given up when it has been silent
-for `recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if somebody has marked its host as
-out of service. A pod that meanwhile ends or is heard from again is not lost.
+The earlier of the two times counts (`lost_since`). The pod is given up when it has been silent for
+`recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if somebody has marked its host as out
+of service. A pod that meanwhile ends or is heard from again is not lost.
 
 Example with a limit of 30 s, in which a machine loses power:
 

@@ -18,9 +18,9 @@ ever made a step. Users who know better write `recovery.rules`.
 Example of a job without rules and with maxRestarts=10:
 
     rank 3 raises KeyError 'lr' before the first step, 3 times    fails, after 2 restarts
-    rank 3 raises ConnectionError before the first step, 3 times  restarts, 3 of 10 are used
-    rank 3 raises KeyError 'lr' in epoch 7                        restarts, 1 of 10 is used
-    the node of rank 3 is drained, 50 times                       restarts, 0 of 10 are used
+    rank 3 raises ConnectionError before the first step, 3 times  restarts, 3 of 10 used
+    rank 3 raises KeyError 'lr' in epoch 7                        restarts, 1 of 10 used
+    the node of rank 3 is drained, 50 times                       restarts, 0 of 10 used
     the script refuses an option: exit code 2                     fails at once
 
 Exit codes are compared as a shell shows them, with 128 + N for signal N (`shell_code`).

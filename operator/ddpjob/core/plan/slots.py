@@ -172,9 +172,9 @@ def begin_generation(view: View) -> JobStatus:
 
 
 def _unused(status: JobStatus) -> int:
-    """Return an attempt that no pod of any index has had.
+    """Return an attempt number that no pod with any index has had.
 
-    Slots that were dropped long ago are included.
+    This includes slots that were dropped long ago.
     """
     return status.highest_attempt + 1 if status.slots or status.highest_attempt else 0
 
