@@ -22,7 +22,7 @@ Variables = Callable[[], dict[str, Any]]
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return the rules that a defaulted object violates. It must fit the schema.
+    """Return a defaulted object's violations of the rules. The object must fit the schema.
 
     `old` is the defaulted object that `manifest` replaces, if any.
     """

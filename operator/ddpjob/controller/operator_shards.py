@@ -1,8 +1,8 @@
 """Divides namespaces into shards by a hash of their names; one replica acts for each shard.
 
-One process can use only one CPU for its jobs. With more jobs, several replicas act at the same
-time, but never two for the same job. Each shard has a Lease, elected as in `election`; the rules
-here only say which replica should take which Lease.
+One process can reconcile only as many jobs as one CPU allows. With more jobs, several replicas act
+at the same time, but never two for the same job. Each shard has a Lease, elected as in `election`;
+the rules here only say which replica should take which Lease.
 
 - A replica without a Lease takes a free one at once. Otherwise it waits until the Lease has been
   free for PATIENCE per Lease that it holds, so that others can take it first.

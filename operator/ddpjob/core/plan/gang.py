@@ -8,10 +8,10 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
 - Once all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
   and remains so in this generation. Later pods do not belong to a group, because Kubernetes 1.36
   does not let a group's pods pass while fewer than its minimum exist.
-- Later such a job can again be stuck with half of its nodes. It then yields: if it has held nodes
-  for YIELD without training, and the scheduler finds no room for a pod that it needs, it gives up
-  all its nodes and waits as a new gang. After a preemption that leaves too few nodes it does so at
-  once.
+- A job whose gang has been placed can later be stuck with half of its nodes. It then yields: if it
+  has held nodes for YIELD without training, and the scheduler finds no room for a pod that it
+  needs, it gives up all its nodes and waits as a new gang. After a preemption that leaves too few
+  nodes it does so at once.
 
 Example of two jobs with 4 nodes each on a cluster with 6:
 

@@ -162,7 +162,7 @@ FIRST_COPY = timedelta(minutes=30)
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Report whether checkpoints reach the bucket according to the script, once they have not."""
+    """Report whether checkpoints reach the bucket, once there is a sign that they do not."""
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
     before = status.condition(ConditionType.CHECKPOINTS_COPIED)

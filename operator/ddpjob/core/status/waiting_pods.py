@@ -14,8 +14,8 @@ from ddpjob.api.job_status import format_time
 from ddpjob.core.world import PodView
 
 LONG = timedelta(seconds=30)
-"""Schedulers consider a pod within a few seconds, and so do kubelets prepare one whose image is
-present."""
+"""Schedulers consider a pod, and kubelets prepare one whose image is present, within a few
+seconds."""
 SCHEDULER_SILENT = "SchedulerSilent"
 SCHEDULING_GATED = "SchedulingGated"
 NOT_PREPARED = "PodNotPrepared"
