@@ -190,8 +190,8 @@ def _clean(view: View) -> list[Action]:
 def has_leftovers(pod: PodView) -> bool:
     """Return whether the pod's main container has ended while another one is still running.
 
-    A pod that the kubelet has ended as a whole has no leftovers, although its other containers wait
-    forever after a failed init container.
+    A pod that the kubelet has ended as a whole has none: after a failed init container, its other
+    containers never start.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 

@@ -1,4 +1,4 @@
-"""Words and shortens messages: numbers with nouns, and events within the length limit."""
+"""Words and shortens messages: numbers with their nouns, and events within the length limit."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 def _timed(view: View) -> tuple[Restart, ...]:
     """Return recent restarts, with durations in seconds for those that have ended.
 
-    A restart ends with the next step, if steps are reported to the coordinator. Its measurement of
-    the last restart is finer than the time between two reconciles. Restarts that a suspension cut
-    short have no duration, because there was no recovery.
+    A restart ends with the next step, if steps are reported to the coordinator. The coordinator's
+    measurement of the last restart is finer than the time between two reconciles. Restarts that a
+    suspension cut short have no duration, because there was no recovery.
     """
     report = view.report
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
@@ -93,8 +93,8 @@ def _timed(view: View) -> tuple[Restart, ...]:
 def judge_fast_recovery(view: View) -> JobStatus:
     """Report whether every pod of a group in mode Fast can do what the mode promises.
 
-    There is no condition until the group runs or a pod cannot. A coordinator that takes over hears
-    from the pods one by one.
+    There is no condition until the group runs or a pod falls short. A coordinator that takes over
+    hears from the pods one by one.
     """
     status, report = view.status, view.report
     if not view.job.spec.fast:
