@@ -10,7 +10,9 @@ from benchmarks.night.schedule import GPUS, HOSTS, FaultKind
 
 
 def draw(record: Record, path: Path, seed: int) -> None:
-    """Draw the GPUs by job and on offer, the losses, and how long jobs wait despite room."""
+    """Draw the GPUs held by each job and those available, the losses, and how long jobs wait
+    despite room.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
