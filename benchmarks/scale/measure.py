@@ -148,7 +148,7 @@ def _machine() -> float:
 
 
 async def requests(rest: Rest) -> Counter[tuple[str, str]]:
-    """Return how many requests the API server has answered, by (verb, resource).
+    """Return how many requests the API server has served, by (verb, resource).
 
     Only RESOURCES count, without watches.
     """

@@ -18,8 +18,8 @@ from benchmarks import CHECKOUT
 class Case:
     """A measured case, in which the first `warm` of its `steps` do not count.
 
-    `target`: the trainer's speed relative to the plain loop's. `keys`: the trainer's keys in
-    addition to those that follow from the case.
+    `target`: the trainer's speed relative to the plain loop's. `keys`: the trainer's keys, in
+    addition to those determined by the case.
     """
 
     name: str

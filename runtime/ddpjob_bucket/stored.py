@@ -132,7 +132,7 @@ class Bucket:
         self.term = 0
         self._slow = False
         self._failed = set[str]()
-        """The data prefixes of uploads that were given up. Each attempt has a prefix of its own."""
+        """The data prefixes of uploads that were given up. Each attempt has its own prefix."""
 
     @classmethod
     def open(cls, url: str) -> Bucket:
@@ -142,8 +142,8 @@ class Bucket:
         AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION) and from the pod's service account.
 
         Raises:
-            LibraryMissing: obstore is not installed. BucketError: the URL is invalid, half of the
-            credentials are missing, or the folder
+            LibraryMissing: obstore is not installed.
+            BucketError: the URL is invalid, half of the credentials are missing, or the folder
                 cannot be created.
         """
         if not URL.fullmatch(url):

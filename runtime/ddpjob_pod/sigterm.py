@@ -38,7 +38,7 @@ class SigtermFlag:
 
     @property
     def is_listening(self) -> bool:
-        """Whether SIGTERM sets the flag. A framework may set a handler of its own."""
+        """Whether SIGTERM sets the flag. A framework may set its own handler."""
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def listen(self, *, at_once: bool = False) -> None:

@@ -3,12 +3,12 @@
     import ddpjob_report
 
     folder = ddpjob_report.checkpoint_dir()
-    newest = ddpjob_report.restore_checkpoint()  # from the job's bucket, where it has one
+    newest = ddpjob_report.restore_checkpoint()  # from the job's bucket, if it has one
     first = load(newest) if newest else 0
     for step in range(first, steps):
         ...
         ddpjob_report.report(epoch=epoch, step=step + 1, loss=loss, accuracy=accuracy)  # steps done
-        if ddpjob_report.should_stop():  # the same answer on every rank
+        if ddpjob_report.should_stop():  # the same result on every rank
             save(folder / "snapshot.pt")  # of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)
             ddpjob_report.saved_and_leave()
 
@@ -55,11 +55,14 @@ def report(
     Every rank may call it; rank 0's figures are shown.
 
     Args:
-        epoch: the current epoch, from 1 to `epochs`. step: number of steps, out of `steps`, since
-        the training began, including steps before a restart. Without it, DDPJob counts the
-        optimizer's steps since the restart. loss: the training loss. accuracy: the accuracy on the
-        test set, from 0 to 1. samples_per_second: the speed of all ranks together. eta: seconds
-        left. metrics: any other figures, by name.
+        epoch: the current epoch, from 1 to `epochs`.
+        step: number of steps, out of `steps`, since the training began, including steps before a
+            restart. Without it, DDPJob counts the optimizer's steps since the restart.
+        loss: the training loss.
+        accuracy: the accuracy on the test set, from 0 to 1.
+        samples_per_second: the speed of all ranks together.
+        eta: seconds left.
+        metrics: any other figures, by name.
 
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
     element. For a tensor on a GPU, the call waits, as `item()` does, so report only every few
@@ -110,8 +113,9 @@ def restore_checkpoint() -> Path | None:
 
     Raises:
         ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. Training
-        must not begin from scratch if it is unknown which checkpoints exist. OSError, ValueError:
-        the folder cannot be read or written, or its record of the newest checkpoint is damaged.
+            must not begin from scratch if it is unknown which checkpoints exist.
+        OSError, ValueError: the folder cannot be read or written, or its record of the newest
+            checkpoint is damaged.
     """
     folder = checkpoint_dir()
     copies = _copies()
@@ -134,11 +138,13 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
 
     Args:
         path: a complete checkpoint, which is a file or folder in `checkpoint_dir()`. It may be
-        replaced or removed afterwards, but not modified in place: write to a different name, then
-        use os.replace. step: number of steps done, which orders the checkpoints. Within one start
-        of the job, the highest step is the newest checkpoint. keep: number of newest checkpoints to
-        keep in the bucket. wait: return only when the checkpoint is in the bucket. Otherwise the
-        script waits for the last copy when it ends.
+            replaced or removed afterwards, but not modified in place: write to a different name,
+            then use os.replace.
+        step: number of steps done, which orders the checkpoints. Within one start of the job, the
+            highest step is the newest checkpoint.
+        keep: number of newest checkpoints to keep in the bucket.
+        wait: return only when the checkpoint is in the bucket. Otherwise the script waits for the
+            last copy when it ends.
 
     One checkpoint is uploaded at a time, and the newest waiting one is next. A failed upload is
     retried after 1, 2, 4, ... 60 s. Readers see either a whole checkpoint or none. Without
@@ -148,7 +154,8 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         ddpjob_bucket.BucketError: the bucket cannot be read, the image lacks obstore, or a name has
-        characters that are unsuitable for a bucket. OSError: the checkpoint cannot be read.
+            characters that are unsuitable for a bucket.
+        OSError: the checkpoint cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"ddpjob_report.copy_checkpoint: path must be a path, not {path!r:.80}")

@@ -60,8 +60,8 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
     is copied as well.
 
     Raises:
-        ValueError: Accelerate is set to name its checkpoints itself. RuntimeError: each rank trains
-        its own model, as without a GPU and Accelerator(cpu=True).
+        ValueError: Accelerate is set to name its checkpoints itself.
+        RuntimeError: each rank trains its own model, as without a GPU and Accelerator(cpu=True).
     """
     home = _home(accelerator, folder)
     made = home / f"{_NAME}{step}"
@@ -90,8 +90,8 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
     Call it after `accelerator.prepare`.
 
     Raises:
-        ValueError: Accelerate is set to name its checkpoints itself. RuntimeError: each rank trains
-        its own model, as without a GPU and Accelerator(cpu=True).
+        ValueError: Accelerate is set to name its checkpoints itself.
+        RuntimeError: each rank trains its own model, as without a GPU and Accelerator(cpu=True).
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
     accelerator.wait_for_everyone()  # No rank may save (which removes old states) before all have looked.

@@ -16,8 +16,8 @@ Example, with three nodes, when node 2's machine loses power:
      0.0  node 2 has been silent for too long, or the operator knows that its pod is gone: `lose`.
           Round 7 breaks, nodes 0 and 1 get `restart`
      0.1  node 0 has ended its workers: `ready`. Node 1 hangs in the driver
-    30.0 node 1 is fenced. Node 0 is the only remaining member of round 7 38.0 the replacements of
-    nodes 1 and 2 are ready: round 8 begins with three nodes
+    30.0  node 1 is fenced. Node 0 is the only remaining member of round 7
+    38.0  the replacements of nodes 1 and 2 are ready: round 8 begins with three nodes
 
 A change of the group's size also breaks a running round, but in a planned way: `formation` decides
 when that is worthwhile. After repeated failures of the job itself, the next round waits
@@ -160,7 +160,7 @@ class Rounds:
         self._loop.changed()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Have one member, rank 0 if possible, record a line that outlives the job's pods.
+        """Make one member, rank 0 if possible, record a line that outlives the job's pods.
 
         The coordinator has no volume, and is gone soon after the job ends.
         """

@@ -396,7 +396,7 @@ class Server:
     def _silent_members(self) -> list[Member]:
         """Return the silent members if they are the majority.
 
-        In that case this coordinator is the one that is partitioned.
+        In that case, this coordinator is the one that is partitioned.
         """
         # A starting member imports torch, and may be silent for a long time.
         others = [other for other in self.coordinator.members if other.state != MemberState.STARTING]

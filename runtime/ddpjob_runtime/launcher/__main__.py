@@ -4,9 +4,13 @@
 
 Exit codes:
 
-    0 every node has finished 76 rendezvous lost 77 stopped by the coordinator 78 the entry point
-    cannot start 79 fenced: the group continued without this node 80 the node has not passed
-    spec.preflight 128+N ended by signal N (143: SIGTERM)
+    0      every node has finished
+    76     rendezvous lost
+    77     stopped by the coordinator
+    78     the entry point cannot start
+    79     fenced: the group continued without this node
+    80     the node has not passed spec.preflight
+    128+N  ended by signal N (143: SIGTERM)
 
 Any other code means that this node failed.
 

@@ -1,9 +1,9 @@
 """Fetches spec.storage.data.url before workers start: once per folder, verified, and resumable.
 
-    NAME a whole object, renamed to this name once size and checksum (if any) match
-    .ddpjob-fetched.jsonl a line per fetched object: name, ETag, size, file's time .ddpjob-part-HASH
-    an object that is being fetched .ddpjob-lock held by the fetching pod; the kernel releases it
-    when that pod ends
+    NAME                      a whole object, renamed to this name once size and checksum (if any) match
+    .ddpjob-fetched.jsonl     a line per fetched object: name, ETag, size, time of the file
+    .ddpjob-part-HASH         an object that is being fetched
+    .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
 All pods that mount the folder wait for the lock. The first one fetches, and the others find
 everything there.

@@ -8,10 +8,11 @@ The launcher imports torch and forks the server from itself before it starts thr
 imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share its
 pages, and waits for orders. The two exchange JSON objects, one per line, over a pair of sockets:
 
-    server -> launcher {"importing": "timm"} for the message if it hangs server -> launcher
-    {"ready": ""} or the reason for a refusal launcher -> server {"number": 1, "words": [...],
-    "environment": {...}, "stdout": FILE, ...} server -> launcher {"number": 1, "pid": 4711} or
-    "problem": why it cannot fork server -> launcher {"pid": 4711, "code": -9} the worker's end
+    server -> launcher   {"importing": "timm"}                   for the message if it hangs
+    server -> launcher   {"ready": ""}                           or the reason for a refusal
+    launcher -> server   {"number": 1, "words": [...], "environment": {...}, "stdout": FILE, ...}
+    server -> launcher   {"number": 1, "pid": 4711}              or "problem": why it cannot fork
+    server -> launcher   {"pid": 4711, "code": -9}               the worker's end
 
 A fork copies only memory and one thread. Other threads and device contexts do not survive it, so
 the server refuses to serve if an import starts threads or initializes CUDA. The launcher then

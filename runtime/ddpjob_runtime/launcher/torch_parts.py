@@ -4,12 +4,14 @@ torchrun has no hooks for a custom agent, so the launcher replaces five of its n
 function in this module and nowhere else. All have existed since torch 2.6, the oldest supported
 version.
 
-    torch.distributed. replaced, so that launcher.api.LocalElasticAgent the coordinator controls the
-    agent run.config_from_args workers start through worker.py elastic.multiprocessing.api.
-        _terminate_process_handler signals reach only the launcher get_subprocess_handler workers
-        are forked (mode Fast)
+    torch.distributed.                                  replaced, so that
+    launcher.api.LocalElasticAgent                      the coordinator controls the agent
+    run.config_from_args                                workers start through worker.py
+    elastic.multiprocessing.api.
+        _terminate_process_handler                      signals reach only the launcher
+        get_subprocess_handler                          workers are forked (mode Fast)
     elastic.multiprocessing.errors.ProcessFailure.
-        __post_init__ a damaged error file does not end the launcher
+        __post_init__                                   a damaged error file is ignored
 
 agent.py and rendezvous.py override or call the other names in NAMES, SET and CALLED. A version of
 torch that lacks one is refused at startup with a message that names it (`missing`). Otherwise the
