@@ -140,9 +140,7 @@ def sharing(pid: int, share: float) -> AbstractContextManager[None]:
 
 
 def measure(count: int, share: float) -> Figures:
-    """Measure a round of `count` members, some training, the loss of a member, and the next
-    round.
-    """
+    """Measure a round of `count` members, some training, a member's loss, and the next round."""
     port = free_port()
     with coordinating(port, count, share, attempt=0):
         arrived, attempts = asyncio.run(_arrive(port, count, resumes=False))

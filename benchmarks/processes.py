@@ -63,9 +63,7 @@ def memory(pid: int, what: str = "VmRSS") -> float:
 
 
 def free_port() -> int:
-    """Return a free TCP port on 127.0.0.1 that will not be assigned to another program's
-    connection.
-    """
+    """Return a free TCP port on 127.0.0.1 that is not used for other programs' connections."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             port = random.SystemRandom().randrange(32000, 32768)

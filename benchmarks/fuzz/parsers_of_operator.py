@@ -110,7 +110,7 @@ def _reports() -> Target:
 
 
 def _decisions() -> Target:
-    """Fuzz the operator's decision on a report, and a second decision based on the first one's
+    """Fuzz the operator's decision on a report, and a second one based on the first one's
     status.
     """
     from ddpjob.api.job import DDPJob

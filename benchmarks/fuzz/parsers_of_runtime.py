@@ -91,9 +91,7 @@ def _check_report(coordinator: Any, now: float) -> None:
 
 
 def _members() -> Target:
-    """Fuzz lines from pods that know the token, with `from` (0 to 3) and `wait` (seconds
-    before).
-    """
+    """Fuzz lines from pods with the token, with `from` (0 to 3) and `wait` (seconds before)."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
     from ddpjob_runtime.coordinator.settings import CoordinatorSettings
@@ -342,9 +340,7 @@ class _StorageInfo:
 
 
 def _script_indexes() -> Target:
-    """Fuzz torch's index of a checkpoint written by a user's script, which is read without
-    torch.
-    """
+    """Fuzz torch's index of a user script's checkpoint, which is read without torch."""
     from ddpjob_report import copies
 
     folder = scratch("script")

@@ -26,7 +26,7 @@ class _Untouched:
         self._before = {kind: dict(vars(kind)) for kind in classes}
 
     def check(self) -> None:
-        """Undo all changes, which would spoil later inputs, and raise AssertionError if there was
+        """Undo changes, which would spoil later inputs, and raise AssertionError if there was
         one.
         """
         changed, nothing = [], object()
@@ -40,9 +40,7 @@ class _Untouched:
 
 
 def _checkpoint_files() -> Target:
-    """Fuzz a single-file checkpoint with a correct checksum, which protects only against
-    accidents.
-    """
+    """Fuzz a single-file checkpoint with a correct checksum, which prevents only accidents."""
     import torch
     from ddpjob_trainer.checkpoints import torch_file
     from ddpjob_trainer.checkpoints.metadata import Metadata

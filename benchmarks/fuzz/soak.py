@@ -88,9 +88,7 @@ class Result:
 
 
 def inputs_of(parser: Parser, target: Target, seed: int, first: int = 0) -> Iterator[bytes]:
-    """Yield the parser's inputs from number `first` on, endlessly: changed good inputs and
-    findings.
-    """
+    """Yield the parser's inputs from `first` on, endlessly: changed good inputs and findings."""
     mutator = Mutator(parser.form, [*target.seeds, *(file.read_bytes() for file in corpus_of(parser))])
     number = first
     while True:

@@ -114,9 +114,7 @@ class Kubelets(Machines):
         self.hosts[name] = Host(name, body)
 
     async def keep_alive(self, name: str) -> None:
-        """Renew the node's Lease until cancelled, and report the node as Ready again if
-        necessary.
-        """
+        """Renew the node's Lease until cancelled. If necessary, report it as Ready again."""
         host = self.hosts[name]
         while True:
             try:
@@ -199,9 +197,7 @@ class Kubelets(Machines):
         return True
 
     async def _repeat(self, method: str, path: str, **more: Any) -> Json | None:
-        """Repeat a request until it succeeds, and return the response; None if the object is
-        gone.
-        """
+        """Repeat a request until it succeeds. Return the response; None if the object is gone."""
         while True:
             try:
                 return await self.rest.request(method, path, **more)

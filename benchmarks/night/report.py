@@ -18,9 +18,7 @@ SHOWN = 5
 
 
 def longest(record: Record) -> float:
-    """Return the longest time in seconds that a job waited for needed nodes that it could have
-    had.
-    """
+    """Return the longest wait of a job, in seconds, for needed nodes that it could have had."""
     return max((wait.seconds for wait in record.waits_for(Lack.GANG, Lack.NODE)), default=0.0)
 
 

@@ -35,8 +35,8 @@ Json = dict[str, Any]
 
 
 class Scene:
-    """Two replicas of the operator behind a proxy, a Prometheus that scrapes them, and a
-    namespace's jobs.
+    """Two operator replicas behind a proxy, a Prometheus that scrapes them, and a namespace's
+    jobs.
     """
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
@@ -156,9 +156,7 @@ def crash(scene: Scene) -> None:
 
 
 def refuse(scene: Scene) -> None:
-    """Refuse half of all requests, and interrupt the watches every five seconds, until alerts
-    fire.
-    """
+    """Refuse half of the requests, and interrupt watches every five seconds, until alerts fire."""
     scene.proxy.refuse = 0.5
     try:
         for name in ("DDPJobWatchErrors", "DDPJobApiErrors"):

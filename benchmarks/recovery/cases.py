@@ -110,9 +110,7 @@ class Loopback:
                 group.close()
 
     def floor(self) -> float:
-        """Time a process that imports torch, computes one number on a GPU if requested, and
-        ends.
-        """
+        """Time a process that imports torch, if requested computes a number on a GPU, and ends."""
         began, code = time.time(), ON_CUDA if self._cuda else IMPORTS
         printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
         return float(printed) - began

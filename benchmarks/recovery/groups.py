@@ -79,9 +79,7 @@ class Group:
         return 0
 
     def follows_another(self) -> bool:
-        """Whether a new coordinator has replaced the generation's first one, and its group
-        trains.
-        """
+        """Whether a new coordinator replaced the generation's first one, and its group trains."""
         return False
 
     def settle(self) -> Incarnation:

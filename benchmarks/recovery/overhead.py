@@ -89,9 +89,7 @@ def measure(windows: int, patience: float) -> list[dict[System, float]]:
 
 
 def table(rows: list[dict[System, float]]) -> str:
-    """Return medians, and the median ratio to stock torchrun within a window, with its 95 %
-    interval.
-    """
+    """Return medians, and the median ratio to stock torchrun within a window with 95 % interval."""
     lines = ["| system | step ms (median) | against stock torchrun | 95 % interval |", "| --- | --- | --- | --- |"]
     for system in System:
         ratios = sorted(row[system] / row[System.STOCK] - 1 for row in rows)

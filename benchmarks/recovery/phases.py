@@ -58,9 +58,7 @@ def phases(recovered: Incarnation, moment: float, created: Callable[[str], float
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
-    """Draw a stacked bar per case and backend, with the phases of the run with the median
-    length.
-    """
+    """Draw a stacked bar per case and backend, with the phases of the median-length run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -32,9 +32,7 @@ class Sample:
 
 
 class CsvFile:
-    """A CSV file that grows by one row per sample, so that an interrupted run keeps its
-    measurements.
-    """
+    """A CSV file that grows by one row per sample, so that an interrupted run keeps its results."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = path.open("w", newline="") if path else None

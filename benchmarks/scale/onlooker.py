@@ -49,9 +49,7 @@ class Onlooker:
 
 
 async def _watch(kubeconfig: str, namespace: str) -> None:
-    """Print `pod NAME WHEN` for each pod that it sees, and `late SECONDS WHEN` for a late
-    wake-up.
-    """
+    """Print `pod NAME WHEN` for each new pod, and `late SECONDS WHEN` for a late wake-up."""
     settings = client.Configuration()
     await config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
     rest = Rest.open(settings, connections=1)

@@ -457,8 +457,7 @@ class Parts:
         return await self._seen(name for _, name in created) - began
 
     async def _delete_nodes_of(self, jobs: list[str]) -> None:
-        """Delete the jobs' nodes with few requests, so that deleting does not keep the processors
-        busy.
+        """Delete the jobs' nodes with few requests, so that this does not load the processors.
 
         Replacements are kept if a request is repeated.
         """

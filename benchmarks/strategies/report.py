@@ -35,9 +35,7 @@ def device() -> str:
 
 
 def table(cases: list[Case], found: dict[str, list[Measured]], missing: dict[str, str], samples: int) -> str:
-    """Return a Markdown table with medians over rounds and epochs, and ratios of times per
-    epoch.
-    """
+    """Return a Markdown table: medians over rounds and epochs, and ratios of epoch times."""
     medians = {name: statistics.median(seconds(runs, samples)) for name, runs in found.items()}
     lines = [
         "| strategy | s per epoch (median) | best, worst | samples/s | of single's time | of ddp's time | final loss"

@@ -18,9 +18,7 @@ from benchmarks.strategies.cases import Case, accelerators, environment
 
 @dataclass(frozen=True)
 class Measured:
-    """Samples per second of all epochs except the first, the last mean loss, and the run's
-    seconds.
-    """
+    """Samples per second after the first epoch, the last mean loss, and the run's seconds."""
 
     speeds: list[float]
     loss: float

@@ -80,8 +80,8 @@ def main() -> int:
 
 
 def in_own_network() -> None:
-    """Run this program again in a network namespace with only loopback, so that its connections can
-    be cut.
+    """Run this program again in a loopback-only network namespace, so that connections can be
+    cut.
     """
     enter = f'ip link set lo up && iptables --wait --list >/dev/null && {OWN_NETWORK}=1 exec "$@"'
     words = [sys.executable, "-m", "benchmarks.torture", *sys.argv[1:]]

@@ -52,9 +52,7 @@ class Cost:
 
 
 def by_arithmetic(samples: int = SAMPLES[0]) -> str:
-    """Return a table of the busiest rank's samples per step, which determine an ideal device's
-    time.
-    """
+    """Return a table of the busiest rank's samples per step, which set an ideal device's time."""
     from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState
 
     lines = [

@@ -101,8 +101,8 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """Seconds for which a checkpoint has existed only here without any upload completing;
-        otherwise 0.
+        """Seconds for which a checkpoint has existed only here without a completed upload; else
+        0.
         """
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since

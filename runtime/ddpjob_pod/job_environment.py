@@ -103,7 +103,5 @@ class JobEnvironment:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has rank 0, or for a `command` program without a rank, whether its
-        pod has index 0.
-        """
+        """Whether this process has rank 0 or, in a `command` without ranks, its pod has index 0."""
         return os.environ.get("RANK", self.index or "0") == "0"

@@ -59,9 +59,7 @@ def put_off() -> None:
 
 
 def find() -> ModuleSpec | None:
-    """Return the spec with which an import hook defers torch._dynamo; None if the module is not
-    found.
-    """
+    """Return the spec with which an import hook defers torch._dynamo; None if not found."""
     module = _not_run()
     return None if module is None else ModuleSpec(NAME, _AsItIs(module))
 

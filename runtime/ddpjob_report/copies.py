@@ -201,9 +201,7 @@ def _check_parts(path: Path) -> None:
 
 
 def _linked(path: Path) -> Path:
-    """Link the checkpoint under a different name, because the script may replace or remove its own
-    file.
-    """
+    """Link the checkpoint under a different name, because the script may replace its own."""
     files = files_of(path)
     folder = path.parent.absolute() / f"{_LINKS}{secrets.token_hex(4)}"  # The script may change its working directory.
     try:
@@ -265,9 +263,7 @@ def figures() -> dict[str, float]:
 
 
 def _at_exit() -> None:
-    """Wait for the last copy, and end with an error if it fails: the result would be lost with the
-    pod.
-    """
+    """Wait for the last copy. If it fails, end with an error: the pod's result would be lost."""
     if _CopyState.process != os.getpid() or _CopyState.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):
@@ -278,9 +274,7 @@ def _at_exit() -> None:
 
 
 def _has_failed() -> bool:
-    """Whether an exception is ending the script, so that its job restarts at once from the previous
-    copy.
-    """
+    """Whether an exception is ending the script. Its job then restarts from the previous copy."""
     written = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return hasattr(sys, "last_type") or (bool(written) and Path(written).exists())
 

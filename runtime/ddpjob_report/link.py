@@ -59,9 +59,7 @@ class Link(Outbox):
         return status in (200, 400)
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Add the speed and the remaining time, computed from the steps, unless the script reports
-        them.
-        """
+        """Add speed and remaining time, computed from the steps, unless the script reports them."""
         step, now = figures.get("step"), time.monotonic()
         if step is None or (self._counted is not None and step == self._counted[0]):
             return figures  # More figures of a counted step, such as its evaluation.

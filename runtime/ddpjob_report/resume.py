@@ -63,9 +63,7 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the log entries that are figures, with names of allowed length, since loggers accept
-    anything.
-    """
+    """Return log entries that are figures with names of allowed length. Loggers accept anything."""
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}
     known = {name: number for name, number in read.items() if number is not None}
     return dict(list(known.items())[: protocol.MAX_FIGURES // 2])

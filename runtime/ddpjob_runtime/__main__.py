@@ -46,8 +46,7 @@ class Archive(zipimport.zipimporter):
 
 
 def find_package() -> None:
-    """Make the packages importable without leaving a trace on `sys.path`, where user modules are
-    found.
+    """Make the packages importable without a trace on `sys.path`, where user modules are found.
 
     Python has put this folder on the path, or in job pods, the archive that contains this file.
     Submodules are found through a package's own path once it is imported.

@@ -136,9 +136,7 @@ def descends_from(launcher: int) -> bool:
 
 
 def show_stacks_on_signal() -> None:
-    """Make an unused signal write the main thread's stack to a file, even while it is blocked in
-    C++.
-    """
+    """Make an unused signal write the main thread's stack to a file, even if blocked in C++."""
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")
@@ -244,12 +242,11 @@ def build_again() -> None:
 
 
 def mend_baton(module: Any) -> None:
-    """Make a rank that builds an extension (torch.utils.cpp_extension) hold a kernel lock on the
-    file.
+    """Make a rank that builds an extension of torch hold a kernel lock on the lock file.
 
-    The lock ends with the process. All but the newest torch versions only check whether the file
-    exists. If its builder is killed, for example by a group restart, the file stays and every later
-    rank waits forever. A file without the mark was not written by a rank.
+    The lock ends with the process. torch.utils.cpp_extension, except the newest, only checks
+    whether the file exists. If its builder is killed, for example by a group restart, the file
+    stays and every later rank waits forever. A file without the mark was not written by a rank.
     """
     import contextlib
     import fcntl
@@ -603,8 +600,7 @@ def text_of(error: BaseException) -> str:
 
 
 def with_inner_error(said: str) -> str:
-    """If the text contains a traceback, add its inner error to the first line, which most places
-    show.
+    """Add the inner error of a traceback in the text to the first line, which most places show.
 
     mp.spawn and DataLoaders pass on their processes' errors this way; mp.spawn's text begins with
     an empty line.

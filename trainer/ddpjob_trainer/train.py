@@ -286,9 +286,7 @@ class Trainer:
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _count_computed(self, step: Step) -> int:
-        """Return the number of samples that this rank's model computes, whether or not they
-        count.
-        """
+        """Return how many samples this rank's model computes, whether or not they count."""
         if self.config.model.sync_batchnorm:
             return len(step.mine)
         return sum(len(micro.samples) for micro in step.micros)

@@ -57,9 +57,7 @@ class RoundBackoff:
             self._furthest, self._advanced = position, True
 
     def fail(self, now: float, ran: float) -> float:
-        """Count a round that broke through its own failure after `ran` seconds; return the next
-        wait.
-        """
+        """Count a round that failed by itself after `ran` seconds, and return the next wait."""
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1
         self._advanced = False

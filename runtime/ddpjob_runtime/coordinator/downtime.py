@@ -16,9 +16,7 @@ class Downtime:
         self.since = self.since or now
 
     def round_runs(self, now: float) -> None:
-        """End the downtime if no steps are reported, because a running round is all that is known
-        then.
-        """
+        """End the downtime if steps are not reported, because then only rounds are known."""
         if not self._steps_are_seen:
             self._end(now)
 

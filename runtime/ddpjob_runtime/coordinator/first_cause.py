@@ -71,9 +71,7 @@ class WorkerFailure:
 
     @property
     def stepped_aside(self) -> bool:
-        """Whether it saved and exited because another node is leaving, which may not be reported
-        yet.
-        """
+        """Whether it saved and exited because another node leaves (perhaps not reported yet)."""
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
     @property

@@ -99,9 +99,7 @@ class HangWatch:
         return self._reports > 0
 
     def look_again(self, now: float) -> None:
-        """Restart the time limit without counting a step, because the ranks are, or may be, at
-        work.
-        """
+        """Restart the time limit without counting a step, because the ranks may be at work."""
         if self.since is not None:
             self.since = now
 

@@ -136,9 +136,7 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    """Return the report as JSON, with texts shortened if it exceeds the size that the operator
-    reads.
-    """
+    """Return the report as JSON, with texts shortened if it is too large for the operator."""
     most = report.nodes + protocol.MAX_SPARES  # A job cannot have more pods; the operator cuts the lists too.
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS

@@ -358,8 +358,8 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Return every second node in a row of broken links, starting at the first one with a broken
-    link on both sides.
+    """Return every second node in a row of broken links, from the first with two broken links
+    on.
     """
     culprits: dict[int, str] = {}
     start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))

@@ -91,9 +91,7 @@ def preload() -> None:
 
 @contextlib.contextmanager
 def _remove_traces() -> Iterator[None]:
-    """Undo changes that importing torch makes to the environment, and record what it adds to
-    sys.path.
-    """
+    """Undo torch's changes to the environment on import, and record what it adds to sys.path."""
     before, paths = dict(os.environ), list(sys.path)
     try:
         with late_dynamo.uncollected():
@@ -469,9 +467,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
 
 
 def _redirect(order: dict[str, Any]) -> None:
-    """Redirect the output to its files, and give the program streams as `python -u` creates
-    them.
-    """
+    """Redirect the output to its files, and give the program the streams of `python -u`."""
     for target, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

@@ -39,9 +39,7 @@ def hide_torch(paths: list[str]) -> None:
 
 
 def hide_loggers() -> dict[str, logging.Logger]:
-    """Remove torch's loggers, because logging.config disables the loggers that exist before its
-    call.
-    """
+    """Remove torch's loggers, because logging.config disables existing loggers."""
     known = logging.root.manager.loggerDict
     names = [name for name in known if name == "torch" or name.startswith("torch.")]
     found = {name: known.pop(name) for name in names}

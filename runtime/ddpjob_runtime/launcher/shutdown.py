@@ -43,8 +43,8 @@ class Shutdown:
         grace: float = 0.0,
         announce: Callable[[], None] | None = None,
     ) -> NoReturn:
-        """End the workers (SIGTERM, `grace` seconds, SIGKILL), write the termination log, and exit
-        with `code`.
+        """End the workers (SIGTERM, `grace`, SIGKILL), write the termination log, exit with
+        `code`.
         """
         if not self._once.acquire(blocking=False):
             wait_for_the_end()

@@ -144,9 +144,7 @@ def _counters(pid: int) -> tuple[float, int, float] | None:
 
 
 def _processor_ticks(path: Path, session: int) -> int:
-    """Return the ticks of a process in the session and of its ended children; 0 for other
-    processes.
-    """
+    """Return the ticks of a process in the session and its ended children; 0 for others."""
     try:
         fields = path.read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -356,9 +356,7 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Turn a fault of this disk into FetchError, which ends a start, because the bucket's copy is
-    intact.
-    """
+    """Turn a fault of this disk into FetchError, because the bucket's copy is intact."""
     try:
         yield
     except OSError as error:

@@ -232,9 +232,7 @@ def _plain_name(name: str) -> str:
 
 
 def _choose_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a checkpoint folder stands for; return any other path
-    unchanged.
-    """
+    """Return the checkpoint that a checkpoint folder stands for, or any other path unchanged."""
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
     if (marked := best.find_marked(path)) is not None and not marked.exists():

@@ -148,9 +148,7 @@ class CheckpointFolder:
 
     @property
     def _scattered(self) -> bool:
-        """Whether no rank sees all parts of a checkpoint, so that only the bucket has the whole
-        checkpoint.
-        """
+        """Whether no rank sees all parts of a checkpoint, so that only the bucket has all of it."""
         several = bool(self._config.url) and self._group.world > 1
         return several and (any(self._heads) if self._heads else not self._config.shared)
 

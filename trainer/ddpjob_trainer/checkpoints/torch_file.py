@@ -142,9 +142,7 @@ def _check(file: IO[bytes] | io.FileIO) -> Metadata:
 
 
 def is_ours(content: bytes) -> bool:
-    """Return whether the file has a comment, as this trainer's files do. torch.save does not write
-    one.
-    """
+    """Return whether the file has a comment, which only this trainer's files have."""
     try:
         return bool(_split(content[-_LONGEST_COMMENT:], len(content))[1])
     except CheckpointError:
@@ -176,9 +174,7 @@ def read(path: Path) -> Snapshot:
 
 
 def describe(path: Path) -> Snapshot:
-    """Return the content of a file, with tensors that stay in the file until their values are
-    used.
-    """
+    """Return the content of a file. Its tensors stay in the file until their values are used."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return snapshot
 

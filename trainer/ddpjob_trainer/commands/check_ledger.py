@@ -277,9 +277,7 @@ def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repe
 
 
 def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None:
-    """Raise LedgerError unless every epoch is complete, except the current one of an unfinished
-    run.
-    """
+    """Raise LedgerError unless all epochs are complete, except an unfinished run's current one."""
     current = None if last.end is not None else max(taken, default=None)
     expected = range(1, last.epochs + 1) if last.end is not None else range(1, max(taken, default=0) + 1)
     for epoch in expected:

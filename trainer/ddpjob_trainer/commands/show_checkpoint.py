@@ -118,9 +118,7 @@ def _content(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Replace characters that a terminal would interpret, because a checkpoint may contain any
-    text.
-    """
+    """Replace characters that a terminal would interpret, because checkpoints may contain any."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -341,9 +341,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def help_text(kind: type[Any], width: int = 120) -> str:
-    """Return the help by section: every key with its type, default, environment variable and
-    text.
-    """
+    """Return the help by section: each key's type, default, environment variable and text."""
     import textwrap
 
     lines: list[str] = []

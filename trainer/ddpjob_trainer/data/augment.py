@@ -56,9 +56,7 @@ class CropAndFlip:
 
 
 class RandAugment:
-    """torchvision's RandAugment or TrivialAugment, with choices determined by (seed, epoch,
-    sample).
-    """
+    """torchvision's RandAugment or TrivialAugment; (seed, epoch, sample) determines the choices."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
         """Use TrivialAugment if `operations` is 0."""
@@ -100,8 +98,8 @@ class RandAugment:
 
 
 class RandomErasing:
-    """torchvision's RandomErasing for normalized images, with choices determined by (seed, epoch,
-    sample).
+    """torchvision's RandomErasing for normalized images; (seed, epoch, sample) determines
+    choices.
     """
 
     _SCALE, _RATIO = (0.02, 0.33), (0.3, 3.3)

@@ -122,9 +122,7 @@ def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
-    """Return (folder, whether it is the binary version) for the first folder with a training
-    file.
-    """
+    """Return (folder, whether it is the binary one) of the first folder with a training file."""
     if root is None:
         return None
     for folder in (root / layout.python_folder, root / layout.binary_folder, root):

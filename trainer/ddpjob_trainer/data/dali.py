@@ -29,9 +29,7 @@ Crop = tuple[tuple[int, int], tuple[int, int], int]
 
 
 class DaliDecoder:
-    """Decodes two batches ahead in this process's threads while a third batch is used for
-    training.
-    """
+    """Decodes two batches ahead in this process's threads while a third one is trained on."""
 
     def __init__(
         self,

@@ -70,9 +70,7 @@ class Pool(Generic[C]):
             yield [chunk, *(part for _ in range(counts.pop(0) - 1) if (part := _next(chunks)) is not None)]
 
     def _divide(self, requests: Iterable[Request], counts: list[int]) -> Iterator[Request]:
-        """Yield parts of at most 16 images, and append the number of parts per request to
-        `counts`.
-        """
+        """Yield parts of at most 16 images, and append each request's part count to `counts`."""
         for request in requests:
             each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, self._workers))))
             parts = [request.numbers[begin : begin + each] for begin in range(0, len(request.numbers), each)] or [[]]

@@ -64,9 +64,7 @@ preserve labels."""
 
 
 def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
-    """Return `data.size` training images and 2048 test images, all different, as uint8 on the
-    device.
-    """
+    """Return `data.size` training and 2048 test images, all different, as uint8 on the device."""
     if config.size < 1:
         raise ConfigError(f"data.size={config.size} must be at least 1; write for example 2048")
     if config.randaugment_ops or config.trivialaugment:

@@ -154,8 +154,7 @@ def save(index: Index, path: Path) -> None:
 
 
 def stamp_of(entry: Mapping[str, Any]) -> str:
-    """Return a stamp that identifies a file's content: a checksum, or else the time of its last
-    change.
+    """Return a stamp for a file's content: a checksum, or else the time of its last change.
 
     The stamp begins with its kind, because only stamps of the same kind can be compared. It is
     empty if the file system has neither.

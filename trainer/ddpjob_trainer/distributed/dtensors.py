@@ -13,17 +13,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor without copying it; return any other tensor
-    unchanged.
-    """
+    """Return this rank's shard of a DTensor, not copied, or any other tensor unchanged."""
     part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def spread(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Convert a whole tensor, which is the same on every rank, to a DTensor with the layout of
-    `like`.
-    """
+    """Convert a whole tensor, the same on every rank, to a DTensor with the layout of `like`."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -52,8 +52,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Average precision of each class (classes,), its mean over classes, and its value for all
-    decisions.
+    """Average precision of each class (classes,), its mean, and its value for all decisions.
 
     The mean over classes is `macro`; all decisions pooled give `micro`. `of_class` and `pooled` are
     thinned for storage and drawing, and exist only on rank 0.
@@ -192,9 +191,7 @@ def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
-    """Return rank 0's `curves` (each class, then all decisions pooled) as numbers, on every
-    rank.
-    """
+    """Return rank 0's `curves` (each class, then all decisions) as numbers, on every rank."""
     values = torch.zeros(classes + 1, dtype=torch.float64)
     if group.rank == 0:
         values = torch.tensor([each.average_precision for each in curves], dtype=torch.float64)

@@ -63,9 +63,7 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Records whether SIGTERM has arrived, lets the ranks agree on it, and ends this process when
-    they no longer can.
-    """
+    """Records SIGTERM, lets the ranks agree on it, and ends this process if they no longer can."""
 
     def __init__(self, group: Group, saver: Saver | None = None) -> None:
         self._group, self._saver = group, saver
@@ -97,9 +95,7 @@ class StopRequest:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left, once the ranks have agreed to stop, until the first of their pods may be
-        killed.
-        """
+        """Seconds left, after the agreement to stop, until any rank's pod may be killed."""
         return max(0.0, self._last_answer + self._patience() - 2 * self._slowest_step - time.monotonic())
 
     def agreement(self, save_due: int = Due.NO, unreadable: int = 0) -> Agreement:

@@ -23,9 +23,7 @@ memory-bound."""
 
 @dataclass(frozen=True)
 class Layer:
-    """A module in the sequence and its name in the model, which a module without weights may
-    lack.
-    """
+    """A module in the sequence, and its name in the model (not always, if it has no weights)."""
 
     name: str
     module: nn.Module

@@ -68,9 +68,7 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize over all ranks (collective) in training, otherwise with the running
-        statistics.
-        """
+        """Normalize over all ranks (collective) in training, else with the running statistics."""
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             normalized: torch.Tensor = super().forward(input)
             return normalized

@@ -49,8 +49,7 @@ class NonFiniteGuard:
         dynamic_scale: bool = False,
         left_out: Callable[[int], None] | None = None,
     ) -> None:
-        """Training ends after `limit` consecutive skipped steps; `left_out` is called with each
-        one's number.
+        """Training ends after `limit` consecutive skipped steps; `left_out` gets their numbers.
 
         With `dynamic_scale`, overflows do not count while the loss scale still adapts. Raises
         ConfigError.

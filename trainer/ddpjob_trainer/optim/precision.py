@@ -47,9 +47,7 @@ class Precision:
     def __init__(
         self, config: AmpConfig | None = None, clip_norm: float = 0.0, device: torch.device | None = None
     ) -> None:
-        """Raises ConfigError for an invalid value, or a format in which the device cannot
-        compute.
-        """
+        """Raises ConfigError for an invalid value, or a format that the device does not support."""
         self._device = device or torch.device("cpu")
         self.config = choose_amp(config or AmpConfig(), self._device)
         if clip_norm < 0:

@@ -159,7 +159,7 @@ def _size(path: Path) -> int:
 
 
 def data_folder(context: Context) -> RankFinding:
-    """List the folder, read a byte from one file, and count files for at most half of a step's
+    """List the folder, read a byte from one file, and count files for at most half a step's
     time.
     """
     data = context.config.data

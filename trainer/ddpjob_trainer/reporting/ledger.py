@@ -46,8 +46,7 @@ class Ledger:
                 self._file = path.open("x", encoding="utf-8")
 
     def start(self, step: int, size: int, epochs: int, repeats: int = 1) -> None:
-        """Record that this incarnation resumes after `step` steps, with `size` samples and `epochs`
-        epochs.
+        """Record a resume after `step` steps, with `size` training samples and `epochs` epochs.
 
         With `repeats` > 1, the steps' sample numbers stand for versions of samples,
         `sample + repeat * size`.
@@ -56,9 +55,7 @@ class Ledger:
         self._write({"start": step, **about, **({"repeats": repeats} if repeats > 1 else {})})
 
     def step(self, number: int, step: Step) -> None:
-        """Record this rank's samples in global step `number` (from 1), before gradients are
-        exchanged.
-        """
+        """Record this rank's samples in global step `number` (from 1), before the exchange."""
         self._write(
             {
                 "epoch": step.epoch + 1,
@@ -70,14 +67,12 @@ class Ledger:
         )
 
     def left_out(self, number: int) -> None:
-        """Record that global step `number` changed no weights, because the loss or a gradient was
-        not finite.
-        """
+        """Record that global step `number` was skipped, because loss or gradient was not finite."""
         self._write({"leftOut": number})
 
     def unreadable(self, number: int, images: int) -> None:
-        """Record how many images in global step `number`, on all ranks, were unreadable and had
-        weight zero.
+        """Record the unreadable images in global step `number`, on all ranks; they had weight
+        zero.
         """
         self._write({"unreadable": images, "of": number})
 

@@ -67,9 +67,7 @@ class Machines:
         return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
 
     def logged(self) -> dict[str, Any]:
-        """Return each rank's figures for metrics.jsonl; if there are many ranks, only the first
-        ones.
-        """
+        """Return each rank's figures for metrics.jsonl; if many, only the first ranks'."""
         columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
         ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
         return {"ranks": ranks, "phases": {name: float(f"{value:.4g}") for name, value in self.phases.items()}}
@@ -166,9 +164,7 @@ class Reporter:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Report to the coordinator why training pauses, so that the pause is not taken for a
-        hang.
-        """
+        """Report to the coordinator why training pauses, so that it is not taken for a hang."""
         if self._link is None:
             yield
             return
@@ -424,9 +420,7 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step for the sinks; if there are many ranks, the first
-    ones.
-    """
+    """Return each rank's own seconds per step for the sinks; if many, only the first ranks'."""
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}
 
@@ -436,9 +430,7 @@ def _as_numbers(stragglers: Sequence[Straggler]) -> list[dict[str, float]]:
 
 
 def open_display(first_rank: bool, interval: float, title: str) -> Display:
-    """Return the live view on a TTY, plain lines elsewhere, and a silent display on ranks other
-    than 0.
-    """
+    """Return the live view on a TTY, else plain lines; on ranks other than 0, a silent display."""
     if not first_rank:
         return Silent()
     if not sys.stdout.isatty():

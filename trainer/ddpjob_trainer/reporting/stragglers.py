@@ -36,9 +36,7 @@ _RECENT = 0.3
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose own work in a step takes `slowdown` (at least 1) times as long as the median
-    rank's.
-    """
+    """A rank whose own work per step takes `slowdown` (1 or more) times the median rank's time."""
 
     rank: int
     slowdown: float

@@ -109,18 +109,14 @@ class Fsdp(Strategy):
                     module.reshard()
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Return the layout of a weight, or of a value that belongs to a weight; None for
-        others.
-        """
+        """Return the layout of a weight, or of a value that belongs to one; None for others."""
         own = self._weights
         found = next((own[name] for name in place if name in own), None)
         return found if found is not None and is_sharded(found) and found.shape == shape else None
 
     @cached_property
     def _weights(self) -> dict[str | int, nn.Parameter]:
-        """The parameters by all their names in the model's state; a shared weight has several
-        names.
-        """
+        """The parameters by their names in the model's state; a shared weight has several."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def load(self, state: State) -> None:

@@ -263,8 +263,7 @@ class Strategy:
         }
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Return a DTensor with the layout that `load` needs for the tensor at a place in the
-        state.
+        """Return a DTensor with the layout that `load` needs for a tensor in the state.
 
         `shape` is the shape of the whole tensor. None means that `load` takes the whole tensor.
         """

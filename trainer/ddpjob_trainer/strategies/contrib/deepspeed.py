@@ -256,9 +256,7 @@ class DeepSpeed(Strategy):
 
 
 class _ByEngine(Precision):
-    """Lets DeepSpeed's engine run backward passes, because it moves gradients at the end of a
-    pass.
-    """
+    """Lets DeepSpeed's engine run backward passes, because it moves gradients after a pass."""
 
     engine: Any = None
 

@@ -137,9 +137,7 @@ class ParameterServer(Strategy):
 
 
 class _ServerBuffer:
-    """Thread-safe server-side buffer between two RPCs: each worker's gradients, then the
-    weights.
-    """
+    """Thread-safe buffer on the server between two RPCs: workers' gradients, then the weights."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
