@@ -7,10 +7,11 @@
     python -m benchmarks.torture --cluster [--kills 200] [--seed 1]     on the test cluster (make cluster-up); the
                                                                         operator is killed, too
 
-Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without spares) train side by side. Each must
-become Complete with no restart counted against it; by its ledger, every sample of every epoch must be consumed exactly
-once; its weights must equal, bit for bit, those of undisturbed training with as many ranks at each step (replay.py
-explains why). Exit code 1 when a check fails.
+Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without spares) train side
+by side. Each must become Complete without a counted restart. According to its ledger, every sample
+of every epoch must be consumed exactly once. Its weights must be bit-identical to those of
+undisturbed training with the same number of ranks at each step (replay.py explains why). The exit
+code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.torture.torture import Plan, Torture
 from benchmarks.torture.verdict import table
 
 OWN_NETWORK = "TORTURE_OWN_NETWORK"
-"""The variable that is set in the program that runs in its own network namespace."""
+"""Variable that is set in the program that runs in its own network namespace."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,7 +80,9 @@ def main() -> int:
 
 
 def in_own_network() -> None:
-    """Run this program again in a network namespace with only loopback, to cut its connections."""
+    """Run this program again in a loopback-only network namespace, so that connections can be
+    cut.
+    """
     enter = f'ip link set lo up && iptables --wait --list >/dev/null && {OWN_NETWORK}=1 exec "$@"'
     words = [sys.executable, "-m", "benchmarks.torture", *sys.argv[1:]]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -10,7 +10,7 @@ import torch
 
 Json = dict[str, Any]
 STEPS_PER_EPOCH = 23
-"""The steps for 1438 digits in batches of 64."""
+"""Number of steps for 1438 digits in batches of 64."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ KINDS = (
 
 
 def trainer_arguments(epochs: int) -> list[str]:
-    """Return the arguments of a small training that is slow enough for some kills.
+    """Return the arguments for a small training that is slow enough for some kills.
 
-    It saves a checkpoint every five steps.
+    The training saves a checkpoint every five steps.
     """
     return [
         "data.name=digits", "data.batch=64", "model.width=16", f"train.epochs={epochs}", "train.ledger=true",
@@ -68,7 +68,7 @@ def spec(kind: Kind, epochs: int, defect: str) -> Json:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of the newest checkpoint."""
+    """Return the weights in the newest checkpoint."""
     newest = max(folder.glob("step-*.pt"))
     model: dict[str, torch.Tensor] = torch.load(newest, weights_only=True)["model"]
     return model

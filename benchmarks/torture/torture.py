@@ -1,4 +1,4 @@
-"""Random kills in waves of one job of each kind; every job must end as if undisturbed."""
+"""Random kills in waves, each with one job of each kind; every job must end as if undisturbed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.torture.verdict import Verdict, judge
 
 WEIGHTS = {"pod": 6, "two pods": 2, "coordinator": 2, "coordinator and pod": 1}
 PATIENCE = 900.0
-"""How many seconds a wave has to end after its last kill."""
+"""Seconds that a wave has to end after its last kill."""
 
 
 @dataclass
 class Running:
-    """A job of a wave."""
+    """A job in a wave."""
 
     name: str
     kind: Kind
@@ -32,7 +32,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of a run. `interval`: the longest time between two kills, in seconds."""
+    """A run's options. `interval`: maximum time between two kills, in seconds."""
 
     kills: int
     seed: int
@@ -51,7 +51,7 @@ class Torture:
         self.left = plan.kills
         self.verdicts: list[Verdict] = []
         self.for_all: Counter[str] = Counter()
-        """How often each kill that affects all jobs, such as the operator's, happened."""
+        """Number of times that each kill affecting all jobs, such as the operator's, happened."""
 
     def run(self) -> list[Verdict]:
         """Run the waves, and return one verdict for each job."""
@@ -84,7 +84,7 @@ class Torture:
                 self.arena.close(job.name)
 
     def _torment(self, jobs: list[Running]) -> None:
-        """Kill until all jobs have ended, or PATIENCE is over."""
+        """Kill until all jobs have ended, or PATIENCE has passed."""
         last_kill = next_kill = time.monotonic()
         while time.monotonic() < last_kill + PATIENCE:
             for job in jobs:
@@ -109,7 +109,7 @@ class Torture:
     def _kill(self, jobs: list[Running]) -> bool:
         """Kill something. Return whether there was anything to kill.
 
-        No job is disturbed before its first step or after its last.
+        Jobs are not disturbed before their first step or after their last.
         """
         others = {**self.arena.extras, **self.arena.faults}
         weights = WEIGHTS | {name: weight for name, (weight, _) in others.items()}

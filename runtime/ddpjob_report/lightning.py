@@ -34,26 +34,27 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     """Reports steps, the loss, and what the model logs.
 
     When a pod is asked to end, it saves a checkpoint (which is copied in a job with a bucket) and
-    leaves. `folder`: the folder of that checkpoint; None: the job's checkpoint folder.
+    exits. `folder`: the folder for that checkpoint; None means the job's checkpoint folder.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
         self._step = 0
-        """The optimizer's steps when the ranks last asked whether to stop."""
+        """The number of optimizer steps when the ranks last checked whether to stop."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Check the group before the first batch, on all ranks.
 
         Raises:
-            RuntimeError: each rank trains a model of its own, as without `strategy="ddp"` and `num_nodes`.
+            RuntimeError: each rank trains its own model, as without `strategy="ddp"` and
+            `num_nodes`.
         """
         given = 'num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])'
         check_group("Lightning", trainer.world_size, f'set Trainer(strategy="ddp", {given})')
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Report a batch, on all ranks. The loss is read as often as Lightning logs."""
+        """Report a batch, on all ranks. The loss is read only as often as Lightning logs."""
         values: dict[str, Any] = {}
         if trainer.log_every_n_steps and (batch_idx + 1) % trainer.log_every_n_steps == 0:
             values = figures(trainer.callback_metrics)
@@ -72,7 +73,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 for old in folder.glob(f"{_STOPPED}*.ckpt"):
                     if old != made:
                         old.unlink()
-                if JobEnvironment.read().checkpoint_url:  # The script's own copies decide how many stay there.
+                if JobEnvironment.read().checkpoint_url:  # The script's own copies determine how many are kept there.
                     copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 
@@ -90,7 +91,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
 def last_checkpoint(folder: str | Path) -> str | None:
     """Return the folder's newest whole checkpoint for `ckpt_path`; None if there is none.
 
-    The newest has the highest number at the end of its name, as in ModelCheckpoint's
+    The newest checkpoint has the highest number at the end of its name, as in ModelCheckpoint's
     `{epoch}-{step}`.
     """
     found = newest(Path(folder).glob("*.ckpt"), zipfile.is_zipfile)

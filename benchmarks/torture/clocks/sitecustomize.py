@@ -1,7 +1,7 @@
-"""Sets the clocks of tortured jobs' pods behind the machine's, by the value that a file has.
+"""Sets the clocks of tortured jobs' pods behind the machine's clock, by the value in a file.
 
-It is on their PYTHONPATH. It changes only Python's clock, and never to ahead: the launcher compares
-it with the times of files, which remain the machine's.
+It is on the pods' PYTHONPATH. It changes only Python's clock, and never sets it ahead, because the
+launcher compares it with file times, which come from the machine's clock.
 """
 
 import mmap
