@@ -1,4 +1,4 @@
-"""The project's benchmarks, run from the checkout, for instance `python -m benchmarks.recovery --help`."""
+"""The project's benchmarks, to be run in the checkout: `python -m benchmarks.recovery --help`."""
 
 from pathlib import Path
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.apply_to_pods MANIFEST --namespace NAMESPACE
 
-Runs on the cluster of the current kubeconfig, which has the operator. MANIFEST holds one DDPJob that can start in that
-namespace; its name is not used. Three figures, all by the client's clock, from just before its request:
+Runs on the current kubeconfig's cluster, which must have the operator. MANIFEST contains one DDPJob
+that can start in that namespace; its name is not used. There are three figures, all by the client's
+clock, starting just before its request:
 
   apply -> pods    until a watch has reported all pods of the job (nodes and coordinator). The pods name a scheduler
                    that does not exist, so that none starts: only the control plane is measured.
@@ -36,16 +37,16 @@ Json = dict[str, Any]
 GROUP, VERSION, PLURAL = "ddpjob.io", "v1alpha1", "ddpjobs"
 NO_SCHEDULER = "nobody"
 TIMEOUT = 120.0
-"""How long a run may take, in seconds, before it counts as failed."""
+"""Seconds after which a run counts as failed."""
 
 
 class BenchmarkError(Exception):
-    """A run did not finish; the message says how far it came."""
+    """A run did not finish; the message says how far it got."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement. `pods`: how many pods' creation was awaited."""
+    """One measurement. `pods`: number of pods whose creation was awaited."""
 
     what: str
     nodes: int
@@ -55,7 +56,7 @@ class Sample:
 
 
 class PodWatch:
-    """The pods of a namespace, as reported by a watch that began before the first request."""
+    """A namespace's pods, as reported by a watch that began before the first request."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -72,7 +73,7 @@ class PodWatch:
         try:
             for event in self._watch.stream(api.list_namespaced_pod, self._namespace, resource_version=self._version):
                 self._take(event["type"], event["raw_object"])
-        except Exception as error:  # Any end of the watch also ends `wait`.
+        except Exception as error:  # If the watch ends for any reason, `wait` ends too.
             with self._changed:
                 self._ended = error
                 self._changed.notify_all()
@@ -88,7 +89,7 @@ class PodWatch:
     def wait(self, what: str, ready: Callable[[dict[str, Json]], bool]) -> dict[str, Json]:
         """Return the pods once `ready(pods)` is true.
 
-        Raises BenchmarkError after TIMEOUT, or when the watch has ended.
+        Raises BenchmarkError after TIMEOUT, or if the watch has ended.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended or ready(self._pods), TIMEOUT)
@@ -126,7 +127,7 @@ class Bench:
         return job
 
     def apply_to_pods(self, run: int, nodes: int) -> tuple[Sample, list[Json]]:
-        """Measure from the job to its pods. Return the sample and the pods."""
+        """Measure the time from the job to its pods. Return the sample and the pods."""
         job = self.job(f"bench-{run}", nodes, schedulerName=NO_SCHEDULER)
         wanted = nodes + (job["spec"]["rendezvous"]["placement"] == "Dedicated")
         with self._applied(job) as began:
@@ -135,10 +136,10 @@ class Bench:
         return sample, list(pods.values())
 
     def direct(self, run: int, nodes: int, pods: Iterable[Json]) -> Sample:
-        """Create the same pods, all requests at once."""
+        """Create the same pods, with all requests at once."""
         bare = [_bare(pod) for pod in pods]
         with ThreadPoolExecutor(len(bare)) as pool:
-            # Open the connections first, because the operator's are open too.
+            # Open the connections first, because the operator's connections are open too.
             list(pool.map(lambda _: self.core.get_api_resources(), bare))
             began = time.perf_counter()
             list(pool.map(lambda pod: self.core.create_namespaced_pod(self.namespace, pod), bare))
@@ -154,7 +155,7 @@ class Bench:
             pod = f"{name}-0-0"
             self.watch.wait(f"the container of {pod} runs", lambda pods: _is(pods.get(pod), "running", "terminated"))
             running = True
-            while running:  # A kubelet may end the log of a container that has just started.
+            while running:  # A kubelet may end a log just after its container has started.
                 running = _is(self.watch.now().get(pod), "running")
                 for line in watch.Watch().stream(
                     self.core.read_namespaced_pod_log, pod, self.namespace, container="trainer"
@@ -168,7 +169,7 @@ class Bench:
 
     @contextmanager
     def _applied(self, job: Json) -> Iterator[float]:
-        """Create a job for the time of the `with` block.
+        """Create a job for the duration of the `with` block.
 
         Yields the time just before its creation.
         """
@@ -189,7 +190,7 @@ class Bench:
 
 
 def _bare(pod: Json) -> Json:
-    """Return the pod as a user would write it, without owner and the API server's own fields."""
+    """Return the pod as a user would write it, without an owner and the API server's own fields."""
     meta = {key: pod["metadata"][key] for key in ("name", "namespace", "labels")}
     spec = {
         key: value
@@ -210,7 +211,7 @@ def _is(pod: Json | None, *states: str) -> bool:
 
 
 def measure(bench: Bench, nodes: int, runs: int, step_runs: int, pattern: re.Pattern[str]) -> list[Sample]:
-    """Measure all runs. The first one of each kind is not counted.
+    """Measure all runs. The first run of each kind is not counted.
 
     Direct and applied runs alternate, so that load affects both.
     """

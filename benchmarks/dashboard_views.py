@@ -1,7 +1,7 @@
 """Measures the dashboard's views with many jobs: `python -m benchmarks.dashboard_views [JOBS]`.
 
-Jobs are records of the process backend, as `ddpjob run` writes them. This process holds the running
-ones.
+Jobs are records of the process backend, in the form that `ddpjob run` writes. This process holds
+the running jobs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CAUSES = (
 
 
 def record(number: int, now: datetime) -> dict[str, Any]:
-    """Return a job's record, whose kind and figures follow from `number`."""
+    """Return a job's record, whose kind and figures depend on `number`."""
     state, name = _KINDS[number * 7 % len(_KINDS)], f"{_NAMES[number % len(_NAMES)]}-{number:04d}"
     nodes, age = 1 << number % 4, 900 + number * 611 % 90_000
     created, started = now - timedelta(seconds=age), now - timedelta(seconds=age - 40)
@@ -204,7 +204,7 @@ def record(number: int, now: datetime) -> dict[str, Any]:
 def runs(root: Path, jobs: int) -> Iterator[list[str]]:
     """Write records of `jobs` jobs into a folder, and yield their names.
 
-    Those that have not ended are held as long as the context lasts.
+    Jobs that have not ended are held for the duration of the context.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8192), hard), hard))
@@ -247,7 +247,7 @@ def runs(root: Path, jobs: int) -> Iterator[list[str]]:
 
 @contextlib.asynccontextmanager
 async def served(fleet: Fleet, token: str) -> Any:
-    """Serve the dashboard of a fleet on a free port. Yields its address without a path."""
+    """Serve a fleet's dashboard on a free port. Yields its address without a path."""
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         serve(

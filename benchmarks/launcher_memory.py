@@ -1,11 +1,12 @@
-"""What the processes of one node hold in memory, in Standard and in Fast.
+"""How much memory the processes of one node hold, in Standard and Fast.
 
     python -m benchmarks.launcher_memory [--table docs/recovery.md]
 
-One node with two workers under `ddpjob run`, whose script imports torch, makes an optimizer's step and waits. Linux
-shares the pages of forked processes until one writes to them. What is written is counted here: a process' own are the
-pages that it alone holds, and its share is a part of each page that it shares. Pages of the libraries' files are in the
-resident size only: all pods of a machine that use the same image share them, and the kernel can drop them.
+The node has two workers under `ddpjob run`, whose script imports torch, takes an optimizer step and
+waits. Linux shares the pages of forked processes until one of them writes to a page. Written pages
+are counted here: a process's own pages are those that only it holds, and its share includes a part
+of each shared page. Pages of library files are only in the resident size, because all pods on a
+machine that use the same image share them, and the kernel can drop them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ time.sleep(1000)
 def measure(mode: str, folder: Path) -> list[tuple[str, float, float, float]]:
     """Measure each process of the node, in MiB.
 
-    Returns (process, resident, written by it alone, its share of all that is written).
+    Returns (process, resident, written by it alone, its share of all written pages).
     """
     name, ready = f"memory-{mode.lower()}", folder / mode
     ready.mkdir()

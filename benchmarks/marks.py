@@ -16,7 +16,7 @@ def add_table_option(parser: argparse.ArgumentParser, name: str, more: str = "")
 
 
 def write_between(path: Path, name: str, text: str) -> None:
-    """Replace the text between the marks. Raises ValueError if the document has none."""
+    """Replace the text between the marks. Raises ValueError if the document has no such marks."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     document = path.read_text()
     if begin not in document or end not in document:

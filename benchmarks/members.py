@@ -1,12 +1,15 @@
-"""How long a coordinator needs for very many members: until a round of them begins, the next one after a loss, and
-until all have come to it at once, at the job's start and after the loss of an earlier coordinator.
+"""How long a coordinator takes with very many members.
+
+Measured are the times until a round begins, until the next round after a loss begins, and until all
+members have connected at once, at the job's start and after the loss of an earlier coordinator.
 
     python -m benchmarks.members [--members 1024] [--runs 3] [--share 1 0.1] [--table benchmarks/README.md]
 
-The members are played by this program, over real sockets on 127.0.0.1: their lines, and no torch. Both share the
-machine's processors. One more member than the round needs is a spare, so that a loss is made up for at once. Those
-that come at once are `--members` and 100 spares, each from an address of its own, with the timeouts and pauses of a
-launcher. With a share of a processor the coordinator is stopped for the rest of each twentieth of a second.
+This program plays the members over real sockets on 127.0.0.1: only their lines, without torch. Both
+share the machine's processors. One member more than the round needs is a spare, so that a lost
+member is replaced at once. `--members` and 100 spares connect at once, each from its own address,
+with a launcher's timeouts and pauses. If the coordinator gets only a share of a processor, it is
+stopped for the rest of each twentieth of a second.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ from benchmarks.processes import exit_on_sigterm, free_port, memory, processor_s
 
 TOKEN = "a benchmark"
 PERIOD = 0.05
-"""A period in seconds. The coordinator runs for a share of each."""
+"""A period in seconds. The coordinator runs for a share of each period."""
 REST = 10
-"""How many seconds the coordinator is observed while members train."""
+"""Seconds for which the coordinator is observed while members train."""
 ARRIVAL_SECONDS = 60
-"""How long all members may take to reach one coordinator; a launch that takes longer has failed."""
+"""How long all members may take to reach a coordinator; a launch that takes longer has failed."""
 
 
 class Member:
@@ -62,7 +65,7 @@ class Member:
             self._socket.sendall(protocol.encode(verb, **fields))
 
     def hear(self, verb: str) -> dict[str, Any]:
-        """Return the next line of this verb. Raises ConnectionError when the connection ends."""
+        """Return the next line with this verb. Raises ConnectionError if the connection ends."""
         while line := self._lines.readline():
             message: dict[str, Any] = json.loads(line)
             if message["t"] == verb:
@@ -78,10 +81,10 @@ class Member:
 class Figures:
     """The figures of one run, in seconds.
 
-    Those of the coordinator are its share of a processor while all train, the size of its report in
-    kB, its processor time for everything but that rest, and its memory in MiB at the end.
-    `attempts`: the connections that all members needed to arrive at once and to return to a second
-    coordinator, divided by the number of members.
+    For the coordinator, they are its share of a processor while all members train, its report's
+    size in kB, its processor time for everything else, and its memory in MiB at the end.
+    `attempts`: the number of connections needed for all members to arrive at once and to return to
+    a second coordinator, divided by the number of members.
     """
 
     connected: float
@@ -98,7 +101,7 @@ class Figures:
 
 @contextmanager
 def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `act` in a thread during the context. It must end soon after its event is set."""
+    """Run `act` in a thread during the context. It must end soon after the event is set."""
     ended = threading.Event()
     thread = threading.Thread(target=act, args=(ended,))
     thread.start()
@@ -112,20 +115,20 @@ def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
 def heard(members: list[Member]) -> AbstractContextManager[None]:
     """Send all members' heartbeats, as launchers do.
 
-    Otherwise a slow coordinator would find them silent.
+    Otherwise a slow coordinator would consider them silent.
     """
 
     def beat(ended: threading.Event) -> None:
         while not ended.wait(protocol.HEARTBEAT_SECONDS):
             for member in list(members):
-                with suppress(OSError):  # It was closed, or the coordinator has ended.
+                with suppress(OSError):  # The connection was closed, or the coordinator has ended.
                     member.say("hb")
 
     return beside(beat)
 
 
 def sharing(pid: int, share: float) -> AbstractContextManager[None]:
-    """Let the process run for this share of the time, and suspend it for the rest."""
+    """Let the process run for this share of the time, and suspend it for the rest of the time."""
 
     def throttle(ended: threading.Event) -> None:
         while not ended.wait(PERIOD * share):
@@ -137,7 +140,7 @@ def sharing(pid: int, share: float) -> AbstractContextManager[None]:
 
 
 def measure(count: int, share: float) -> Figures:
-    """Measure a round of `count` members, some training, the loss of one, and the next round."""
+    """Measure a round of `count` members, some training, a member's loss, and the next round."""
     port = free_port()
     with coordinating(port, count, share, attempt=0):
         arrived, attempts = asyncio.run(_arrive(port, count, resumes=False))
@@ -165,7 +168,7 @@ def coordinating(port: int, count: int, share: float, attempt: int) -> Iterator[
 async def _arrive(port: int, count: int, resumes: bool) -> tuple[float, int]:
     """Connect all members and spares at once. Return (seconds until all are welcomed, connections).
 
-    `resumes`: they come from round 1 of an earlier coordinator, which must then run again.
+    `resumes`: they come from round 1 of an earlier coordinator, and that round must then continue.
     """
     began, kept, attempts = time.monotonic(), [], 0
 
@@ -281,7 +284,7 @@ def _wait_for(port: int) -> None:
 
 
 def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> str:
-    """Return a table with the median and the worst value of each figure."""
+    """Return a table with each figure's median and worst value."""
     percent = [100 * run.at_rest for run in runs]
     rows = {
         "all connected and welcomed, s": [run.connected for run in runs],

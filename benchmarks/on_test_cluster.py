@@ -2,8 +2,8 @@
 
     python -m benchmarks.on_test_cluster [OPTIONS OF benchmarks.apply_to_pods]
 
-The operator watches one namespace. The pods run tests/cluster/scripts/ddp_steps.py with this machine's Python: no image
-is pulled.
+The operator watches one namespace. The pods run tests/cluster/scripts/ddp_steps.py with this
+machine's Python, so that no image is pulled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kills and observes processes on this machine, as a pod's death would end them: all at once."""
+"""Observes processes on this machine, and kills them all at once, as a pod's death would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
-"""How many ticks of /proc's times are a second."""
+"""Number of ticks per second in /proc's times."""
 
 
 def descendants(pid: int) -> list[int]:
@@ -23,7 +23,7 @@ def descendants(pid: int) -> list[int]:
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
-            continue  # It has just ended.
+            continue  # The process has just ended.
         children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
     found, left = [], [pid]
     while left:
@@ -63,7 +63,7 @@ def memory(pid: int, what: str = "VmRSS") -> float:
 
 
 def free_port() -> int:
-    """Return a free TCP port of 127.0.0.1 that is not given to another program's connection."""
+    """Return a free TCP port on 127.0.0.1 that is not used for other programs' connections."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             port = random.SystemRandom().randrange(32000, 32768)

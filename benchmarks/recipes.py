@@ -1,7 +1,8 @@
 """python -m benchmarks.recipes [-o FILE.png] [--csv FILE] [--seeds 0 1 2] [--only NAME ...] [--from FILE ...]
 
-Test accuracy of the recipe `shapes`, and of recipes that differ from it in one thing: ingredients left out, defects.
-Prints a table (median and range over the seeds), and draws the accuracy over the epochs.
+Measures the test accuracy of the recipe `shapes`, and of recipes that differ from it in one
+ingredient or have a defect. Prints a table (median and range over the seeds), and draws the
+accuracy over the epochs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Curves = dict[str, dict[int, dict[int, float]]]
 class Recipe:
     """`--config shapes` with different keys on `ranks` ranks.
 
-    `break_it` puts a defect into their processes first.
+    `break_it` first introduces a defect into their processes.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Recipe:
 
 
 def labels_of_others() -> None:
-    """Give each training image the label of a different one."""
+    """Give each training image the label of a different image."""
     from ddpjob_trainer.data import in_memory
 
     whole = in_memory.MemoryData.__init__
@@ -60,7 +61,7 @@ def no_normalization_layers() -> None:
 
 
 def gradients_of_one_rank() -> None:
-    """Stop the exchange of gradients, so that each rank trains on its own half of each batch."""
+    """Disable the gradient exchange, so that each rank trains on its own half of each batch."""
     from ddpjob_trainer.strategies.ddp import Ddp
 
     Ddp.wrap = lambda self, model: model  # type: ignore[method-assign]
@@ -98,7 +99,7 @@ def train(recipe: Recipe, seed: int, more: tuple[str, ...] = ()) -> dict[int, fl
         if any(process.exitcode for process in started):
             output = [(Path(folder) / f"rank-{rank}.out").read_text() for rank in range(recipe.ranks)]
             if "nonfinite" in "".join(output) or "not finite" in "".join(output):
-                return {}  # It has diverged, as the trainer reports.
+                return {}  # The training has diverged, as reported by the trainer.
             raise RuntimeError(f"{recipe.name}: {output}")
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]

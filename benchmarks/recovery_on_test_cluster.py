@@ -1,10 +1,10 @@
-"""Measures recovery on the test cluster (`make cluster-up`), with an operator of its own on this machine.
+"""Measures recovery on the test cluster (`make cluster-up`), with its own operator on this machine.
 
     python -m benchmarks.recovery_on_test_cluster [--runs 20] [--cases ...] [--csv FILE]
 
-The cases of `python -m benchmarks.recovery cluster`, and fast-network-cut, which cuts a node off the network: nobody
-else may use the cluster meanwhile. The operator watches one namespace. The pods run recovery/steps.py with this
-machine's Python: no image is pulled.
+Runs the cases of `python -m benchmarks.recovery cluster`, and fast-network-cut, which disconnects a
+node from the network, so nobody else may use the cluster meanwhile. The operator watches one
+namespace. The pods run recovery/steps.py with this machine's Python, so that no image is pulled.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Testbed:
     def start_operator(self) -> None:
         """Start the operator, and wait for its health probe.
 
-        Raises SystemExit with its log if it ends.
+        Raises SystemExit with its log if the operator ends.
         """
         port = free_port()
         self.operator.start(DDPJOB_OPERATOR_NAMESPACES=self.namespace, DDPJOB_OPERATOR_HEALTH_PORT=str(port))
@@ -72,7 +72,7 @@ class Testbed:
 def testbed(name: str, folder: Path) -> Iterator[Testbed]:
     """Provide a namespace `NAME-...` and an operator that logs to `folder`; remove both at the end.
 
-    Exits with 2 when the test cluster is not running.
+    Exits with 2 if the test cluster is not running.
     """
     cluster = Cluster()
     if cluster.state() is None:

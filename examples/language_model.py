@@ -1,7 +1,7 @@
 """Trains a small language model, or fine-tunes one (--base CHECKPOINT), exactly on any number of ranks.
 
-The text is generated: statements to train on, questions to fine-tune for. Dropout draws by micro-batch, not by rank:
-there are four in each step, whatever the number of ranks.
+The text is generated: statements for training, questions for fine-tuning. Dropout draws per
+micro-batch, not per rank: each step has four micro-batches, whatever the number of ranks.
 """
 
 import argparse
@@ -27,14 +27,14 @@ arguments = parser.parse_args()
 
 
 def text(form):
-    """Each sentence of `form` once, in an order that is always the same."""
+    """Return each sentence of `form` once, always in the same order."""
     sentences = [form.format(*words) for words in itertools.product(NOUNS, VERBS, NOUNS)]
     random.Random(0).shuffle(sentences)
     return torch.tensor([ord(letter) for letter in "".join(sentences)])
 
 
 class LanguageModel(nn.Module):
-    """A causal transformer over ASCII letters: (n, length) -> scores of the next letter (n, length, 128)."""
+    """A causal transformer over ASCII letters: (n, length) -> next-letter scores (n, length, 128)."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -45,12 +45,12 @@ class LanguageModel(nn.Module):
         self.register_buffer("future", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
 
     def forward(self, letters):
-        """Each place sees those before it and itself."""
+        """Let each position see only itself and earlier positions."""
         return self.head(self.layers(self.letters(letters) + self.places, self.future, is_causal=True))
 
 
 def loss_sum(scores, windows):
-    """The windows' losses, each the mean over its letters, added up."""
+    """Return the sum of the windows' losses, each the mean over its letters."""
     losses = nn.functional.cross_entropy(scores.transpose(1, 2), windows[:, 1:], reduction="none")
     return losses.mean(1).sum()
 
@@ -67,14 +67,15 @@ model = LanguageModel()
 if arguments.base:
     model.load_state_dict(torch.load(arguments.base, map_location="cpu", weights_only=True)["model"])
 network = DistributedDataParallel(model)
-# eps above the rounding errors of gradients that should be 0, which AdamW would otherwise turn into whole steps.
+# eps exceeds the rounding errors of gradients that should be 0. With a smaller eps, AdamW would turn
+# these errors into full steps.
 optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, eps=1e-5)
 sampler = api.ElasticSampler(len(train), BATCH, api.Dealing(group.rank, group.world, MICRO_BATCHES))
 step, stopped = 0, False
 
 
 def state():
-    """All that the next step depends on."""
+    """Return everything that the next step depends on."""
     parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
     return {"step": step, **{name: part.state_dict() for name, part in parts.items()}}
 
@@ -93,7 +94,7 @@ with api.CheckpointFolder.open(group, every_steps=5) as checkpoints:
         step += 1
         ledger.step(step, taken)
         agreement = stop.agreement(checkpoints.due(step))
-        for micro in taken.micros:  # Gradients are exchanged with the last one.
+        for micro in taken.micros:  # Gradients are exchanged with the last micro-batch.
             with nullcontext() if micro is taken.micros[-1] else network.no_sync():
                 api.seed_torch(micro.key, torch.device("cpu"))
                 losses = loss_sum(network(train[micro.samples, :-1]), train[micro.samples]) * micro.counts

@@ -1,4 +1,4 @@
-"""A training loop of one's own that is exact on any number of ranks: pods may be lost, and may join, at any step."""
+"""A custom training loop, exact on any number of ranks: pods may be lost or join at any step."""
 
 import sys
 
@@ -26,7 +26,7 @@ step, stopped = 0, False
 
 
 def state():
-    """All that the next step depends on."""
+    """Return everything that the next step depends on."""
     parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
     return {"step": step, **{name: part.state_dict() for name, part in parts.items()}}
 
@@ -45,10 +45,10 @@ with api.CheckpointFolder.open(group, every_steps=20) as checkpoints:
         step += 1
         ledger.step(step, taken)
         agreement = stop.agreement(checkpoints.due(step))  # The ranks agree while they compute.
-        for micro in taken.micros:  # One per rank; it does not count where samples are fewer than ranks.
+        for micro in taken.micros:  # One per rank; it does not count if there are fewer samples than ranks.
             scores = network(points[micro.samples])
             losses = nn.functional.cross_entropy(scores, labels[micro.samples], reduction="sum") * micro.counts
-            # The mean over the whole global batch: DistributedDataParallel divides by the number of ranks.
+            # Average over the global batch; DistributedDataParallel divides by the number of ranks.
             (losses * group.world / len(taken.samples)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -63,14 +63,14 @@ with api.CheckpointFolder.open(group, every_steps=20) as checkpoints:
         if stopped:
             break
     stop.over()
-    checkpoints.save(state, step)  # Unless this very step is saved already.
+    checkpoints.save(state, step)  # Unless this step is already saved.
     checkpoints.finish()
     if not stopped:
         ledger.end(step)
         checkpoints.release()
 
 accumulator = api.Accumulator(classes=2)
-mine = api.share(test, group.rank, group.world)  # Each test point once, on whichever rank.
+mine = api.share(test, group.rank, group.world)  # Each test point once, on any rank.
 with torch.no_grad():
     accumulator.add(model(points[mine]), labels[mine])
 result = accumulator.reduce(group, len(mine))

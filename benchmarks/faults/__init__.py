@@ -1,1 +1,1 @@
-"""Faults of the control plane, on the test cluster, which operator and jobs must survive."""
+"""Control-plane faults on the test cluster, which the operator and jobs must survive."""

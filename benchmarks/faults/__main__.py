@@ -1,12 +1,13 @@
-"""Faults of the control plane, on the test cluster (make cluster-up), while jobs train.
+"""Control-plane faults on the test cluster (make cluster-up) while jobs train.
 
     python -m benchmarks.faults [--runs 3] [--only "quota,DNS"] [--table docs/recovery.md]
 
-After each fault the operator must be the same process (but where it was killed), each job must run on with no counted
-restart and no pod replaced but those that the fault took, nothing may have been created twice, and a new job must get
-its pod. Exit code 1 when a check fails.
+After each fault, the operator must be the same process (unless it was killed). Each job must
+continue without a counted restart, and only pods lost to the fault may be replaced. Nothing may
+have been created twice, and a new job must get its pod. The exit code is 1 if a check fails.
 
-Not among them: a full disk, since all nodes of the test cluster share this machine's.
+A full disk is not among the faults, because all nodes of the test cluster share this machine's
+disk.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Result:
 
     fault: Fault
     seconds: list[float] = field(default_factory=list)
-    """How long each run took until the operator acted again."""
+    """How long the operator took to act again in each run."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Return 0 if nothing was damaged, 1 if something was, 2 without a cluster."""
+    """Return 0 if nothing was damaged, 1 if something was, 2 if there is no cluster."""
     options = parser().parse_args()
     words = [word for word in options.only.split(",") if word]
     chosen = [f for f in FAULTS if not words or any(word.lower() in f.name.lower() for word in words)]
@@ -81,7 +82,7 @@ def main() -> int:
                 began = time.monotonic()
                 try:
                     result.seconds.append(once(stage, fault))
-                except Exception as problem:  # Try the other faults anyway.
+                except Exception as problem:  # Continue with the other faults.
                     result.problems.append((str(problem) or repr(problem)).splitlines()[0])
                     print(problem, file=sys.stderr)
                 print(f"{time.monotonic() - began:.0f} s: {result.row}", file=sys.stderr, flush=True)

@@ -14,14 +14,14 @@ from benchmarks.testbed import processes
 
 POLICY = "ddpjob-faults-deny-pods"
 MANY, PENDING = 100, 200
-"""How often the operator is killed, and how many jobs there are at a failover."""
+"""Number of times that the operator is killed, and number of jobs at a failover."""
 
 
 @dataclass(frozen=True)
 class Fault:
     """A fault. `bring` causes it, and returns the seconds until the operator acted again.
 
-    None means that a new job has to measure them.
+    None means that they must be measured with a new job.
     """
 
     name: str
@@ -57,14 +57,14 @@ def compacted(scene: Scene, seconds: float) -> None:
 def refused(scene: Scene, seconds: float) -> float:
     """Refuse a third of the requests.
 
-    A pod that is lost during that time must be replaced in it.
+    A pod lost during that time must be replaced before it is over.
     """
     before, scene.proxy.refuse = scene.proxy.refused, 1 / 3
     try:
         replacement = scene.kill_pod("standard")
         took = scene.wait_pod(replacement)
         pause(seconds)
-        # At rest there are few requests other than those of the Lease.
+        # At rest, there are few requests other than for the Lease.
         scene.jobs.wait("requests that were refused", lambda: scene.proxy.refused - before >= 5, timeout=90)
     finally:
         scene.proxy.refuse = 0.0
@@ -74,7 +74,7 @@ def refused(scene: Scene, seconds: float) -> float:
 def silent(scene: Scene, seconds: float) -> float:
     """Lose a pod that no watch reports.
 
-    The launchers and the coordinator notice that; the operator does when it lists again.
+    The launchers and the coordinator notice the loss; the operator notices it at its next list.
     """
     if scene.proxy.silence_watches() < 6:
         raise Problem("hardly a watch was open")
@@ -89,7 +89,10 @@ def watch_errors(scene: Scene, seconds: float) -> None:
 
 
 def dns_down(scene: Scene, seconds: float) -> float:
-    """Suspend DNS while a job starts. It gets its pods, and runs once names are resolved again."""
+    """Suspend DNS while a job starts.
+
+    The job gets its pods, and runs once names are resolved again.
+    """
     scene.signal_program("coredns", signal.SIGSTOP)
     try:
         took = scene.probe()
@@ -100,7 +103,7 @@ def dns_down(scene: Scene, seconds: float) -> float:
 
 
 def clocks(scene: Scene, seconds: float) -> float:
-    """Put kubelets' times a minute ahead, then a minute behind. A pod is lost each time."""
+    """Set kubelets' clocks a minute ahead, then a minute behind. A pod is lost each time."""
     took = 0.0
     for shift in (60, -60):
         scene.proxy.shift = shift
@@ -113,7 +116,7 @@ def clocks(scene: Scene, seconds: float) -> float:
 
 
 def denied(scene: Scene, seconds: float) -> float:
-    """Have a policy deny all pods of the namespace, while one is lost."""
+    """Make a policy deny all pods in the namespace while one is lost."""
     created = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
     policy = {
         "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy",
@@ -147,7 +150,7 @@ def denied(scene: Scene, seconds: float) -> float:
 
 
 def over_quota(scene: Scene, seconds: float) -> float:
-    """Have a quota admit no new pods, and then fewer than exist, while a pod is lost."""
+    """Make a quota admit no new pods, and then fewer than exist, while a pod is lost."""
     hard = {"pods": "0"}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "faults"}, "spec": {"hard": hard}}
     scene.cluster.apply(quota, namespace=scene.namespace)
@@ -206,7 +209,7 @@ def operator_killed(scene: Scene, seconds: float, kills: int = MANY) -> float:
 
 
 def failover(scene: Scene, seconds: float, jobs: int = PENDING) -> float:
-    """Kill the leader of two replicas, with many jobs whose pods cannot be scheduled."""
+    """Kill the leader of two replicas while many jobs have unschedulable pods."""
     scene.operator.kill()
     replicas = {}
     lease = {"DDPJOB_OPERATOR_LEASE_NAMESPACE": scene.namespace, "DDPJOB_OPERATOR_LEASE_NAME": "faults"}

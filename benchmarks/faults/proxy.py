@@ -1,4 +1,4 @@
-"""A proxy before the API server that refuses, falls silent, sends errors and changes clocks."""
+"""A proxy for the API server that refuses, falls silent, sends errors and changes clocks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _PASSED_ON = ("Content-Type", "Retry-After")
 
 
 class Proxy:
-    """Serves plain HTTP on a port of loopback, in a thread of its own, with the rights of a kubeconfig.
+    """Serves plain HTTP on a loopback port, in a separate thread, with a kubeconfig's rights.
 
-    `refuse`: the share of requests that are answered with 429 or 5xx. `delay`: seconds until an
-    answer, except for watches and Leases, which an API server serves in turns of their own.
-    `shift`: by how many seconds the clocks of the cluster's nodes are ahead, as the times in their
-    pods' statuses show it.
+    `refuse`: the share of requests that get a 429 or 5xx response. `delay`: seconds until a
+    response, except for watches and Leases, which an API server serves separately. `shift`: how
+    many seconds the clocks of the cluster's nodes are ahead, as shown by the times in their pods'
+    statuses.
     """
 
     def __init__(self, kubeconfig: Path) -> None:
         self.refuse, self.delay, self.shift = 0.0, 0.0, 0
         self.refused = 0
-        """How many requests were refused so far."""
+        """Number of requests refused so far."""
         self.gone = 0
-        """How many answers and watch events were 410 so far."""
+        """Number of responses and watch events with 410 so far."""
         self.port = 0
         self._upstream, self._ssl = _upstream(kubeconfig)
         self._streams: dict[web.StreamResponse, bool] = {}
@@ -92,7 +92,7 @@ class Proxy:
 
     async def _send_errors(self) -> None:
         for stream in list(self._streams):
-            with contextlib.suppress(ConnectionResetError):  # A watch whose client has just left.
+            with contextlib.suppress(ConnectionResetError):  # The watch's client has just disconnected.
                 await stream.write(ERROR)
 
     def _run(self, ready: threading.Event) -> None:
@@ -169,7 +169,7 @@ class Proxy:
 
 
 def _upstream(kubeconfig: Path) -> tuple[str, ssl.SSLContext]:
-    """Return the API server's address and its credentials."""
+    """Return the API server's address and the credentials for it."""
     content: dict[str, Any] = yaml.safe_load(kubeconfig.read_text())
     cluster, user = content["clusters"][0]["cluster"], content["users"][0]["user"]
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ class Scene:
         self.jobs = Jobs(cluster, self.namespace)
         self.uids: dict[str, str] = {}
         self.kills: Counter[str] = Counter()
-        """How many pods of each job were deleted on purpose. Each is one uncounted restart."""
+        """Number of each job's pods that were deleted on purpose. Each is one uncounted restart."""
         self._probes = 0
         self._pid: int | None = None
 
@@ -74,7 +74,7 @@ class Scene:
         return full
 
     def signal_program(self, name: str, number: int) -> None:
-        """Send a signal to a program of the cluster, such as kube-apiserver."""
+        """Send a signal to one of the cluster's programs, such as kube-apiserver."""
         found = next(p for p in processes.recorded(self.cluster.settings) if p.name == name)
         os.kill(found.pid, number)
 
@@ -114,7 +114,7 @@ class Scene:
         return {n: p["metadata"]["uid"] for n, p in found if p["metadata"]["labels"]["ddpjob.io/job"] in TRAINING}
 
     def kill_pod(self, name: str, index: int = 1) -> str:
-        """Delete the pod of a slot by force. Return the name that its replacement will have."""
+        """Force-delete the pod of a slot. Return the name that its replacement will have."""
         self.kills[name] += 1
         self.jobs.kill(f"{name}-{index}-{self.kills[name] - 1}")
         return f"{name}-{index}-{self.kills[name]}"
@@ -144,7 +144,7 @@ class Scene:
         steps = {name: self.jobs.step(name) for name in TRAINING}
         for name in TRAINING:
             self.jobs.wait(f"{name} to be whole", lambda n=name: self._is_whole(n), timeout=120)  # type: ignore[misc]
-            # A script that begins again counts from 1.
+            # A restarted script counts from 1 again.
             self.jobs.wait(f"steps of {name}", lambda n=name: self.jobs.step(n) != steps[n], timeout=60)  # type: ignore[misc]
             self._check_job(name)
         now = self.pods()
@@ -177,7 +177,7 @@ class Scene:
 
 @contextmanager
 def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
-    """Provide jobs that train under an operator of their own. Everything is removed at the end."""
+    """Provide jobs that train under their own operator. Everything is removed at the end."""
     install_crd(cluster)
     made = Scene(cluster, folder)
     try:
@@ -189,5 +189,5 @@ def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
 
 
 def pause(seconds: float) -> None:
-    """Sleep for the time of a fault, or longer on a busy machine, on which everything is slower."""
+    """Sleep for a fault's duration, or longer on a busy machine, where everything is slower."""
     time.sleep(seconds * min(2.0, processes.slowness()))

@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def replay(file: Path, parser: Parser | None, seconds: float) -> int:
-    """Run one input in this process, where a debugger can look at it. Return the exit code."""
+    """Run one input in this process, so that a debugger can be used. Return the exit code."""
     if parser is None:
         parser = PARSERS.get(file.resolve().parent.name)
     if parser is None:

@@ -1,10 +1,10 @@
-"""Make hostile inputs out of good ones, reproducibly.
+"""Makes hostile inputs from good ones, reproducibly.
 
-The mutator is our own. atheris (libFuzzer) finds new paths by coverage, but runs a parser in Python
-many times slower, ends the process at the first finding and has wheels for Linux on x86-64 only.
-hypothesis generates from descriptions of the input, which the hand-written parsers here do not have;
-where there is one (manifests, reports), tests/unit/test_any_manifest.py and
-tests/unit/engine/test_any_report.py use it.
+The mutator is our own. atheris (libFuzzer) finds new paths by coverage, but makes a Python parser
+many times slower, ends the process at the first finding, and has wheels only for Linux on x86-64.
+hypothesis generates inputs from descriptions, which the hand-written parsers here do not have. If
+there is a description (manifests, reports), tests/unit/test_any_manifest.py and
+tests/unit/engine/test_any_report.py use hypothesis.
 
 Bytes alone would hardly get past `json.loads`, so most changes are made to an input's parts: the
 values of JSON, the words of a text, the opcodes of a pickle.
@@ -23,11 +23,11 @@ from typing import Any
 
 _Reader = Callable[[bytes], Any]
 LONGEST = 64 * 1024
-"""The most bytes of an input."""
+"""Maximum size of an input in bytes."""
 _COUNTS = (1, 1, 2, 3, 8)
 """Possible numbers of changes to an input, one of which is drawn."""
 _RAW = 0.2
-"""The share of inputs that are changed as bytes, whatever their form."""
+"""The share of inputs that are changed as bytes, regardless of their form."""
 _BYTES = [
     b"", b"\x00", b"\xff", b"\xff\xff\xff\xff", b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b"NaN", b"Infinity",
     b"1e999", b"-0", b"-1", b"1.5", b"9" * 400, b"9" * 5000, b"0x" + b"f" * 5000, b"18446744073709551616", b"null",
@@ -62,7 +62,7 @@ class Form(Enum):
 
 
 class Mutator:
-    """Makes changed copies of `seeds`. A seed without the form is changed as bytes."""
+    """Makes changed copies of `seeds`. A seed that does not have the form is changed as bytes."""
 
     def __init__(self, form: Form, seeds: list[bytes]) -> None:
         self._seeds = seeds

@@ -1,4 +1,4 @@
-"""The parsers of operator and command line: reports of coordinators, tenants' jobs, users' files.
+"""The parsers of the operator and CLI: coordinators' reports, tenants' jobs and users' files.
 
 Each `make` imports what it calls, so that a process pays only for its own parser.
 """
@@ -70,7 +70,7 @@ spec:
 
 
 def as_json(value: Any) -> bytes:
-    """Return a seed in JSON, or check that a result can be written as strict JSON."""
+    """Return a seed as JSON, or check that a result can be written as strict JSON."""
     return json.dumps(value, allow_nan=False).encode()
 
 
@@ -88,7 +88,7 @@ def _manifest_files() -> list[bytes]:
 
 
 def _jobs() -> list[dict[str, Any]]:
-    """Return the DDPJobs of all good manifests, as the API server stores them."""
+    """Return the DDPJobs in all good manifests, in the form stored by the API server."""
     from ddpjob.api.reader import read_manifests
 
     made = []
@@ -110,7 +110,9 @@ def _reports() -> Target:
 
 
 def _decisions() -> Target:
-    """Fuzz the operator's decision on a report, and a second one on the status of the first."""
+    """Fuzz the operator's decision on a report, and a second one based on the first one's
+    status.
+    """
     from ddpjob.api.job import DDPJob
     from ddpjob.api.job_status import SlotState
     from ddpjob.core.decide import decide
@@ -142,7 +144,7 @@ def _decisions() -> Target:
 
 
 def _stored_jobs() -> Target:
-    """Fuzz a job that the API server's schema admits, up to its pods."""
+    """Fuzz a job admitted by the API server's schema, up to its pods."""
     from ddpjob.api.job import DDPJob
     from ddpjob.api.reader import validate
     from ddpjob.core.decide import decide
@@ -168,7 +170,7 @@ def _stored_jobs() -> Target:
 
 
 def _classes() -> Target:
-    """Fuzz a class of the platform team, with a tenant's job of that class."""
+    """Fuzz a platform team's class, with a tenant's job of that class."""
     from ddpjob.api.job import DDPJob
     from ddpjob.api.job_classes import JobClasses
     from ddpjob.api.reader import validate
@@ -209,7 +211,7 @@ def _manifests() -> Target:
 
 
 def _manifests_as_json() -> Target:
-    """Fuzz the same with changed parts of the document, not words, so that more are valid."""
+    """Fuzz the same with changed parts of the document instead of words, so that more are valid."""
     return replace(_manifests(), seeds=[as_json(job) for job in _jobs()])
 
 
@@ -241,7 +243,7 @@ def _metrics() -> Target:
 
 
 def _ends() -> Target:
-    """Fuzz a container's termination message, of a launcher or of a rank in a `command`."""
+    """Fuzz a container's termination message, from a launcher or from a rank in a `command`."""
     from ddpjob.core.failures.classify import explain_end
     from ddpjob.core.world import ContainerView, PodView, Role
 

@@ -21,7 +21,7 @@ _START = 1.7e9
 
 
 class _Call:
-    """A call that is due at a time unless it is cancelled."""
+    """A call that is due at a certain time unless it is cancelled."""
 
     def __init__(self, when: float, act: Callable[[], Any]) -> None:
         self.when, self.act = when, act
@@ -31,7 +31,7 @@ class _Call:
 
 
 class _Time:
-    """A clock that is turned by hand."""
+    """A clock that is advanced manually."""
 
     def __init__(self) -> None:
         self.now = _START
@@ -42,7 +42,10 @@ class _Time:
         return self._calls[-1]
 
     def pass_by(self, seconds: float) -> None:
-        """Advance the clock. At most a hundred calls are made, since some plan the next one."""
+        """Advance the clock.
+
+        At most a hundred calls are made, because some schedule the next one.
+        """
         until = self.now + seconds
         for _ in range(100):
             due = min((call for call in self._calls if call.when <= until), key=lambda call: call.when, default=None)
@@ -57,7 +60,7 @@ class _Time:
 def _server(coordinator: Any) -> Any:
     """Return the coordinator's port without a socket.
 
-    It raises AssertionError with what it would log about a failed connection.
+    Instead of logging a failed connection, it raises an AssertionError with the message.
     """
     from ddpjob_runtime.coordinator import server
 
@@ -88,7 +91,7 @@ def _check_report(coordinator: Any, now: float) -> None:
 
 
 def _members() -> Target:
-    """Fuzz lines of pods that know the token, with `from` (0 to 3) and `wait` (seconds before)."""
+    """Fuzz lines from pods with the token, with `from` (0 to 3) and `wait` (seconds before)."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
     from ddpjob_runtime.coordinator.settings import CoordinatorSettings
@@ -127,7 +130,7 @@ def _members() -> Target:
 
 
 def _stories() -> list[list[dict[str, Any]]]:
-    """Return stories of a job of two nodes: a failure and a new round, a takeover, a stop."""
+    """Return stories of a two-node job: a failure and a new round, a takeover, a stop."""
     hellos = [
         {"t": "hello", "from": i, "pod": f"a-{i}-0", "index": i, "attempt": 0, "pid": 5, "generation": 0, "grace": 30}
         for i in range(2)
@@ -170,7 +173,7 @@ class _Writer:
         return self if name == "socket" else ("10.0.0.9", 4711)
 
     def setsockopt(self, *arguments: Any) -> None:
-        """Do nothing, as a socket."""
+        """Do nothing, in place of a socket."""
 
     def write(self, content: bytes) -> None:
         self.sent += content
@@ -191,7 +194,7 @@ class _Writer:
 
 
 def _connections() -> Target:
-    """Fuzz all bytes of a connection to the coordinator's port. The peer may know the token."""
+    """Fuzz all bytes on a connection to the coordinator's port. The peer may know the token."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
     from ddpjob_runtime.coordinator.settings import CoordinatorSettings
@@ -246,7 +249,7 @@ _LISTING = (
 
 
 class _Connection:
-    """An HTTP connection with one answer, which is its own socket too."""
+    """An HTTP connection with one response, which also serves as its own socket."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
@@ -267,7 +270,7 @@ class _Connection:
 
 
 def _answers() -> Target:
-    """Fuzz the HTTP answers of a bucket: a listing, an object, an error."""
+    """Fuzz a bucket's HTTP responses: a listing, an object, an error."""
     from ddpjob_runtime.launcher import s3_reader
     from ddpjob_runtime.launcher.fetch_data import check_names
 
@@ -307,7 +310,7 @@ def _answer(body: bytes, status: str = "200 OK", more: str = "") -> bytes:
 
 
 def _listings() -> Target:
-    """Fuzz the same with a correct head of the answer."""
+    """Fuzz the same with a correct response header."""
     answers = _answers()
     return replace(answers, read=lambda data: answers.read(_answer(data)), seeds=[_LISTING])
 
@@ -330,14 +333,14 @@ def _bucket_manifests() -> Target:
 
 
 class _StorageInfo:
-    """Stands for torch's class of this name in a pickle."""
+    """Represents torch's class of this name in a pickle."""
 
     def __init__(self, name: str) -> None:
         self.relative_path, self.offset, self.length = name, 0, 10
 
 
 def _script_indexes() -> Target:
-    """Fuzz torch's index of a checkpoint that a user's script has written, read without torch."""
+    """Fuzz torch's index of a user script's checkpoint, which is read without torch."""
     from ddpjob_report import copies
 
     folder = scratch("script")

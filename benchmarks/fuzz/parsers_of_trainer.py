@@ -16,17 +16,19 @@ from benchmarks.fuzz.mutate import Form
 from benchmarks.fuzz.watch import Parser, Target, scratch
 
 _SIDE = 24
-"""The side in pixels to which images are scaled."""
+"""Side in pixels to which images are scaled."""
 
 
 class _Untouched:
-    """Finds out whether reading a pickle has changed a class, as the opcode BUILD may."""
+    """Detects whether reading a pickle has changed a class, as the opcode BUILD may."""
 
     def __init__(self, *classes: type) -> None:
         self._before = {kind: dict(vars(kind)) for kind in classes}
 
     def check(self) -> None:
-        """Undo all changes, which would spoil later inputs, and raise AssertionError for one."""
+        """Undo changes, which would spoil later inputs, and raise AssertionError if there was
+        one.
+        """
         changed, nothing = [], object()
         for kind, before in self._before.items():
             after = dict(vars(kind))
@@ -38,7 +40,7 @@ class _Untouched:
 
 
 def _checkpoint_files() -> Target:
-    """Fuzz a checkpoint of one file with a correct checksum, which protects only from accidents."""
+    """Fuzz a single-file checkpoint with a correct checksum, which prevents only accidents."""
     import torch
     from ddpjob_trainer.checkpoints import torch_file
     from ddpjob_trainer.checkpoints.metadata import Metadata
@@ -67,7 +69,7 @@ def _checkpoint_files() -> Target:
 
 
 def _weights() -> Target:
-    """Fuzz any file that is given as checkpoint.load."""
+    """Fuzz any file given as checkpoint.load."""
     import argparse
 
     import torch
@@ -93,7 +95,7 @@ def _weights() -> Target:
 
 
 def _checkpoint_folder(name: str) -> Path:
-    """Write a whole checkpoint of format dcp, and return its path."""
+    """Write a whole checkpoint in format dcp, and return its path."""
     import torch
     from ddpjob_trainer.checkpoints import dcp
     from ddpjob_trainer.checkpoints.metadata import Metadata
@@ -105,14 +107,14 @@ def _checkpoint_folder(name: str) -> Path:
 
 
 def _record(path: Path, recorded: dict[str, Any]) -> None:
-    """Write a manifest with its own checksum, which anyone can calculate."""
+    """Write a manifest with its checksum, which anyone can calculate."""
     recorded = {key: value for key, value in recorded.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(recorded).encode()).hexdigest()
     path.write_text(json.dumps({**recorded, "sha256": digest}))
 
 
 def _dcp_manifests() -> Target:
-    """Fuzz the manifest of a checkpoint folder, and what it makes the trainer read."""
+    """Fuzz a checkpoint folder's manifest, and what it makes the trainer read."""
     from ddpjob_trainer.checkpoints import dcp
     from ddpjob_trainer.errors import CheckpointError
 
@@ -169,7 +171,7 @@ def _cifar_binary() -> Target:
 
 
 def _images() -> Target:
-    """Fuzz an image of a data set, through a training crop, a test crop and its size."""
+    """Fuzz a data set's image through a training crop, a test crop and its size."""
     import numpy as np
     import torch
     from ddpjob_trainer.data import decode
@@ -228,7 +230,7 @@ def _shards() -> Target:
     def read(data: bytes) -> None:
         list(shard_index._samples(io.BytesIO(data), "a.tar", "remedy"))
 
-    # _scan turns the last two into DataError.
+    # _scan converts the last two to DataError.
     return Target(read, [tar(tarfile.PAX_FORMAT), tar(tarfile.GNU_FORMAT)], (DataError, OSError, tarfile.TarError))
 
 

@@ -1,7 +1,7 @@
-"""Run parsers for a long time, each in a process of its own, which may die, hang or grow.
+"""Runs parsers for a long time, each in a separate process, which may die, hang or grow.
 
-Parsers take turns of equal processor time. Their processes stay, so that memory that grows from
-turn to turn is noticed.
+Parsers take turns of equal processor time. Their processes stay alive, so that memory growth from
+turn to turn is detected.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from benchmarks.fuzz.watch import SECONDS, Finding, Parser, Target, attempt, scr
 from benchmarks.processes import memory, processor_seconds
 
 TURN = 2.0
-"""How many processor seconds a parser gets in one turn."""
+"""Processor seconds that a parser gets per turn."""
 GROWTH = 32.0
-"""The growth in MiB that is a finding, from the first to the last tenth of a process's turns."""
+"""Growth in MiB, from the first to the last tenth of a process's turns, that counts as a
+finding."""
 _FEWEST_TURNS = 10
 _MOST_DEATHS = 10
-"""After this many deaths a parser gets no more turns, since each start takes seconds."""
+"""Number of deaths after which a parser gets no more turns, because each start takes seconds."""
 
 
 class _Current(ctypes.Structure):
-    """The input that a process is trying, for the parent that finds the process dead."""
+    """The input that a process is trying, so that the parent knows it if the process dies."""
 
     _fields_ = (("number", ctypes.c_longlong), ("length", ctypes.c_int), ("content", ctypes.c_ubyte * LONGEST))
 
@@ -49,7 +50,7 @@ class _Current(ctypes.Structure):
 class _Turn:
     """The result of one turn.
 
-    `findings`: by what they have in common, (count, the first, its input).
+    `findings`: (count, first finding, its input), by what the findings have in common.
     """
 
     inputs: int = 0
@@ -80,14 +81,14 @@ class Result:
 
     @property
     def growth(self) -> float:
-        """Return the growth in MiB from the first tenth of the turns to the last one."""
+        """Return the growth in MiB from the first to the last tenth of the turns."""
         tenth = max(1, len(self.memory) // 10)
         # The first turn fills caches.
         return median(self.memory[-tenth:]) - median(self.memory[1 : 1 + tenth]) if len(self.memory) > 1 else 0.0
 
 
 def inputs_of(parser: Parser, target: Target, seed: int, first: int = 0) -> Iterator[bytes]:
-    """Yield the parser's inputs from a number on, without end: changed good inputs and findings."""
+    """Yield the parser's inputs from `first` on, endlessly: changed good inputs and findings."""
     mutator = Mutator(parser.form, [*target.seeds, *(file.read_bytes() for file in corpus_of(parser))])
     number = first
     while True:
@@ -96,7 +97,7 @@ def inputs_of(parser: Parser, target: Target, seed: int, first: int = 0) -> Iter
 
 
 def corpus_of(parser: Parser) -> list[Path]:
-    """Return inputs of a parser that once were findings."""
+    """Return a parser's inputs that were once findings."""
     return sorted((CORPUS / parser.name).glob("*"))
 
 
@@ -109,7 +110,7 @@ def soak(
     limit: float = SECONDS,
     progress: Callable[[list[Result]], None] = lambda results: None,
 ) -> list[Result]:
-    """Give the parsers turns until `is_over`, which is asked after each round of turns."""
+    """Give the parsers turns until `is_over`, which is checked after each round of turns."""
     results = [Result(parser) for parser in parsers]
     with ExitStack() as stack:
         runners = [_Runner(result, seed, turn, limit) for result in results]
@@ -128,7 +129,7 @@ def soak(
 
 
 class _Runner:
-    """The process of a parser, and the next one after its death."""
+    """A parser's process, and the next process after its death."""
 
     def __init__(self, result: Result, seed: int, turn: float, limit: float) -> None:
         self.result, self._seed, self._turn, self._limit = result, seed, turn, limit
@@ -148,7 +149,7 @@ class _Runner:
             used = processor_seconds(self._process.pid)
             if self._current.number != before:
                 before, since = self._current.number, used
-            elif before >= 0 and used - since > 2 * self._limit + 1:  # No signal arrives within a C function.
+            elif before >= 0 and used - since > 2 * self._limit + 1:  # Signals are not handled within a C function.
                 self._process.kill()
                 self._process.join()
                 self._bury(Finding("hang", f"more than {2 * self._limit:g} s of processor time in a function of C"))
@@ -197,7 +198,7 @@ class _Runner:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Allow libraries one thread, because more would need the other processors."""
+    """Allow libraries only one thread, because more would need the other processors."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -217,11 +218,11 @@ def _work(parser: Parser, seed: int, first: int, limit: float, current: Any, ord
         target = parser.make()
         warm(target)
         inputs = enumerate(inputs_of(parser, target, seed, first), first)
-        # Until the parent has ended.
+        # Runs until the parent has ended.
         with suppress(EOFError, BrokenPipeError):
             while True:
                 turn = _turn(target, inputs, orders.recv(), limit, current)
-                gc.collect()  # The parent measures the memory as soon as it knows of the turn.
+                gc.collect()  # The parent measures memory as soon as it knows of the turn.
                 orders.send(turn)
 
 
@@ -243,7 +244,7 @@ def _turn(target: Target, inputs: Iterator[tuple[int, bytes]], seconds: float, l
 
 
 def write_findings(result: Result, folder: Path) -> Iterator[tuple[int, Finding, Path | None]]:
-    """Keep the first input of each finding: how often, what, and the file."""
+    """Keep the first input of each finding. Yield (count, finding, file)."""
     for count, finding, data in result.findings.values():
         path = None
         if finding.kind != "growth":

@@ -1,4 +1,4 @@
-"""Runs a parser on one input, and reports what no input may make it do."""
+"""Runs a parser on one input, and reports forbidden behaviour."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from benchmarks import CHECKOUT
 from benchmarks.fuzz.mutate import Form
 
 SECONDS = 5.0
-"""How many processor seconds one input may take, far more than any known input needs."""
+"""Maximum processor seconds per input, far more than any known input needs."""
 MEMORY = 2**32
-"""How many bytes one input may take. The largest image that is decoded takes 3.3 GiB."""
+"""Maximum memory per input in bytes. The largest image that is decoded takes 3.3 GiB."""
 _ACTS = frozenset({
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "pty.spawn", "os.kill",
     "socket.connect", "socket.getaddrinfo", "socket.bind", "shutil.rmtree", "os.putenv", "builtins.input",
@@ -42,11 +42,11 @@ SCRATCH = scratch_of(os.getpid())
 
 @dataclass(frozen=True)
 class Target:
-    """A parser that can be called. `refusals`: the exceptions that its docstring names."""
+    """A callable parser. `refusals`: the exceptions named in its docstring."""
 
     read: Callable[[bytes], object]
     seeds: list[bytes]
-    """Good inputs that it accepts."""
+    """Good inputs, which it accepts."""
     refusals: tuple[type[Exception], ...]
 
 
@@ -62,7 +62,7 @@ class Parser:
 
 @dataclass(frozen=True)
 class Finding:
-    """A parser's fault on an input. `where`: the project's file and line from which it came."""
+    """A parser's fault on an input. `where`: the file and line in the project that caused it."""
 
     kind: str
     what: str
@@ -91,7 +91,7 @@ def scratch(name: str) -> Path:
 class _Overdue(BaseException):
     """The input takes too much processor time.
 
-    It is not an Exception, so that parsers do not catch it.
+    This is not an Exception, so that parsers do not catch it.
     """
 
 
@@ -120,7 +120,7 @@ def watching() -> Iterator[None]:
 
 
 def warm(target: Target) -> None:
-    """Read the seeds once, since the first calls import modules, and limit the memory from there on.
+    """Read the seeds once, because the first calls import modules, and limit memory from then on.
 
     Raises AssertionError if the first seed is refused.
     """
@@ -141,7 +141,7 @@ def attempt(target: Target, data: bytes, seconds: float = SECONDS) -> Outcome:
     try:
         with contextlib.redirect_stderr(_Nothing()):
             _State.armed = True
-            # Repeatedly, since a parser may catch everything.
+            # Repeatedly, because a parser may catch everything.
             signal.setitimer(signal.ITIMER_PROF, seconds, 0.2)
             try:
                 target.read(data)
@@ -172,7 +172,7 @@ class _State:
 
 
 def _install_hook() -> None:
-    """Install the audit hook once, since it stays as long as the process."""
+    """Install the audit hook once, because it lasts as long as the process."""
     if not _State.hooked:
         sys.addaudithook(_note_act)
         _State.hooked = True
@@ -189,7 +189,7 @@ def _writes_elsewhere(path: Any, mode: Any, flags: Any) -> bool:
     if not isinstance(flags, int) or not flags & _WRITES or isinstance(path, int):
         return False
     text = os.fsdecode(path)
-    # A module that is imported late may get its bytecode.
+    # A late import may write its module's bytecode.
     return not text.startswith(str(SCRATCH)) and "__pycache__" not in text
 
 
@@ -198,7 +198,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _hidden(error: BaseException | None) -> Finding | None:
-    """Return the finding that a refusal hides, since only the memory limit prevented a kill."""
+    """Return the finding hidden by a refusal if only the memory limit prevented a kill."""
     for _ in range(20):
         if isinstance(error, MemoryError):
             return Finding("memory", f"more than {MEMORY >> 20} MiB", _place(error))
@@ -207,7 +207,7 @@ def _hidden(error: BaseException | None) -> Finding | None:
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of the project that the exception passed."""
+    """Return the innermost line of the project in the exception's traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     ours = [frame for frame in frames if frame.filename.startswith(str(CHECKOUT)) and ".venv" not in frame.filename]
     if not frames:

@@ -2,21 +2,23 @@
 
     python -m benchmarks.night [--seed 1] [--chart docs/images/night.png] [--table benchmarks/README.md]
 
-Root, Go. Starts etcd, API server, kube-controller-manager and kube-scheduler of the test cluster, with gangs and
-WorkloadAwarePreemption, in a slot where no cluster is up (DDPJOB_CLUSTER_SLOT), an operator as a process of its own,
-and ends them. Nodes and containers are played: 50 real trainings on eight nodes would need more than two processors,
-and the question is whether those who decide (scheduler, controllers, operator, coordinators) leave GPUs idle and lose
-samples, for which workers need not calculate. So their code is the production one, and what is played is: kubelets,
-launchers and the arithmetic of a step (see `machines.py`, `training.py`).
+Needs root and Go. It starts the test cluster's etcd, API server, kube-controller-manager and
+kube-scheduler, with gangs and WorkloadAwarePreemption, in a slot where no cluster is up
+(DDPJOB_CLUSTER_SLOT), and an operator as a separate process, and ends them afterwards. Nodes and
+containers are simulated, because 50 real trainings on eight nodes would need more than two
+processors. The question is whether the deciding programs (scheduler, controllers, operator,
+coordinators) leave GPUs idle or lose samples, which does not require workers to compute. So these
+programs run production code, and only kubelets, launchers and the arithmetic of a step are
+simulated (see `machines.py`, `training.py`).
 
-A job is of 1 to 8 nodes with 1 to 8 GPUs each, of one of three priorities; some are elastic, some have a spare; it
-saves a checkpoint every ten steps, and when it is asked to end. Pods and coordinators are killed, nodes lose power or
-network and return.
+A job has 1 to 8 nodes with 1 to 8 GPUs each, and one of three priorities. Some jobs are elastic,
+and some have a spare. Jobs save a checkpoint every ten steps and when asked to end. Pods and
+coordinators are killed, and nodes lose power or network and return.
 
-Looked at each second, through watches: which jobs would fit into the GPUs that are free, and for how long they have
-fitted (see `waits.py`). At the end every job must be Complete without a counted restart, and its ledger must show each
-sample once per epoch, by the check that judges the trainer's own. Exit code 1 when something is not so, or a job has
-waited beyond the aim.
+Every second, watches show which jobs would fit into the free GPUs, and for how long they have
+fitted (see `waits.py`). At the end, every job must be Complete without a counted restart, and its
+ledger must show each sample once per epoch, according to the same check as for the trainer's own
+ledger. The exit code is 1 if that does not hold, or if a job has waited longer than the aim.
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ from benchmarks.testbed import (
 
 DEFECTS = ("forgets", "asleep")
 LIMIT = 4.0
-"""How many times longer a night may take than the time in which its jobs arrive."""
+"""Maximum duration of a night, as a multiple of the time in which its jobs arrive."""
 
 
 @contextmanager
 def control_plane() -> Iterator[Cluster]:
-    """Start everything except nodes and DNS, in a slot where no cluster is up."""
+    """Start everything except nodes and DNS, in a slot where no cluster is running."""
     first = Cluster()
     slots = (Cluster(replace(first.settings, slot=slot)) for slot in range(first.settings.slot, 16))
     cluster = next((free for free in slots if free.state() is None), first)
@@ -100,7 +102,7 @@ def scheduler_of(cluster: Cluster) -> int:
 
 
 def put_to_sleep(cluster: Cluster, seconds: float) -> None:
-    """Suspend kube-scheduler in the middle of the arrivals, as a deliberate defect."""
+    """Suspend kube-scheduler while jobs are arriving, as a deliberate defect."""
     scheduler = scheduler_of(cluster)
     for _ in range(3):
         time.sleep(seconds)

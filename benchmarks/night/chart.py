@@ -10,7 +10,9 @@ from benchmarks.night.schedule import GPUS, HOSTS, FaultKind
 
 
 def draw(record: Record, path: Path, seed: int) -> None:
-    """Draw the GPUs by job and on offer, the losses, and how long jobs wait despite room."""
+    """Draw each job's GPUs and the available ones, the losses, and how long jobs wait despite
+    room.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

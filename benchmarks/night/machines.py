@@ -1,11 +1,11 @@
-"""Eight Kubernetes nodes without machines: kubelets are played, on the real API server.
+"""Simulates the kubelets of eight Kubernetes nodes on the real API server.
 
 The simulation (`tests/simulation/kubelet.py`) decides what a kubelet does with a pod, its
-containers and its end, and what the containers do. They are the production coordinator, whose HTTP
-port the operator reaches at a loopback address, and launchers that send the same lines as real
-ones. Real are kube-scheduler, kube-controller-manager and the operator, which bind pods, notice
-silent nodes and delete. A kubelet sees its pods through a watch, renews its node's Lease, and
-writes and deletes as a kubelet does.
+containers and its end, and what the containers do. Containers are the production coordinator, whose
+HTTP port the operator reaches at a loopback address, and launchers that send the same lines as real
+ones. kube-scheduler, kube-controller-manager and the operator are real: they bind pods, notice
+silent nodes and delete. A simulated kubelet sees its pods through a watch, renews its node's Lease,
+and writes and deletes like a real one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage":
 
 
 class WallClock(Clock):
-    """The simulation's clock as the time of day. The event loop calls what is due."""
+    """The simulation's clock, showing the time of day. The event loop makes calls that are due."""
 
     @property
     def now(self) -> float:  # type: ignore[override]
@@ -50,7 +50,7 @@ class WallClock(Clock):
 
 @dataclass
 class _ApiStore:
-    """The store of the simulated kubelets, which sends their writes to the API server."""
+    """The simulated kubelets' store, which sends their writes to the API server."""
 
     clock: Clock
     write: Callable[[Json], None]
@@ -59,7 +59,7 @@ class _ApiStore:
     secrets: dict[str, Json] = field(default_factory=dict)
 
     def get(self, kind: str, name: str) -> Json:
-        """Return a Secret that was read before the container started."""
+        """Return a Secret that was read before the container was started."""
         return self.secrets[name]
 
     def changed(self, kind: str, body: Json) -> None:
@@ -114,7 +114,7 @@ class Kubelets(Machines):
         self.hosts[name] = Host(name, body)
 
     async def keep_alive(self, name: str) -> None:
-        """Renew the node's Lease until cancelled, and report it Ready again if that was doubted."""
+        """Renew the node's Lease until cancelled. If necessary, report it as Ready again."""
         host = self.hosts[name]
         while True:
             try:
@@ -124,7 +124,7 @@ class Kubelets(Machines):
                 if not host.silent and name not in self.ready:
                     await self._patch(f"{_NODES}/{name}/status", {"status": {"conditions": [_ready()]}})
             except Unavailable:
-                pass  # The next beat is soon.
+                pass  # The next renewal comes soon.
             await asyncio.sleep(LEASE_SECONDS)
 
     async def _patch(self, path: str, body: Json) -> None:
@@ -137,7 +137,7 @@ class Kubelets(Machines):
         """Do nothing, because `keep_alive` reports it."""
 
     def bring_back(self, host: Host) -> None:
-        """Give the host its power or network back, so that its kubelet catches up."""
+        """Restore the host's power or network, so that its kubelet catches up."""
         host.cut = False
         self.network.changed()
         for pod in [p for p in self.pods.values() if p.host is host]:
@@ -153,7 +153,7 @@ class Kubelets(Machines):
     # ---- pods
 
     def pod_changed(self, before: Json | None, after: Json | None) -> None:
-        """Handle a change that the watch of pods shows."""
+        """Handle a change shown by the pod watch."""
         body = after or before
         assert body is not None
         self._observe("Pod", "DELETED" if after is None else "MODIFIED", body)
@@ -168,7 +168,7 @@ class Kubelets(Machines):
             if uid not in self.pods:
                 self._close_port(uid)
             return
-        body = dict(body)  # A kubelet writes its status into it.
+        body = dict(body)  # A kubelet writes its status into the copy.
         if pod is None:
             pod = self.pods[uid] = Pod(body, self.clock.now)
         pod.body = body
@@ -197,7 +197,7 @@ class Kubelets(Machines):
         return True
 
     async def _repeat(self, method: str, path: str, **more: Any) -> Json | None:
-        """Repeat a request until it succeeds, and return the answer; None if the object is gone."""
+        """Repeat a request until it succeeds. Return the response; None if the object is gone."""
         while True:
             try:
                 return await self.rest.request(method, path, **more)
@@ -227,12 +227,12 @@ class Kubelets(Machines):
             {**c, "image": images[c["name"]], "imageID": "", "restartCount": 0, "ready": "running" in c["state"]}
             for c in status["containerStatuses"]
         ]
-        # Without conditions, which belong to the scheduler and to whatever disrupts the pod.
+        # Without conditions, which belong to the scheduler and to programs that disrupt the pod.
         sent = {"phase": status["phase"], "podIP": status["podIP"], "podIPs": [{"ip": status["podIP"]}]}
         patch = {"metadata": {"uid": uid}, "status": {**sent, "containerStatuses": containers}}
 
         async def send() -> None:
-            async with self._locks[uid]:  # In order.
+            async with self._locks[uid]:  # Writes stay in order.
                 pod = self.pods.get(uid)
                 if pod is None or not pod.host.silent:
                     await self._repeat("PATCH", f"{self._path(body)}/status", body=patch, content_type=MERGE_PATCH)

@@ -1,4 +1,4 @@
-"""One night: jobs arrive and run, nodes are lost, and each second shows who waits despite room."""
+"""One night: jobs run, nodes are lost, and each second shows which jobs wait despite room."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ PACE = Pace(
     drain=(0.1, 0.5),
     notice=(0.05, 0.3),
 )
-"""Containers start in about a second, launchers in one or two, forked workers in less."""
+"""Containers start in about a second, launchers in one or two seconds, forked workers in less."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """The cluster at one time. `at`: seconds after the beginning."""
+    """The cluster's state at one time. `at`: seconds after the beginning."""
 
     at: float
     held: dict[str, int]
     """GPUs by job."""
     offered: int
-    """GPUs of nodes that are Ready."""
+    """GPUs of Ready nodes."""
     waiting: int
-    """How many jobs lack nodes that they need."""
+    """Number of jobs that lack nodes that they need."""
     longest: float
-    """For how many seconds a job has waited at the most although it fits."""
+    """Longest time in seconds that a job has waited although it fits."""
     fits: dict[str, str]
-    """By job that fits: what it waits for."""
+    """What each job that fits is waiting for."""
 
 
 @dataclass
@@ -68,16 +68,16 @@ class Record:
     preempted: set[str] = field(default_factory=set)
     """Uids of preempted pods, including coordinators."""
     mistaken: int = 0
-    """How many nodes were taken for lost while their kubelets ran, because this machine was too
+    """Number of nodes considered lost while their kubelets ran, because this machine was too
     busy."""
     scheduler_seconds: float = 0.0
-    """Processor time of kube-scheduler."""
+    """kube-scheduler's processor time."""
     useful: int = 0
     """GPU-seconds of the steps that count."""
     samples: int = 0
     fenced: int = 0
     exact: int = 0
-    """How many jobs have an exact ledger."""
+    """Number of jobs with an exact ledger."""
     problems: list[str] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
 
@@ -86,11 +86,11 @@ class Record:
         return self.looks[-1].at if self.looks else 0.0
 
     def waits_for(self, *lacks: Lack) -> list[Wait]:
-        """Return the waits for these, the longest first."""
+        """Return the waits of these kinds, longest first."""
         return sorted((w for w in self.waits.ended if w.lack in lacks), key=lambda wait: -wait.seconds)
 
     def reasons(self) -> Counter[str]:
-        """Count the reasons of the restarts that are still in the statuses."""
+        """Count the reasons for restarts that are still in the statuses."""
         recent = (r for s in self.statuses.values() for r in s.get("restarts", {}).get("recent", ()))
         return Counter(r["reason"] for r in recent)
 
@@ -159,7 +159,7 @@ class Night:
         return self.record
 
     async def _play(self, group: asyncio.TaskGroup, limit: float) -> None:
-        """Play the night, and raise _Over at its end, which ends the other tasks."""
+        """Play the night, and raise _Over at the end, which ends the other tasks."""
         await self._prepare(group)
         self._began = time.monotonic()
         group.create_task(self._submit())
@@ -171,7 +171,7 @@ class Night:
         raise _Over
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: Json) -> None:
-        """Record an assertion of the simulation, or an error of this program."""
+        """Record a failed assertion in the simulation, or an error in this program."""
         self.record.problems.append(repr(context.get("exception") or context["message"]))
 
     async def _prepare(self, group: asyncio.TaskGroup) -> None:
@@ -213,7 +213,7 @@ class Night:
                 await self._kill(fault)
 
     async def _kill(self, fault: Fault) -> None:
-        """Delete a pod by force, as a user does with one that hangs."""
+        """Force-delete a pod, as a user does with a hung pod."""
         wanted = fault.kind is FaultKind.COORDINATOR
         found = sorted(
             (p["metadata"]["name"] for p in self._pods.views() if holds(p) and _is_coordinator(p) is wanted), key=str
@@ -230,7 +230,7 @@ class Night:
         self.record.faults.append((self._now(), fault.kind, 0.0))
 
     async def _lose_node(self, fault: Fault) -> None:
-        """Take a node away for `fault.seconds`. Other faults happen during that time."""
+        """Remove a node for `fault.seconds`. Other faults happen during that time."""
         host = list(self.kubelets.hosts.values())[int(fault.choice * HOSTS)]
         self.kubelets.cut(host, None)
         if fault.kind is FaultKind.POWER:

@@ -13,17 +13,17 @@ from benchmarks.night.schedule import PRIORITIES, Job
 from benchmarks.night.waits import Lack, Wait, Whose
 
 AIM = 10.0
-"""For how many seconds a job may wait although it fits."""
+"""Maximum number of seconds that a job may wait although it fits."""
 SHOWN = 5
 
 
 def longest(record: Record) -> float:
-    """Return the longest wait, in seconds, for needed nodes that a job could have had."""
+    """Return the longest wait of a job, in seconds, for needed nodes that it could have had."""
     return max((wait.seconds for wait in record.waits_for(Lack.GANG, Lack.NODE)), default=0.0)
 
 
 def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
-    """Return the figures, and then the longest waits, in Markdown."""
+    """Return the figures and then the longest waits, in Markdown."""
     needed, more = record.waits_for(Lack.GANG, Lack.NODE), record.waits_for(Lack.MORE)
     complete = sum(status.get("phase") == "Complete" for status in record.statuses.values())
     counted = sum(status.get("restarts", {}).get("counted", 0) for status in record.statuses.values())

@@ -1,4 +1,4 @@
-"""The contents of a night, drawn by a seed: jobs of all shapes, their arrival, and the faults."""
+"""The contents of a night, drawn from a seed: jobs of all shapes, their arrivals, and faults."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from enum import StrEnum
 from ddpjob.api.job_spec import Json
 
 HOSTS, GPUS = 8, 8
-"""The number of Kubernetes nodes, and of each one's GPUs."""
+"""Number of Kubernetes nodes, and number of GPUs of each."""
 PRIORITIES = {"low": -100, "normal": 0, "high": 100}
-"""Values of PriorityClasses by name."""
+"""PriorityClass values by name."""
 BATCH = 64
-"""How many samples a step has."""
+"""Number of samples per step."""
 NODES = (1, 1, 1, 2, 2, 2, 3, 4, 4, 6, 8)
 GPUS_OF_A_NODE = (1, 2, 2, 4, 4, 8, 8)
 POD_EVERY, COORDINATOR_EVERY, HOST_EVERY = 25.0, 90.0, 80.0
-"""The mean time in seconds between two faults of a kind."""
+"""Mean time in seconds between two faults of the same kind."""
 AWAY = (20.0, 50.0)
-"""The range of seconds for which a Kubernetes node is gone."""
+"""Range of the time in seconds for which a Kubernetes node is gone."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job, with `steps` of one second each if it has all its nodes.
+    """One job, with `steps` of one second each while it has all its nodes.
 
     `at`: seconds after the beginning.
     """
@@ -46,12 +46,12 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """The samples of an epoch. Its last step is a short one."""
+        """Number of samples in an epoch, whose last step is short."""
         return self.steps_per_epoch * BATCH - BATCH // 3
 
     @property
     def gpu_seconds(self) -> int:
-        """The GPU-seconds that it needs if undisturbed."""
+        """The GPU-seconds that the job needs if undisturbed."""
         return self.nodes * self.gpus * self.steps
 
     def spec(self, classes: dict[str, str]) -> Json:
@@ -109,7 +109,7 @@ def _draw(chance: random.Random, number: int, at: float) -> Job:
 
 
 def draw_faults(seed: int, minutes: float) -> list[Fault]:
-    """Draw faults in order of time. A Kubernetes node is back before the next one is lost."""
+    """Draw faults in order of time. A lost Kubernetes node returns before the next one is lost."""
     found = []
     for every, kinds in (
         (POD_EVERY, (FaultKind.POD,)),

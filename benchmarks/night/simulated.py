@@ -1,4 +1,4 @@
-"""The parts of the tests' simulation with which the night is played."""
+"""The parts of the tests' simulation that the night uses."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The played training: ledger, checkpoints and fence are the trainer's, only arithmetic is missing.
+"""A simulated training with the trainer's ledger, checkpoints and fence, but without arithmetic.
 
-A step is in the ledger when it begins, and has an effect when it ends, a second later. A step that
-is lost in between is in the ledger too, as with the trainer. A group without network, and so
-without checkpoint folder, makes no steps.
+A step is recorded in the ledger when it begins, and takes effect when it ends, a second later. A
+step lost in between is in the ledger too, as with the trainer. A group without a network, and so
+without a checkpoint folder, makes no steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHECKPOINT = "checkpoint.json"
 
 @dataclass
 class _Life:
-    """One incarnation: a round's workers, from the checkpoint from which they resumed."""
+    """One incarnation: a round's workers, starting at the checkpoint from which they resumed."""
 
     claim: Claim
     done: int
@@ -49,7 +49,7 @@ class PlayedTraining(Training):
         super().__init__(network, job.steps)
         self.job, self.uid, self.folder = job, uid, folder
         self.forgets = forgets
-        """Whether it resumes from the beginning, as a deliberate defect."""
+        """Whether training resumes from the beginning, as a deliberate defect."""
         self.fenced = 0
         self._lives: dict[WorkerRound, _Life] = {}
         folder.mkdir()
@@ -117,7 +117,7 @@ class PlayedTraining(Training):
     def _save(self, current: WorkerRound, life: _Life) -> bool:
         """Write a checkpoint.
 
-        Return False if a later round has the folder, so that this one ends.
+        Return False if a later round has the folder, so that this round ends.
         """
         try:
             life.claim.check(self.folder)
@@ -147,9 +147,9 @@ class PlayedTraining(Training):
 
 
 class Trainings:
-    """The trainings of all jobs behind the interface of one.
+    """The trainings of all jobs behind the interface of a single one.
 
-    A launcher's calls go to its own job's.
+    A launcher's calls go to its own job's training.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Trainings:
 def judge(training: PlayedTraining) -> tuple[int, str]:
     """Return the samples of the final history, and what is wrong with it.
 
-    It is the same check as of a tortured job's ledger.
+    This is the same check as for a tortured job's ledger.
     """
     try:
         summary = verify(read([training.folder]))

@@ -1,11 +1,11 @@
-"""Who waits although there is room: what each job lacks, what is free, and since when both hold.
+"""Finds jobs that wait although there is room: what each job lacks, what is free, and since when.
 
 A job waits for its gang (all of its `minNodes` at once), for one node that it needs, or for more
 than it needs: a spare, or nodes beyond `minNodes`. Jobs are considered in the scheduler's order, by
-priority and then by age, and one that fits takes its room in that look. Only the rest counts for
-later jobs, so that of two jobs for the same room one waits. A preempting pod's room is kept for it.
-A pod that could have several nodes takes the fullest, so that as many jobs as possible count as
-waiting.
+priority and then by age, and a job that fits takes its room in that look. Only the remaining room
+counts for later jobs, so if two jobs need the same room, only one counts as waiting. A preempting
+pod's room is reserved for it. A pod that fits on several nodes takes the fullest, so that as many
+jobs as possible count as waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GPU = "nvidia.com/gpu"
 
 
 class Lack(StrEnum):
-    """What a job waits for."""
+    """What a job is waiting for."""
 
     GANG = "its gang"
     NODE = "one node"
@@ -32,7 +32,7 @@ class Lack(StrEnum):
 
 
 class Whose(StrEnum):
-    """Whose turn it is: the operator's if pods are missing, the scheduler's if they lack a node."""
+    """Whose turn it is: the operator's if pods are missing, the scheduler's if pods lack a node."""
 
     OPERATOR = "operator"
     SCHEDULER = "kube-scheduler"
@@ -40,7 +40,7 @@ class Whose(StrEnum):
 
 @dataclass(frozen=True)
 class Need:
-    """A need for `pods` at once, with `gpus` each, on different nodes and on none of `apart`."""
+    """A need for `pods` at once, with `gpus` each, on different nodes that are not in `apart`."""
 
     job: str
     lack: Lack
@@ -54,7 +54,7 @@ class Need:
     """The scheduler's message about the first pod."""
     apart: frozenset[str] = frozenset()
     nominated: tuple[str, ...] = ()
-    """Nodes that are kept for its pods while preempted pods end."""
+    """Nodes reserved for its pods while preempted pods end."""
 
 
 def free_gpus(nodes: Iterable[Json], pods: Iterable[Json]) -> dict[str, int]:
@@ -86,7 +86,7 @@ def holds(pod: Json) -> bool:
 
 
 def needs(job: Job, body: Json, pods: Iterable[Json], priority: int) -> Iterator[Need]:
-    """Yield what the job lacks. `body`: its object; `pods`: all of its pods."""
+    """Yield what the job lacks. `body`: its object; `pods`: all its pods."""
     status = body.get("status", {})
     if status.get("phase") in ("Complete", "Failed"):
         return
@@ -121,7 +121,7 @@ def _is_wanted(pod: Json) -> bool:
 
 
 def fitting(free: Mapping[str, int], wanted: Iterable[Need]) -> list[Need]:
-    """Return the needs for which there is room now, in addition to those before them."""
+    """Return the needs for which there is room now, in addition to earlier needs."""
     left, found = dict(free), []
     for need in sorted(wanted, key=lambda n: (-n.priority, n.since, n.job)):
         open_to = sorted((room, name) for name, room in left.items() if name not in need.apart and room >= need.gpus)
@@ -137,14 +137,14 @@ def fitting(free: Mapping[str, int], wanted: Iterable[Need]) -> list[Need]:
 
 @dataclass
 class Wait:
-    """A time in seconds for which a job waited although it fitted."""
+    """A time in seconds that a job waited although it fitted."""
 
     job: str
     lack: Lack
     began: float
     seconds: float = 0.0
     of: defaultdict[Whose, float] = field(default_factory=lambda: defaultdict(float))
-    """How many seconds of it were whose turn."""
+    """Seconds of the wait by whose turn it was."""
     gpu_seconds: float = 0.0
     said: str = ""
 
@@ -158,7 +158,7 @@ class Waits:
         self._last: float | None = None
 
     def look(self, now: float, fit: Iterable[Need]) -> float:
-        """Take in the needs that fit now, and return the longest current wait in seconds.
+        """Process the needs that fit now, and return the longest current wait in seconds.
 
         Waits for a gang or a lost node count. A need that fits in two consecutive looks has waited
         for the time between them.

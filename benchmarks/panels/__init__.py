@@ -1,1 +1,1 @@
-"""Pictures of the Grafana dashboards, drawn from a run with faults on the test cluster."""
+"""Draws pictures of the Grafana dashboards from a run with faults on the test cluster."""

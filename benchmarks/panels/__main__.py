@@ -3,9 +3,10 @@
     python -m benchmarks.panels record FOLDER                          # a quarter of an hour
     python -m benchmarks.panels draw FOLDER [-o docs/images] [--table docs/monitoring.md]   # as often as you like
 
-`record`: two replicas of the operator, jobs, faults, and a real Prometheus that scrapes both replicas and knows the
-chart's alerts. `draw` starts the Prometheus again on what it has kept, asks it the panels' own queries, and draws each
-panel in its place of the dashboard's grid. It reads the JSON that Grafana imports; Grafana itself takes no part.
+`record` runs two replicas of the operator, jobs, faults, and a real Prometheus that scrapes both
+replicas and has the chart's alerts. `draw` starts Prometheus again on the recorded data, runs the
+panels' own queries, and draws each panel at its place in the dashboard's grid. It reads the JSON
+that Grafana imports; Grafana itself is not used.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _answers(server: PrometheusServer) -> bool:
 
 
 def table(made: dict[str, Any], server: PrometheusServer) -> str:
-    """Return each alert with the fault that fired it, and the seconds between them."""
+    """Return each alert with the fault that caused it, and the seconds between them."""
     groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
     acts = {act["alert"]: act for act in made["acts"] if act["alert"]}
     lines = ["| alert | the fault of this run | seconds until its expression held |", "| --- | --- | --- |"]

@@ -1,4 +1,4 @@
-"""A dashboard's JSON as Grafana reads it: panels, queries with variables filled in, and answers."""
+"""Reads a dashboard's JSON as Grafana does: panels, queries with filled-in variables, results."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Labels = dict[str, str]
 
 @dataclass(frozen=True)
 class Range:
-    """The range of time that is shown, in Unix seconds, and the seconds between two scrapes."""
+    """The displayed time range in Unix seconds, and the seconds between scrapes."""
 
     start: float
     end: float
     scrape: int
 
     def moments(self, step: int) -> list[float]:
-        """Return the times for which Grafana asks, which are multiples of the step."""
+        """Return the times that Grafana requests, which are multiples of the step."""
         first = math.ceil(self.start / step)
         return [float(number * step) for number in range(first, int(self.end / step) + 1)]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a panel. `values`: one per time, NaN if missing; an instant query has only one."""
+    """A line in a panel. `values`: one per time, NaN if missing; an instant query has only one."""
 
     name: str
     labels: Labels
@@ -38,16 +38,16 @@ class Series:
 def step_of(panel: Json, shown: Range) -> int:
     """Return the seconds between two values.
 
-    That is a scrape's interval, or the panel's minimum if longer.
+    This is the scrape interval, or the panel's minimum if that is longer.
     """
     least = panel.get("interval", "")
     return max(shown.scrape, 60 * int(least.removesuffix("m")) if least else 0)
 
 
 def filled(expression: str, board: Json, variables: Labels, shown: Range, step: int) -> str:
-    """Return a query as Grafana sends it.
+    """Return a query in the form that Grafana sends.
 
-    A variable with several values has all of them; the others are in `variables`.
+    A variable with several values gets all of them; the other variables are in `variables`.
     """
     found = {
         "__rate_interval": f"{max(step + shown.scrape, 4 * shown.scrape)}s",
@@ -63,9 +63,9 @@ def legend(pattern: str, labels: Labels) -> str:
 
 
 def answered(target: Json, ask: Any, board: Json, variables: Labels, shown: Range, step: int) -> list[Series]:
-    """Return the series of one query of a panel.
+    """Return the series for one of a panel's queries.
 
-    `ask(path, **query)` is that of a PrometheusServer.
+    `ask(path, **query)` is a PrometheusServer's method.
     """
     query = filled(target["expr"], board, variables, shown, step)
     if target.get("instant"):
@@ -87,7 +87,7 @@ def _on(moments: list[float], step: int, values: Iterable[tuple[float, str]]) ->
 
 
 def rows(panel: Json, answers: list[tuple[Json, list[Series]]]) -> tuple[list[str], list[list[Any]]]:
-    """Return a table's columns and rows after the transformations merge and organize."""
+    """Return a table's columns and rows after the transformations "merge" and "organize"."""
     many = len(panel["targets"]) > 1
     merged: list[dict[str, Any]] = []
     for target, series in answers:
@@ -107,7 +107,7 @@ def rows(panel: Json, answers: list[tuple[Json, list[Series]]]) -> tuple[list[st
 
 
 def regions(values: list[float]) -> list[tuple[int, int]]:
-    """Return the first and last index of each run of an annotation's values above 0."""
+    """Return the first and last index of each run of annotation values above 0."""
     found: list[tuple[int, int]] = []
     for index, value in enumerate(values):
         if value > 0:

@@ -1,7 +1,7 @@
 """The operator with deliberate defects.
 
-Each reconcile of the job `defect` raises an error, and that of `blocks` waits for three seconds,
-in which the event loop does nothing else.
+Reconciling the job `defect` always raises an error, and reconciling `blocks` blocks the event loop
+for three seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws the panels of a dashboard with matplotlib, each in its place of the dashboard's grid."""
+"""Draws a dashboard's panels with matplotlib, each at its place in the dashboard's grid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.panels.board import Json, Labels, Range, Series, answered, regio
 
 _COLUMNS = 24
 _WIDTH, _UNIT = 1320, 36
-"""The picture's width, and the height of one unit of the grid, in pixels."""
+"""The picture's width, and the height of one grid unit, in pixels."""
 _COLOURS = (
     "#56a64b",
     "#e0a800",
@@ -76,7 +76,7 @@ def _chosen(board: Json) -> list[str]:
 
 
 def _marks(board: Json, ask: Any, variables: Labels, shown: Range) -> list[tuple[float, float]]:
-    """Return the periods of the annotations, in Unix seconds."""
+    """Return the annotations' periods, in Unix seconds."""
     found = []
     moments = shown.moments(shown.scrape)
     for each in board["annotations"]["list"]:
@@ -87,7 +87,7 @@ def _marks(board: Json, ask: Any, variables: Labels, shown: Range) -> list[tuple
 
 
 class _Box:
-    """A place in the picture, in pixels from its lower left corner."""
+    """A rectangle in the picture, in pixels from the lower left corner."""
 
     def __init__(self, x: float, y: float, width: float, height: float) -> None:
         self.x, self.y, self.width, self.height = x, y, width, height
@@ -96,7 +96,7 @@ class _Box:
         return _Box(self.x + left, self.y + bottom, self.width - left - right, self.height - bottom - top)
 
     def share(self, height: float) -> tuple[float, float, float, float]:
-        """Return the box as shares of the picture, as matplotlib expects it."""
+        """Return the box as fractions of the picture, as matplotlib expects."""
         return (self.x / _WIDTH, self.y / height, self.width / _WIDTH, self.height / height)
 
 
@@ -219,9 +219,9 @@ def _alone(values: list[float], index: int) -> bool:
 
 
 def _threshold(panel: Json, value: float) -> str:
-    """Return the colour of a value, which is that of the last step at or below it."""
+    """Return the colour of a value, which is the colour of the last step at or below it."""
     names = {"green": "#37872d", "blue": "#1f60c4", "red": "#c4162a"}
-    # Grafana's default, if a panel sets none.
+    # Grafana's default, if the panel does not set any.
     own = {"steps": [{"color": "green", "value": None}, {"color": "red", "value": 80}]}
     steps = panel["fieldConfig"]["defaults"].get("thresholds", own)["steps"]
     colour = next(s["color"] for s in reversed(steps) if s["value"] is None or value >= s["value"])

@@ -28,14 +28,16 @@ CRD = CHECKOUT / "charts" / "ddpjob-operator" / "crds" / "ddpjobs.ddpjob.io.yaml
 FIGURES = Path(__file__).parent / "figures.py"
 NAMESPACE = "vision"
 JOB = "digits"
-"""The job that the dashboard for one job shows."""
+"""The job shown in the single-job dashboard."""
 REPLICAS = ("ddpjob-operator-a", "ddpjob-operator-b")
 SCRAPE_SECONDS = 5
 Json = dict[str, Any]
 
 
 class Scene:
-    """Two replicas of the operator behind a proxy, a Prometheus that scrapes them, and the jobs of a namespace."""
+    """Two operator replicas behind a proxy, a Prometheus that scrapes them, and a namespace's
+    jobs.
+    """
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -45,7 +47,7 @@ class Scene:
         self.operators = {name: OperatorProcess(cluster, folder / f"{name}.log") for name in REPLICAS}
         self.prometheus = PrometheusServer(folder, configuration(folder, self.ports))
         self.short = 0
-        """How many jobs were started that should end."""
+        """Number of started jobs that are meant to end."""
 
     def start_operator(self, name: str) -> None:
         self.operators[name].start(
@@ -63,7 +65,7 @@ class Scene:
         return self.jobs.kubectl("get", "lease", "ddpjob-operator", "--output=jsonpath={.spec.holderIdentity}").strip()
 
     def kill_pod(self, name: str) -> None:
-        """Delete the pod of the last node of a job by force."""
+        """Force-delete the pod of a job's last node."""
         label = ("get", "pods", f"--selector=ddpjob.io/job={name},ddpjob.io/role=node", "--output=name")
         self.jobs.kill(sorted(self.jobs.kubectl(*label).split())[-1].removeprefix("pod/"))
 
@@ -92,7 +94,7 @@ class Scene:
 
 
 def firing(alert: str, job_name: str = "") -> str:
-    """Return the query for an alert that fires, of any job or of this one."""
+    """Return the query for a firing alert, of any job or only of this job."""
     job = f', job_name="{job_name}"' if job_name else ""
     return f'ALERTS{{alertname="{alert}", alertstate="firing"{job}}}'
 
@@ -100,7 +102,7 @@ def firing(alert: str, job_name: str = "") -> str:
 def configuration(folder: Path, ports: dict[str, int]) -> Json:
     """Return the configuration of a Prometheus that scrapes the replicas.
 
-    It has the chart's alerts, which fire without waiting.
+    It includes the chart's alerts, which fire without waiting.
     """
     groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
     for rule in (rule for group in groups for rule in group["rules"]):
@@ -121,14 +123,14 @@ def train(scene: Scene) -> None:
     checkpoints = scene.folder / "checkpoints"
     checkpoints.mkdir()
     checkpoints.chmod(0o777)
-    # With a part of a core each, they leave room for others.
+    # With a fraction of a core each, they leave room for others.
     shared: Json = {
         "resources": {"limits": {"cpu": "600m"}, "requests": {"cpu": "10m"}},
         "scheduling": {"onePodPerNode": False},
         "recovery": {"mode": "Fast", "maxRestarts": 10},
     }
     words = ["--config", "digits", "train.epochs=900", "train.threads=1", "checkpoint.every_seconds=15"]
-    words += ["optim.lr=0.002", "model.width=96"]  # So that the loss falls as long as the pictures last.
+    words += ["optim.lr=0.002", "model.width=96"]  # So that the loss falls throughout the pictures.
     storage = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
     scene.jobs.apply(job(JOB, module="ddpjob_trainer", args=words, spares=1, storage=storage, **shared))
     scene.jobs.apply(steps_job("plain", 10**7, "--sleep=0.5", scheduling=shared["scheduling"]))
@@ -136,7 +138,7 @@ def train(scene: Scene) -> None:
 
 
 def reports(scene: Scene, name: str, *arguments: str) -> None:
-    """Run a job of one pod that reports figures."""
+    """Run a single-pod job that reports figures."""
     one: Json = {"nodes": 1, "rendezvous": {"placement": "Master"}}
     scene.jobs.apply(job(name, script=str(FIGURES), args=list(arguments), **one))
 
@@ -154,7 +156,7 @@ def crash(scene: Scene) -> None:
 
 
 def refuse(scene: Scene) -> None:
-    """Refuse half of all requests, and break the watches every five seconds, until alerts fire."""
+    """Refuse half of the requests, and interrupt watches every five seconds, until alerts fire."""
     scene.proxy.refuse = 0.5
     try:
         for name in ("DDPJobWatchErrors", "DDPJobApiErrors"):
@@ -188,7 +190,7 @@ def stop_coordinator(scene: Scene) -> None:
 
 
 def _belongs(folder: Path, uid: str) -> bool:
-    """Whether a process of /proc belongs to a job's pods."""
+    """Whether a process in /proc belongs to a job's pods."""
     try:
         return f"DDPJOB_UID={uid}".encode() in (folder / "environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -198,7 +200,7 @@ def _belongs(folder: Path, uid: str) -> bool:
 def old_definition(scene: Scene) -> None:
     """Install an older release's definition, without a status field, until the replicas notice.
 
-    Then install this release's.
+    Then install this release's definition.
     """
     definition = yaml.safe_load(CRD.read_text())
     schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
@@ -210,7 +212,7 @@ def old_definition(scene: Scene) -> None:
 
 
 def slow_answers(scene: Scene) -> None:
-    """Let each request of the operator take ten seconds, while 100 jobs need one or two each."""
+    """Make each operator request take ten seconds, while 100 jobs need one or two requests each."""
     scene.proxy.delay = 10.0
     try:
         scene.create(resting_jobs("slow", 100))
@@ -234,7 +236,7 @@ class Act:
     what: str
     do: Callable[[Scene], None] = field(compare=False)
     alert: str = ""
-    """The alert that it fires."""
+    """The alert that it causes."""
     job: str = ""
     """The job whose alert it is."""
 
@@ -269,19 +271,22 @@ ACTS = (
     Act(590, "answers of the API server take 10 s, while 100 more jobs need some", slow_answers, "DDPJobQueueSlow"),
 )  # fmt: skip
 END = 740
-"""How many seconds the pictures show."""
+"""Number of seconds shown in the pictures."""
 LAST = (
     Act(END, "5,001 more jobs", lambda s: s.create(resting_jobs("crowd", 5001)), "DDPJobsWithoutSeries"),
     Act(END, "both replicas killed", Scene.kill_operators, "DDPJobOperatorDown"),
 )
-"""Events that the pictures do not show, in order."""
+"""Events not shown in the pictures, in order."""
 SHORT_EVERY = 45
-"""How many seconds are between two jobs that end."""
+"""Seconds between two jobs that end."""
 
 
 @contextmanager
 def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
-    """Provide the replicas and their Prometheus. Only its data in the folder stays at the end."""
+    """Provide the replicas and their Prometheus.
+
+    At the end, only its data in the folder is kept.
+    """
     install_crd(cluster)
     cluster.kubectl("create", "namespace", NAMESPACE)
     made = Scene(cluster, folder)
@@ -294,9 +299,9 @@ def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
 
 
 def play(stage: Scene) -> Json:
-    """Let everything happen.
+    """Make all events happen.
 
-    Return what a drawing needs: `start` and `end` in Unix seconds, `acts`.
+    Return what the drawing needs: `start` and `end` in Unix seconds, `acts`.
     """
     start = time.time()
     train(stage)
@@ -308,7 +313,7 @@ def play(stage: Scene) -> Json:
         if act.what:
             print(f"{act.at:4.0f} s: {act.what}", file=sys.stderr, flush=True)
             acts.append({"at": time.time(), "what": act.what, "alert": act.alert, "job": act.job})
-        # Some take a while, and none waits for another one.
+        # Some events take a while, but they do not wait for each other.
         threads.append(threading.Thread(target=act.do, args=(stage,)))
         threads[-1].start()
     time.sleep(max(0.0, began + END - time.time()))

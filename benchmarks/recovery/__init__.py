@@ -1,1 +1,1 @@
-"""Measures how long training is interrupted when something dies."""
+"""Measures how long training is interrupted when a process, pod or host dies."""

@@ -1,12 +1,13 @@
-"""How long training stands still when something dies.
+"""How long training is interrupted when something dies.
 
     python -m benchmarks.recovery [--runs 20] [--cases fast-spare,stock-replaced] [--csv FILE]    on loopback
     python -m benchmarks.recovery --cuda ...                                                      on its GPUs
     python -m benchmarks.recovery trace | overhead | chart | phases | cluster | gpu ...           see --help of each
 
-Measured from the kill to the first step of all ranks after it, by the ranks' own step logs and one clock. Rounds are
-interleaved: every case runs once per round. Stock torchrun needs most of a minute where it recovers at all, so its
-cases and those of ten kills in a row run in fewer rounds (`--slow-every`).
+The time is measured from the kill to the next step of all ranks, from the ranks' own step logs and
+with one clock. Rounds are interleaved: every case runs once per round. Stock torchrun needs most of
+a minute if it recovers at all, so its cases, and the cases with ten consecutive kills, run in fewer
+rounds (`--slow-every`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ OTHERS = {
 def main() -> int:
     """Run the benchmark, and return its exit code.
 
-    It is 0 if everything was measured, 1 if a case other than stock torchrun's did not recover,
-    and 2 on bad input.
+    The code is 0 if everything was measured, 1 if a case other than stock torchrun's did not
+    recover, and 2 on bad input.
     """
     if sys.argv[1:2] and sys.argv[1] in OTHERS:
         return OTHERS[sys.argv[1]](sys.argv[2:])

@@ -22,11 +22,11 @@ from benchmarks.recovery.tables import FLOOR, Sample
 KILLS_IN_A_ROW = 10
 WHOLE, ELASTIC, SPARE, ALONE = Shape(), Shape(minimum=1), Shape(spares=1), Shape(nodes=1, minimum=1)
 IMPORTS = "import time, torch; print(time.time())"
-"""The program of the floor, with what any worker has to do before it can train."""
+"""The program for the floor, with what any worker has to do before it can train."""
 ON_CUDA = "import time, torch; torch.ones(1, device='cuda').item(); print(time.time())"
 """The same for training on a GPU."""
 TICK_SECONDS = 0.01
-"""How precisely the start of a process is known."""
+"""The precision with which a process's start is known."""
 WATCH_SECONDS = 6.0
 """How long a group is watched after its members have reconnected to the new coordinator."""
 
@@ -47,7 +47,7 @@ class Backend(Protocol):
 
     name: str
     patience: float
-    """After how many seconds a group counts as not recovered."""
+    """Seconds after which a group counts as not recovered."""
 
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> AbstractContextManager[Group]:
         """Provide a group that trains, and end it on exit. `options` are passed to steps.py."""
@@ -60,7 +60,7 @@ class Backend(Protocol):
 class Case:
     """A measured case.
 
-    `target`: the median's upper limit in seconds, or None. `slow`: a run may take the whole
+    `target`: upper limit of the median in seconds, or None. `slow`: a run may take the full
     patience.
     """
 
@@ -88,8 +88,8 @@ class Case:
 class Loopback:
     """Runs nodes as processes on 127.0.0.1.
 
-    The replacement of a killed node starts at the time of the kill. With `cuda` the nodes share the
-    machine's GPUs.
+    The replacement for a killed node starts at the time of the kill. With `cuda`, the nodes share
+    the machine's GPUs.
     """
 
     def __init__(self, patience: float, *, cuda: bool = False) -> None:
@@ -110,7 +110,7 @@ class Loopback:
                 group.close()
 
     def floor(self) -> float:
-        """Time a process that imports torch, computes one number on a GPU if asked to, and ends."""
+        """Time a process that imports torch, if requested computes a number on a GPU, and ends."""
         began, code = time.time(), ON_CUDA if self._cuda else IMPORTS
         printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
         return float(printed) - began
@@ -155,7 +155,7 @@ def shrink(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 
 
 def in_a_row(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Ten kills in one job, each once the group is complete again."""
+    """Kill ten times in one job, each time once the group is complete again."""
     with backend.group(case.system, case.shape) as group:
         for kill in range(1, KILLS_IN_A_ROW + 1):
             node, victim = group.pick(group.settle(), kill)
@@ -188,7 +188,7 @@ def coordinator_unnoticed(case: Case, backend: Backend, round_: int) -> Iterator
 
 
 def coordinator_new_generation(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Kill the coordinator, which begins a new generation."""
+    """Kill the coordinator, which starts a new generation."""
     with backend.group(case.system, case.shape) as group:
         moment = group.kill_coordinator()
         seconds, where = recovery(group, moment, case.shape.nodes, backend.patience)
@@ -203,7 +203,7 @@ def floor(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 def stock_start(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
     """Kill nothing: start a node of plain torchrun, until its first step.
 
-    Standard, which is torchrun, cannot take less.
+    Standard, which is torchrun, cannot be faster.
     """
     with backend.group(case.system, case.shape) as group:
         found = group.settle()

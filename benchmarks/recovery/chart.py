@@ -1,8 +1,8 @@
 """python -m benchmarks.recovery chart [-o FILE.png] [--csv FILE] [--seconds 150] [--from FILE.csv]
 
-Images per second over time, for stock torchrun, Standard and Fast with a spare under one schedule of kills, which are
-marked.
-Every killed node is replaced at once. The last kill takes rank 0's node, which under stock torchrun hosts the store.
+Draws images per second over time, for stock torchrun, Standard, and Fast with a spare, under the
+same schedule of kills, which are marked. Every killed node is replaced at once. The last kill takes
+rank 0's node, which under stock torchrun hosts the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.recovery.cases import ELASTIC, SPARE, WHOLE, Loopback, Shape, Sy
 from benchmarks.recovery.groups import Group, NotRecovered
 
 KILLS = ((20.0, 2), (75.0, 2), (95.0, 2), (115.0, 1))
-"""(second, `number` of Group.pick): even for the node of the last rank, odd for that of rank 0."""
+"""(second, `number` of Group.pick): even for the last rank's node, odd for rank 0's."""
 BATCH = 64
 BIN = 0.5
 """Resolution of the curves, in seconds."""
@@ -31,7 +31,10 @@ Curve = dict[float, float]
 
 
 def curve(system: System, shape: Shape, seconds: float) -> Curve:
-    """Return images per second in each bin. A step counts once, when the first rank has made it."""
+    """Return the images per second in each bin.
+
+    A step counts once, when the first rank has made it.
+    """
     with Loopback(60).group(system, shape, ()) as group:
         began = time.time()
         for moment, number in KILLS:
@@ -97,7 +100,7 @@ def draw(curves: dict[System, Curve], path: Path) -> None:
 
 
 def read(path: Path) -> dict[System, Curve]:
-    """Read the curves of a file that `write` has written."""
+    """Read the curves from a file written by `write`."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {system: {float(row["second"]): float(row[system]) for row in rows} for system in System}

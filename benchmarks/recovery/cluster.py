@@ -1,9 +1,10 @@
 """python -m benchmarks.recovery cluster MANIFEST --namespace NAMESPACE --folder FOLDER [--runs 20] [--cases ...]
 
-The same cases with pods, on the cluster of the current kubeconfig with the operator running, measured from the delete
-call to the first step of all ranks. MANIFEST holds one DDPJob whose `script` is the path of recovery/steps.py in the
-pods, and whose storage.checkpoints is a folder that this machine sees as FOLDER, with the same clock (one machine, or
-NTP). The cases set its name, nodes, spares, elastic and recovery.mode.
+Runs the same cases with pods on the current kubeconfig's cluster, which must run the operator,
+measured from the delete call to the first step of all ranks. MANIFEST contains one DDPJob. Its
+`script` is the path of recovery/steps.py in the pods, and its storage.checkpoints is a folder that
+this machine sees as FOLDER, with the same clock (one machine, or NTP). The cases set the job's
+name, nodes, spares, elastic and recovery.mode.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from benchmarks.recovery.tables import FLOOR, Sample
 Json = dict[str, Any]
 GROUP, VERSION, PLURAL = "ddpjob.io", "v1alpha1", "ddpjobs"
 NODE_LOST_AFTER = 10
-"""recovery.nodeLostAfterSeconds of cases that cut a host off the network."""
+"""recovery.nodeLostAfterSeconds in cases that disconnect a host from the network."""
 
 
 class ClusterGroup(Group):
@@ -62,7 +63,7 @@ class ClusterGroup(Group):
     def spares_ready(self) -> int:
         status = self._status()
         if any(f"{self.name}-{index}-{slot.attempt}" in self._killed for index, slot in enumerate(status.slots)):
-            return 0  # A status from before the last kill.
+            return 0  # This status is from before the last kill.
         return status.spare
 
     def follows_another(self) -> bool:
@@ -71,7 +72,10 @@ class ClusterGroup(Group):
         return status.holds(ConditionType.RUNNING) and rendezvous.attempt > 0 and rendezvous.state is SlotState.RUNNING
 
     def _status(self) -> JobStatus:
-        """Return the job's status. Its coordinator answers only the operator and its members."""
+        """Return the job's status.
+
+        Its coordinator responds only to the operator and its members.
+        """
         job = self.jobs.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, self.name)
         return JobStatus.read(job.get("status", {}))
 
@@ -103,7 +107,7 @@ class ClusterGroup(Group):
         return self._seen.get(node)
 
     def kill(self, *names: str) -> float:
-        """Delete the pods by force, one right after the other.
+        """Force-delete the pods, one right after the other.
 
         Return the time before, in Unix seconds.
         """
@@ -160,12 +164,12 @@ class Cluster:
             yield group
         finally:
             group.close()
-            shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write.
+            shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write to it.
 
     def floor(self) -> float:
         """Time a pod that imports torch, from its creation to its last line.
 
-        It has the job's image and podTemplate.
+        The pod has the job's image and podTemplate.
         """
         name, spec = f"floor-{secrets.token_hex(3)}", self.manifest["spec"]
         body = copy.deepcopy(spec.get("podTemplate", {}).get("spec", {})) | {"restartPolicy": "Never"}
@@ -203,7 +207,7 @@ class Cluster:
 
 
 def network_cut(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Cut a Kubernetes node that runs a pod of the group, but not its coordinator, off the network."""
+    """Disconnect a Kubernetes node that runs a pod of the group, but not its coordinator."""
     assert isinstance(backend, Cluster) and backend.cut and backend.heal
     with backend.group(case.system, case.shape) as group:
         assert isinstance(group, ClusterGroup)
@@ -220,7 +224,7 @@ def network_cut(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
             backend.heal(nodes[0])
 
 
-# In Standard a replacement pod is ready before the group would continue without it.
+# In Standard, a replacement pod is ready before the group would continue without it.
 ON_CLUSTER = tuple(
     case for case in CASES if case.name == FLOOR or (case.system is not System.STOCK and case.name != "standard-shrink")
 )

@@ -1,4 +1,4 @@
-"""Groups of nodes on 127.0.0.1, under stock torchrun or the project's coordinator and launchers."""
+"""Groups of nodes on 127.0.0.1, with stock torchrun or the project's coordinator and launchers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Group:
         return 0
 
     def follows_another(self) -> bool:
-        """Whether a new coordinator replaced the first of the generation, and its group trains."""
+        """Whether a new coordinator replaced the generation's first one, and its group trains."""
         return False
 
     def settle(self) -> Incarnation:
@@ -101,7 +101,10 @@ class Group:
         return incarnation
 
     def wait(self, what: str, ready: Callable[[], Any], seconds: float) -> Any:
-        """Return the first true value of `ready()`. Raises NotRecovered after `seconds`."""
+        """Wait for a true value of `ready()`, and return it.
+
+        Raises NotRecovered after `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if value := ready():
@@ -111,11 +114,11 @@ class Group:
         raise NotRecovered(f"not within {seconds:.0f} s: {what} (logs in {self.folder})")
 
     def pick(self, incarnation: Incarnation, number: int) -> tuple[str, str]:
-        """Return (node, description): rank 0's node for odd numbers, else the last rank's."""
+        """Return (node, description): rank 0's node for odd numbers, otherwise the last rank's."""
         return (incarnation.nodes[0], "rank 0") if number % 2 else (incarnation.nodes[max(incarnation.nodes)], "other")
 
     def check(self) -> None:
-        """Raise NotRecovered when no node is left."""
+        """Raise NotRecovered if no node is left."""
         if all(process.poll() is not None for process in self.nodes.values()):
             raise NotRecovered("lost: no node is left")
 
@@ -127,15 +130,15 @@ class Group:
         return kill_all(*(self.nodes.pop(name) for name in names))
 
     def replace(self) -> None:
-        """Start a new node in the slot of the dead one, as an orchestrator does."""
+        """Start a new node in the dead one's slot, as an orchestrator does."""
         self.add()
 
     def created(self, node: str) -> float | None:
-        """Return when a node was created (Unix seconds); None if it starts with the kill."""
+        """Return when a node was created (Unix seconds); None if it starts at the kill."""
         return None
 
     def kill_coordinator(self) -> float:
-        """Kill the coordinator, and restart what the operator would.
+        """Kill the coordinator, and restart what the operator would restart.
 
         Return the time before the kill.
         """
@@ -148,9 +151,9 @@ class Group:
 
 
 class Stock(Group):
-    """A group under torchrun with its defaults (c10d, the store in node 0), except --max-restarts.
+    """A group under torchrun with its defaults (c10d, store in node 0), except --max-restarts.
 
-    By default torchrun never restarts.
+    By default, torchrun never restarts.
     """
 
     def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
@@ -172,9 +175,9 @@ class Stock(Group):
             self.add()
 
     def pick(self, incarnation: Incarnation, number: int) -> tuple[str, str]:
-        """Return the store's node for odd numbers, else the other one.
+        """Return the store's node for odd numbers, otherwise the other node.
 
-        The outcome depends on it.
+        The outcome depends on which node it is.
         """
         host = next(name for name in self.nodes if name.startswith("node-0-"))
         return (host, "store's host") if number % 2 else (next(name for name in self.nodes if name != host), "other")
@@ -209,7 +212,10 @@ class Coordinated(Group):
         self._attempt += 1
 
     def kill_coordinator(self) -> float:
-        """Kill it. Fast starts a new attempt after a second, Standard a new generation at once."""
+        """Kill the coordinator.
+
+        Fast starts a new attempt after a second, Standard a new generation at once.
+        """
         assert self.coordinator is not None
         moment = kill_all(self.coordinator)
         if self.mode == "Fast":
@@ -222,7 +228,7 @@ class Coordinated(Group):
     def _begin_generation(self) -> None:
         """Replace the coordinator and every node, as the operator does.
 
-        A node is replaced once its predecessor has ended.
+        A node is replaced only after its predecessor has ended.
         """
         self.generation, self._attempt = self.generation + 1, 0
         self.port, self.store_port = free_port(), free_port()
@@ -266,7 +272,7 @@ class Coordinated(Group):
         return report.get("attempt", 0) > 0 and report["state"] == "Running"
 
     def _report(self) -> dict[str, Any]:
-        """Return the coordinator's report; empty while there is none."""
+        """Return the coordinator's report; empty if there is none yet."""
         try:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{self.port}/status", headers={"Authorization": f"Bearer {self._token}"}

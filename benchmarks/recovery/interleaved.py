@@ -14,7 +14,7 @@ from benchmarks.recovery.tables import CsvFile, Sample, markdown
 
 
 def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
-    """Add the options that all backends share."""
+    """Add the options common to all backends."""
     parser.add_argument("--runs", type=int, default=20, help="rounds (default 20)")
     parser.add_argument(
         "--slow-every", type=int, default=4, metavar="N", help="slow cases run in two of each N rounds (default 4)"

@@ -1,8 +1,9 @@
 """python -m benchmarks.recovery overhead [--windows 40] [--csv FILE] [--table FILE]
 python -m benchmarks.recovery overhead --snapshots [--rounds 5] [--states 80e3,100e6] [--steps 0.05,0.5] [--table FILE]
 
-What a step costs under the launchers, compared with stock torchrun: the same script without sleep, in groups that take
-turns. A group is frozen between its turns, with its agents and its coordinator, so that it takes no CPU time.
+Measures what a step costs under the launchers, compared with stock torchrun: the same script
+without sleep, in groups that take turns. Between its turns, a group is frozen, including its agents
+and its coordinator, so that it takes no CPU time.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from benchmarks.recovery.groups import Coordinated, Group, NotRecovered
 from benchmarks.recovery.trace.report import read_numbers
 
 WINDOW = 1.5
-"""The length of a turn in seconds. With three groups, no member is silent for longer than its
+"""Length of a turn in seconds. With three groups, no member is silent for longer than its
 coordinator tolerates."""
 SETTLE = 0.3
-"""How many seconds at the start of a turn do not count, because caches are cold."""
+"""Seconds at the start of a turn that do not count, because caches are cold."""
 OPTIONS = ("--sleep=0", "--save-every=0", "--width=512", "--batch=256")
 
 
@@ -71,8 +72,8 @@ def turn(group: Group) -> float:
 def measure(windows: int, patience: float) -> list[dict[System, float]]:
     """Return each system's median step per window.
 
-    Stock torchrun's is the mean of its turns before and after the others'. The order is fixed,
-    because a group that is frozen for four turns would have been silent for too long.
+    For stock torchrun, this is the mean of its turns before and after the others' turns. The order
+    is fixed, because a group frozen for four turns would be silent for too long.
     """
     backend, turns = Loopback(patience), list[dict[System, float]]()
     with ExitStack() as stack:

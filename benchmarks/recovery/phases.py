@@ -1,4 +1,4 @@
-"""Where the seconds of a recovery went: phases of the rank that came last, as a table and as a picture.
+"""Shows where a recovery's time went: the phases of the last rank, as a table and a picture.
 
 python -m benchmarks.recovery phases FILE.csv [FILE.csv ...] [-o FILE.png]      draws what was measured with --csv
 """
@@ -33,9 +33,9 @@ COLORS = {
 def phases(recovered: Incarnation, moment: float, created: Callable[[str], float | None]) -> dict[str, float]:
     """Return the seconds of each phase from `moment` to the first step of all ranks.
 
-    They are those of the rank whose process began last, on a new node if there is one, because the
-    others waited for it. `created` returns when a node was created. Empty if the ranks' logs have
-    no times.
+    They are taken from the rank whose process began last, on a new node if there is one, because
+    the others waited for that rank. `created` returns when a node was created. The result is empty
+    if the ranks' logs have no times.
     """
     if not recovered.moments or recovered.formed is None:
         return {}
@@ -50,15 +50,15 @@ def phases(recovered: Incarnation, moment: float, created: Callable[[str], float
     ends += [(WORKER, its["imported"]), (DEVICE, its["device"]), (FORMED, its["formed"]), (STEP, recovered.formed)]
     found, before = {}, moment
     for name, end in ends:
-        # /proc's times have 10 ms, and a watch may be late: an end before the last one took no
-        # time.
+        # /proc's times have a resolution of 10 ms, and a watch may be late, so a phase that ends
+        # before the previous one took no time.
         found[name] = max(0.0, end - before)
         before = max(before, end)
     return found
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
-    """Draw a stacked bar per case and backend, with the phases of the run of median length."""
+    """Draw a stacked bar per case and backend, with the phases of the median-length run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,7 +70,7 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
     for title in bars:
         of_case = [one for one in samples if f"{one.case}, {one.backend}" == title and one.seconds is not None]
         if found := [one for one in of_case if one.phases or one.victim == "nothing"]:
-            # One measured run, not the medians of phases, which would not add up.
+            # Use one measured run, not the medians of phases, which would not add up.
             middle = statistics.median_low([one.seconds or 0.0 for one in found])
             run = next(one for one in found if one.seconds == middle)
             bars[title] = run.phases or {TORCH: middle}

@@ -21,12 +21,12 @@ class Incarnation:
     processor: dict[int, list[float]] = field(default_factory=dict)
     """Processor seconds of each rank at each step, if the script logs them."""
     moments: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By rank: when its `launcher` and its `process` began, torch was `imported` and the group
+    """When each rank's `launcher` and `process` began, torch was `imported` and the group was
     `formed`."""
 
     @property
     def formed(self) -> float | None:
-        """When the last rank had made its first step; None while any rank has made none."""
+        """When the last rank had made its first step; None until all ranks have made one."""
         if len(self.steps) < self.world:
             return None
         return max(times[0] for times in self.steps.values())
@@ -38,7 +38,7 @@ class Incarnation:
 
     @property
     def last(self) -> float:
-        """The time of the last step of any rank."""
+        """Time of the last step of any rank."""
         return max(times[-1] for times in self.steps.values())
 
     @property
@@ -56,7 +56,7 @@ class StepLog:
         self._read: dict[Path, int] = {}
 
     def refresh(self) -> StepLog:
-        """Read the new lines. An incomplete line is left for the next call."""
+        """Read new lines. An incomplete line is left for the next call."""
         for path in self.folder.glob("steps-*.jsonl"):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -81,7 +81,7 @@ class StepLog:
 
     @property
     def newest(self) -> Incarnation | None:
-        """The incarnation that was formed last."""
+        """The most recently formed incarnation."""
         formed = [one for one in self.incarnations.values() if one.formed is not None]
         return max(formed, key=lambda one: one.began, default=None)
 
@@ -91,7 +91,7 @@ class StepLog:
         return min((one for one in complete if one.began > moment), key=lambda one: one.formed or 0.0, default=None)
 
     def longest_gap(self, begin: float, end: float) -> float:
-        """Return the longest time (s) in which a rank of the newest incarnation made no step."""
+        """Return the longest time (s) in which any rank of the newest incarnation made no step."""
         assert self.newest is not None
         gaps = [0.0]
         for times in self.newest.steps.values():

@@ -2,12 +2,12 @@
 
     torchrun ... steps.py FOLDER [--steps N] [--sleep SECONDS] [--batch N] [--width N] [--save-every N] [--cuda]
 
-All ranks share FOLDER. It contains `digits.pt` (images, labels); rank 0 saves a checkpoint there
+All ranks share FOLDER. It contains `digits.pt` (images, labels). Rank 0 saves a checkpoint there
 after every step, and every start resumes from it. An incarnation is one process group, from
 init_process_group to its end; rank 0 draws a random number that identifies it. A rank's first line
-says when its launcher and its process began, and when torch was imported, the device ready and the
-group formed. With --cuda the ranks share the machine's GPUs, over NCCL if each has one of its own,
-which NCCL needs, otherwise over gloo.
+records when its launcher and process began, and when torch was imported, the device ready and the
+group formed. With --cuda, the ranks share the machine's GPUs, with NCCL if each rank has its own
+GPU, which NCCL requires, otherwise with gloo.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def process_starts():
 
 
 def stat(pid):
-    """Return the fields of a process from its state on. The name before may contain anything."""
+    """Return a process's fields from its state on. The name before it may contain anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

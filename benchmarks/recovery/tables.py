@@ -1,4 +1,4 @@
-"""What one kill has shown, and how it is written: as CSV and as a table in Markdown."""
+"""The result of one kill, and its output as CSV and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 FLOOR = "floor"
-"""The case that kills nothing: what a start takes without this project."""
+"""The case that kills nothing: how long a start takes without this project."""
 LAST_KILL = 10
 
 
@@ -32,7 +32,7 @@ class Sample:
 
 
 class CsvFile:
-    """A CSV that grows by one row per sample, so that an interrupted run keeps what it measured."""
+    """A CSV file that grows by one row per sample, so that an interrupted run keeps its results."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = path.open("w", newline="") if path else None
@@ -50,7 +50,7 @@ class CsvFile:
 
 
 def read_csv(path: Path) -> list[Sample]:
-    """Read the samples of a file that CsvFile has written."""
+    """Read the samples from a file written by CsvFile."""
     with path.open(newline="") as file:
         return [
             Sample(
@@ -65,7 +65,7 @@ def read_csv(path: Path) -> list[Sample]:
 def markdown(samples: Iterable[Sample], targets: dict[str, float | None]) -> str:
     """Return one row per case.
 
-    Stock torchrun has one per victim, since the outcome depends on it.
+    Stock torchrun has one row per victim, because the outcome depends on it.
     """
     groups: dict[tuple[str, str, str], list[Sample]] = {}
     for sample in samples:
@@ -108,7 +108,7 @@ def _load(samples: list[Sample]) -> str:
 
 
 def _row(case: str, samples: list[Sample]) -> list[str]:
-    """Return the cost of the last kill in a row relative to the first."""
+    """Return the cost of the last of the consecutive kills, relative to the first."""
     first, last = ([s.seconds for s in samples if s.kill == kill and s.seconds is not None] for kill in (1, LAST_KILL))
     if not first or not last:
         return []

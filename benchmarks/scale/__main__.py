@@ -3,14 +3,17 @@
     python -m benchmarks.scale [--sizes 100 300] [--csv FILE] [--chart FILE.png] [--table benchmarks/README.md]
     python -m benchmarks.scale hostile [--large 100] [--reports 500] [--csv FILE] [--table benchmarks/README.md]
 
-`hostile` measures what one team's very large jobs and reports cost the others, and what the operator is without them.
+`hostile` measures what one team's very large jobs and reports cost other teams, and the operator
+without them for comparison.
 
-Starts the API server of the test cluster alone (root, Go; the slot of DDPJOB_CLUSTER_SLOT) and ends it afterwards, or
-uses the test cluster that is up. The operator is a process of its own, as the chart runs it. Kubelets and coordinators
-are played by the benchmark; pods run nothing. The pods name a scheduler that does not exist.
+Starts only the test cluster's API server (needs root and Go; the slot is DDPJOB_CLUSTER_SLOT) and
+ends it afterwards, or uses a running test cluster. The operator is a separate process, started as
+by the chart. The benchmark simulates kubelets and coordinators; pods run nothing. The pods name a
+scheduler that does not exist.
 
-Beside a figure: the processors that were busy meanwhile. All of them share one machine: where they are all taken, the
-rate is the machine's, and the operator's share says how much of it is the operator's.
+Each figure is shown with the number of processors that were busy meanwhile. All programs share one
+machine. If all processors are busy, the machine limits the rate, and the operator's share shows how
+much of that is due to the operator.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ CONNECTIONS = 128
 
 @contextmanager
 def api_server() -> Iterator[tuple[Cluster, bool]]:
-    """Provide the test cluster, and whether it was up before."""
+    """Provide the test cluster, and whether it was already running."""
     cluster = Cluster()
     before = cluster.state() is not None
     if not before:
@@ -64,7 +67,8 @@ def api_server() -> Iterator[tuple[Cluster, bool]]:
 async def measure(kind: type[Parts], options: Options, cluster: Cluster, shared: bool, log: Path) -> Parts:
     """Measure the parts of a `kind`.
 
-    If the cluster is `shared` with others, the operator watches only the benchmark's namespaces.
+    If the cluster is `shared` with other programs, the operator watches only the benchmark's
+    namespaces.
     """
     settings = client.Configuration()
     await config.load_kube_config(config_file=str(cluster.kubeconfig), client_configuration=settings)
@@ -136,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the benchmark, and return 0, or 1 if a part did not finish.
 
-    In that case there are the figures of the other parts, and no chart.
+    In the latter case, there are figures for the other parts, but no chart.
     """
     given = parser().parse_args()
     options = Options(**{field.name: getattr(given, field.name) for field in fields(Options)})

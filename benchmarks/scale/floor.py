@@ -1,4 +1,4 @@
-"""The storm without an operator: how fast this machine's API server replaces as many pods."""
+"""The storm without an operator: how fast this machine's API server can replace as many pods."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ddpjob.engine.ports import Unavailable
 from benchmarks.scale.hollow import Hollow, Pod
 
 BARE = "bare"
-"""Value of the manager's label for pods without a job. The operator does not see them, and
+"""Value of the manager label for pods without a job. The operator does not see these pods, and
 hollow kubelets run them."""
 
 
 class BareClient:
-    """Creates pods, and creates each again once it is gone.
+    """Creates pods, and recreates each pod once it is gone.
 
     `hollow` runs the pods managed by BARE.
     """
@@ -42,7 +42,7 @@ class BareClient:
         body = copy.deepcopy(manifest)
         meta = body["metadata"]
         meta["name"] = f"{BARE}-{next(self._numbers)}"
-        # A coordinator's pod would be served, so these are like all others.
+        # A coordinator's pod would be served, so these pods have the node role.
         meta["labels"] = {**meta["labels"], LABEL_MANAGED: BARE, LABEL_ROLE: Role.NODE, LABEL_ATTEMPT: str(attempt)}
         key = meta["namespace"], meta["name"]
         self._manifests[key] = manifest
@@ -55,7 +55,7 @@ class BareClient:
                     await asyncio.sleep(0.1)
 
     def replace_from_now_on(self) -> None:
-        """Create each pod again when a watch shows that it is gone."""
+        """Recreate each pod when a watch shows that it is gone."""
         self.hollow.on_gone = lambda pod: self._begin(self.create(self._manifests[pod.namespace, pod.name], 1))
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""Hollow kubelets and coordinators, which write and answer what real ones would, and run nothing.
+"""Hollow kubelets and coordinators, which write and respond like real ones but run nothing.
 
 They see jobs and pods through watches, like any client. A coordinator listens on its own loopback
-address and seals its answers. Its report follows from which of the job's pods run.
+address and seals its responses. Its report depends on which of the job's pods run.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from ddpjob_runtime.protocol import (
 )
 
 PORT = 29400
-"""The port of the jobs' rendezvous, which is also the default. Their coordinators answer at the
-next one."""
+"""The jobs' rendezvous port, which is the default port. Their coordinators listen on the next
+port."""
 ENDED = "ended"
-"""First word of the names of jobs that have ended. Their creator creates their pods too."""
+"""First word of the names of ended jobs. Their creator also creates their pods."""
 STEPS_PER_SECOND = 2
 AT_ONCE = 32
-"""How many requests all kubelets may have at the same time."""
+"""Maximum number of concurrent requests of all kubelets together."""
 FLOOD = 20_000_000
-"""How many bytes the answer of a flooding coordinator has."""
+"""Size in bytes of a flooding coordinator's response."""
 HOSTILE = ("hangs", "floods", "redirects", "lies", "flaps")
-"""First words of the names of jobs whose coordinator behaves so."""
+"""First words of the names of jobs whose coordinators behave in these ways."""
 LARGEST = "largest"
-"""The first word for coordinators that always have news, in the largest report that the operator
+"""First word for coordinators that always have news, in the largest report that the operator
 reads."""
 
 
 @dataclass(frozen=True)
 class Pod:
-    """The facts about a job's pod that the benchmark needs."""
+    """What the benchmark needs to know about a job's pod."""
 
     namespace: str
     name: str
@@ -93,7 +93,7 @@ class Group:
 
     name: str = ""
     nodes: int = 0
-    """The number of nodes; 0 until the job's watch has shown it."""
+    """The number of nodes; 0 until the job watch has shown it."""
     token: str = ""
     phase: str = ""
     generation: int = 0
@@ -119,7 +119,7 @@ class Group:
         self.changed = asyncio.Event()
 
     def join(self, pod: Pod) -> None:
-        """Let the pod's launcher join. The last one begins a round."""
+        """Let the pod's launcher join. The last launcher to join begins a round."""
         self.members[pod.name] = Member(pod.name, MemberState.RUNNING, pod.index, pod.attempt, pod.index, self.round)
         self.lost.pop(pod.index, None)
         if self.complete:
@@ -127,7 +127,7 @@ class Group:
         self.change()
 
     def leave(self, name: str) -> None:
-        """End a member's connection. The first end ends the round."""
+        """End a member's connection. The first one to end ends the round."""
         now = datetime.now(UTC)
         if self.complete:
             number = len(self.incidents) + 1
@@ -156,7 +156,7 @@ class Group:
 
 
 class Hollow:
-    """The kubelets and coordinators of all jobs of some namespaces.
+    """The kubelets and coordinators of all jobs in some namespaces.
 
     `managed_by`: the manager of the pods that they see.
     """
@@ -168,11 +168,11 @@ class Hollow:
         """The groups by the job's uid."""
         self.pods: dict[tuple[str, str], Pod] = {}
         self.on_pod: Callable[[Pod], None] = lambda pod: None
-        """Called with each pod that a watch shows for the first time."""
+        """Called with each pod when a watch first shows it."""
         self.on_gone: Callable[[Pod], None] = lambda pod: None
         """Called with each pod when the watch shows that it is gone."""
         self.kubelets_run = True
-        """Whether kubelets run; otherwise pods stay as they were created."""
+        """Whether kubelets run; otherwise pods remain as they were created."""
         self._servers: dict[str, asyncio.Server] = {}
         """The servers by the uid of the coordinator's pod."""
         self._numbers, self._gate = count(1), asyncio.Semaphore(AT_ONCE)
@@ -298,7 +298,7 @@ class Hollow:
 
 
 async def _answer(group: Group, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one request, as the job's coordinator or as a hostile one."""
+    """Respond to one request, as the job's coordinator or as a hostile one."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, target, _ = head[0].split(" ", 2)
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
@@ -329,8 +329,7 @@ async def _answer(group: Group, reader: asyncio.StreamReader, writer: asyncio.St
 def _largest(report: Json, limit: int) -> bytes:
     """Return a report with incidents, up to `limit` bytes of JSON.
 
-    One character beyond ASCII in each text makes Python keep twice as many bytes as the others take
-    in JSON.
+    A non-ASCII character in each text makes Python use twice as many bytes as the text has in JSON.
     """
     text = "x" * 2990 + "\u4e2d"
     filled, size = {**report, "incidents": []}, len(json.dumps(report))

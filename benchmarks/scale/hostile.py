@@ -1,8 +1,8 @@
 """A tenant against the operator's availability: what one team's large jobs and reports cost others.
 
 There are three parts in one run, so that the machine's load is the same for all: the operator
-alone, with 100 jobs as large as the API server stores them, and with many coordinators that always
-send the largest report that the operator reads.
+alone, with 100 jobs of the largest size that the API server stores, and with many coordinators that
+always send the largest report that the operator reads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from benchmarks.scale.measure import Usage
 from benchmarks.scale.parts import PROBES, BenchmarkError, Parts, together
 
 FIELDS = 50_000
-"""How many unknown fields every second large job has. Kubernetes stores each name again in
+"""Number of unknown fields in every second large job. Kubernetes stores each name again in
 managedFields."""
 EMPTY = 440_000
-"""How many empty mappings the other ones have. Each takes 3 bytes in JSON, and 72 in Python."""
+"""Number of empty mappings in the other large jobs. Each takes 3 bytes in JSON, but 72 in
+Python."""
 CHANGES = 10
 LARGE = "large"
 _METRIC = "ddpjob_operator_longest_loop_turn_seconds"
@@ -37,10 +38,10 @@ class HostileParts(Parts):
     """The parts of `python -m benchmarks.scale hostile`."""
 
     async def _own(self, usage: Usage) -> float:
-        """Return the operator's processor seconds, less those of an operator at rest.
+        """Return the operator's processor seconds minus those of an operator at rest.
 
-        An API server may take minutes to store the jobs, during which the operator does its
-        ordinary work too.
+        An API server may take minutes to store the jobs, during which the operator also does its
+        ordinary work.
         """
         before = self.meter.read()
         await asyncio.sleep(self.options.settle)
@@ -55,7 +56,7 @@ class HostileParts(Parts):
         await self._large_reports()
 
     async def _beside(self, part: str) -> None:
-        """Record what another team sees, and the operator's memory and longest turn."""
+        """Record what another team observes, and the operator's memory and longest turn."""
         before, waits = self.meter.read(), []
         for _ in range(2 * PROBES):
             waits.append(await self._probe())
@@ -87,7 +88,7 @@ class HostileParts(Parts):
         before = self.meter.read()
         for n in range(CHANGES):
             change = {"spec": {"runPolicy": {"suspend": True}}}  # Two templates together would be too large for etcd.
-            with suppress(Unavailable):  # A busy API server may store it after the client gave up.
+            with suppress(Unavailable):  # A busy API server may store it after the client has given up.
                 await self.rest.request("PATCH", self._path(self.jobs[n]), body=change, content_type=MERGE_PATCH)
         await asyncio.sleep(self.options.settle)
         usage = self.meter.read() - before
@@ -95,9 +96,9 @@ class HostileParts(Parts):
         self._note(part, "the same for each change of one", each, "s", "<= 0.2", usage)
 
     async def _create_large(self, team: str, number: int) -> str:
-        """Create a large job, however often that must be tried.
+        """Create a large job, retrying as often as necessary.
 
-        It takes a busy API server longer than a request may take.
+        A busy API server takes longer than a request may take.
         """
         template = _template(number)
         while True:
@@ -118,7 +119,7 @@ class HostileParts(Parts):
         return sum(g.phase == "Failed" and g.kind == LARGE for g in self.hollow.groups.values())
 
     async def _restarted(self) -> None:
-        """Restart the operator, which lists all of them."""
+        """Restart the operator, which lists all the large jobs."""
         self.operator.kill()
         began = time.monotonic()
         self.operator.start()
@@ -147,7 +148,7 @@ class HostileParts(Parts):
 
 
 def _template(number: int) -> Json:
-    """Return a podTemplate of 1.4 MB, as the API server stores it."""
+    """Return a podTemplate that takes 1.4 MB in the API server."""
     if number % 2:
         return {"spec": {"extra": [{} for _ in range(EMPTY)]}}
     return {"spec": dict.fromkeys(_names(number), 1)}

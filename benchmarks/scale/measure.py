@@ -27,7 +27,7 @@ RESOURCES = frozenset(
         "persistentvolumeclaims",
     )
 )
-"""Everything that the operator reads and writes for jobs, so without Leases."""
+"""Everything that the operator reads and writes for jobs, and thus not Leases."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Figure:
     aim: str = ""
     """The aim, such as `<= 1.5` or `>= 1.5`; empty if there is none."""
     beside: str = ""
-    """What else kept the processors busy, or what the value consists of."""
+    """What kept the processors busy, or what the value consists of."""
 
     @property
     def reached(self) -> str:
@@ -71,7 +71,7 @@ class Operator:
         self.process.start(**self._settings)
 
     def forget_peaks(self) -> None:
-        """Leave the memory of earlier starts out of `peak`."""
+        """Exclude the memory of earlier starts from `peak`."""
         self._peaks.clear()
 
     def kill(self) -> None:
@@ -89,7 +89,7 @@ class Operator:
         return memory(self.pid, what)
 
     def peak(self) -> float:
-        """Return the peak of all its starts in MiB."""
+        """Return the peak over all its starts in MiB."""
         return max([*self._peaks, self.memory("VmHWM")])
 
 
@@ -114,7 +114,7 @@ class Usage:
 
     @property
     def cores(self) -> float:
-        """How many processors the operator has used on average."""
+        """Average number of processors that the operator has used."""
         return self.operator / self.wall
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Usage:
 
 
 class Meter:
-    """Reads processor time of the machine's processes."""
+    """Reads the processor time of the machine's processes."""
 
     def __init__(self, cluster: Cluster, operator: Operator) -> None:
         self._operator = operator
@@ -148,9 +148,9 @@ def _machine() -> float:
 
 
 async def requests(rest: Rest) -> Counter[tuple[str, str]]:
-    """Return how many requests the API server has answered, by (verb, resource).
+    """Return how many requests the API server has served, by (verb, resource).
 
-    Only RESOURCES count, and no watches.
+    Only RESOURCES count, without watches.
     """
     response = await rest.api.call_api("GET", f"{rest.api.configuration.host}/metrics", {})
     found: Counter[tuple[str, str]] = Counter()

@@ -1,7 +1,7 @@
-"""A separate process that watches one namespace, to see its pods without delay.
+"""A separate process that watches one namespace in order to see its pods without delay.
 
-The process that plays a thousand kubelets may be half a second late in a storm, which would count
-as a job's wait.
+In a storm, the process that simulates a thousand kubelets may be half a second late, which would
+count as a job's wait.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Onlooker:
         self._command = (sys.executable, "-m", __name__, str(kubeconfig), namespace)
         self.seen: dict[str, float] = {}
         """When the watch first showed each pod, by name, in monotonic seconds. That clock is the
-        same for all processes of a machine."""
+        same for all processes on a machine."""
         self.late: list[tuple[float, float]] = []
-        """When the process should have woken from a sleep, and by how many seconds it was late."""
+        """When the process should have woken from a sleep, and how many seconds it was late."""
 
     async def run(self) -> None:
         """Run until cancelled, or until the process ends."""
@@ -49,7 +49,7 @@ class Onlooker:
 
 
 async def _watch(kubeconfig: str, namespace: str) -> None:
-    """Print `pod NAME WHEN` for each pod it sees, and `late SECONDS WHEN` for a late wake-up."""
+    """Print `pod NAME WHEN` for each new pod, and `late SECONDS WHEN` for a late wake-up."""
     settings = client.Configuration()
     await config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
     rest = Rest.open(settings, connections=1)

@@ -36,11 +36,11 @@ from benchmarks.scale.onlooker import Onlooker
 
 NO_SCHEDULER = "nobody"
 TIMEOUT = 600.0
-"""After how many seconds a part has failed."""
+"""Seconds after which a part has failed."""
 LOOK = 0.02
-"""How many seconds are between two checks of a condition."""
+"""Seconds between two checks of a condition."""
 ENDED_PODS = 2
-"""How many finished pods each ended job has."""
+"""Number of finished pods of each ended job."""
 PROBES = 5
 WRITES = ("PUT", "PATCH", "POST", "DELETE", "APPLY")
 
@@ -73,9 +73,9 @@ class Series:
     rest: list[tuple[int, float, float, float, float]] = field(default_factory=list)
     """(jobs, cores, MiB, status writes and reads per job and minute)"""
     storm: list[float] = field(default_factory=list)
-    """How many seconds each lost pod took to be replaced."""
+    """Seconds until each lost pod was replaced."""
     probes: list[tuple[float, float]] = field(default_factory=list)
-    """(when another team's job was created in the storm, seconds until it had its pods)"""
+    """(when another team's job was created during the storm, seconds until it had its pods)"""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class _Burst:
 class Parts:
     """One run.
 
-    `namespaces`: those of the teams; the last one belongs to another team, whose jobs are the
-    probes. `bare`: creates pods without a job. `onlooker`: sees the pods of the last namespace.
+    `namespaces`: the teams' namespaces; the last one belongs to another team, whose jobs are the
+    probes. `bare`: creates pods without a job. `onlooker`: sees the pods in the last namespace.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Parts:
         self.error = ""
         """Why a part did not finish."""
         self.jobs: list[str] = []
-        """namespace/name of the jobs that train."""
+        """namespace/name of the training jobs."""
         self._names = count()
         self._first_seen: dict[str, float] = {}
         hollow.on_pod = self._see
@@ -186,11 +186,11 @@ class Parts:
         return await together(self._create_job(team, self.options.nodes) for team in teams)
 
     def _running(self) -> int:
-        """Return how many jobs of the teams are Running according to their status."""
+        """Return how many of the teams' jobs are Running according to their status."""
         return sum(g.phase == "Running" and g.complete and g.kind == "job" for g in self.hollow.groups.values())
 
     async def _probe(self) -> float:
-        """Return the seconds until a new job of another team, with one node, has its two pods."""
+        """Return the seconds until another team's new one-node job has its two pods."""
         began = time.monotonic()
         job = await self._create_job(self.other, 1, "probe")
         await self._until(f"the pods of {job}", lambda: len(pods_of(self.hollow, job)) == 2)
@@ -206,7 +206,7 @@ class Parts:
         await self._probe()
 
     async def _sweep(self, namespaces: Iterable[str]) -> None:
-        """Remove jobs and everything that they own, as there may be no garbage collector."""
+        """Remove jobs and everything that they own, because there may be no garbage collector."""
         for path in _SWEPT:
             await together(self._delete_all(path.format(namespace)) for namespace in namespaces)
         gone = set(namespaces)
@@ -217,15 +217,15 @@ class Parts:
             try:
                 await self.rest.request("DELETE", path, query={"gracePeriodSeconds": "0", **query})
                 return
-            except Unavailable:  # On a busy machine it takes longer than a request may.
+            except Unavailable:  # On a busy machine, it takes longer than a request may take.
                 await asyncio.sleep(LOOK)
 
     # --- creation
 
     async def _creation(self) -> None:
-        """Measure bursts of jobs and of the same pods by a bare client, in turn.
+        """Measure bursts of jobs, and of the same pods from a bare client, in turn.
 
-        The pods stay as they are created.
+        The pods remain as they were created.
         """
         options, bursts, bares = self.options, list[_Burst](), list[_Burst]()
         self.hollow.kubelets_run = self.bare.hollow.kubelets_run = False
@@ -233,7 +233,7 @@ class Parts:
             bursts.append(await self._burst())
             manifests = await together(self._bare(pod) for pod in self._pods_of_teams())
             await self._sweep(self.teams)
-            await asyncio.sleep(2)  # The operator notices meanwhile.
+            await asyncio.sleep(2)  # Meanwhile, the operator notices.
             bares.append(await self._bare_burst(manifests))
         self.hollow.kubelets_run = self.bare.hollow.kubelets_run = True
         part, what = "creation", f"{options.burst} jobs x {options.nodes}"
@@ -263,7 +263,7 @@ class Parts:
         return [pod for (namespace, _), pod in self.hollow.pods.items() if namespace != self.other]
 
     async def _bare(self, pod: Pod) -> Json:
-        """Return the pod as a user would write it, and without a job."""
+        """Return the pod as a user would write it, without a job."""
         body = await self.rest.request("GET", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}")
         labels = {key: value for key, value in body["metadata"]["labels"].items() if key != LABEL_MANAGED}
         spec = copy.deepcopy(body["spec"])
@@ -305,7 +305,7 @@ class Parts:
         self.series.rest.append((size, usage.cores, memory, writes, reads))
 
     async def _at_rest(self) -> tuple[Usage, Counter[tuple[str, str]]]:
-        """Return the usage and the API server's answered requests in `rest` seconds."""
+        """Return the usage and the API server's served requests during `rest` seconds."""
         await asyncio.sleep(self.options.settle)
         counts, before = await requests(self.rest), self.meter.read()
         await asyncio.sleep(self.options.rest)
@@ -319,7 +319,7 @@ class Parts:
         return status / per, reads / per, (counts.total() - status - reads) / per
 
     async def _ended(self) -> None:
-        """Check that ended jobs with ended pods change nothing."""
+        """Check that ended jobs with ended pods do not change anything."""
         options = self.options
         await together(self._create_ended(self.teams[i % len(self.teams)]) for i in range(options.ended))
         usage, counts = await self._at_rest()
@@ -351,9 +351,9 @@ class Parts:
             await self._create_succeeded(pods, {"metadata": meta, "spec": spec})
 
     async def _create_succeeded(self, pods: str, body: Json) -> None:
-        """Create an ended pod, and repeat that if the operator removed it.
+        """Create an ended pod, and repeat this if the operator removed the pod.
 
-        It does so while it has not seen that the suspended job has ended.
+        The operator does so until it has seen that the suspended job has ended.
         """
         while True:
             await self.rest.request("POST", pods, body=body)
@@ -371,7 +371,7 @@ class Parts:
     # --- storm
 
     async def _storm(self) -> None:
-        """Delete all nodes of some jobs at once, as when their Kubernetes nodes are lost."""
+        """Delete all nodes of some jobs at once, as if their Kubernetes nodes were lost."""
         quiet = sorted([await self._probe() for _ in range(PROBES)])
         jobs = self.jobs[: max(1, self.options.storm // self.options.nodes)]
         victims = [p for job in jobs for p in pods_of(self.hollow, job) if p.index >= 0 and p.attempt == 0]
@@ -411,7 +411,7 @@ class Parts:
         self._note(part, f"{what} (worst of {len(waits)})", max(wait for _, wait in waits), "s", aim, beside)
 
     async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> None:
-        """Measure the same storm over as many pods without a job, which a bare client replaces.
+        """Measure the same storm with as many pods without a job, which a bare client replaces.
 
         The jobs are at rest meanwhile.
         """
@@ -457,9 +457,9 @@ class Parts:
         return await self._seen(name for _, name in created) - began
 
     async def _delete_nodes_of(self, jobs: list[str]) -> None:
-        """Delete the jobs' nodes by few requests, so that deleting does not take the processors.
+        """Delete the jobs' nodes with few requests, so that this does not load the processors.
 
-        Replacements stay if a request is repeated.
+        Replacements are kept if a request is repeated.
         """
         by_team: dict[str, list[str]] = {}
         for job in jobs:
@@ -479,7 +479,7 @@ class Parts:
     ) -> AsyncIterator[None]:
         """Run one `probe` after the other during the context.
 
-        `waits` gets the time when each began, and its result.
+        `waits` receives each one's start time and result.
         """
         first = asyncio.Event()
 
@@ -501,7 +501,7 @@ class Parts:
     # --- restart
 
     async def _restart(self) -> None:
-        """Kill the operator. A pod is lost and a job is created before its next start."""
+        """Kill the operator. Before its next start, a pod is lost and a job is created."""
         self.operator.kill()
         victim = next(pod for pod in pods_of(self.hollow, self.jobs[-1]) if pod.index >= 0)
         path = f"/api/v1/namespaces/{victim.namespace}/pods/{victim.name}"
@@ -516,7 +516,7 @@ class Parts:
         def replaced() -> list[Pod]:
             """Return new pods of jobs that had pods before.
 
-            The storm's last job may get its first ones only now.
+            The storm's last job may get its first pods only now.
             """
             new = [pod for pod in self.hollow.pods.values() if pod.uid not in known]
             return [pod for pod in new if (pod.namespace, pod.job) in had_pods]
@@ -557,7 +557,7 @@ class Parts:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, Any]], at_once: int = 32) -> list[Any]:
-    """Run all of `work`, `at_once` at a time, and return the results."""
+    """Run all of `work`, at most `at_once` at a time, and return the results."""
     gate = asyncio.Semaphore(at_once)
 
     async def one(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -595,5 +595,5 @@ _SWEPT = (
 
 
 def _listed(counts: Counter[tuple[str, str]]) -> str:
-    """List the requests, the most frequent first."""
+    """List the requests, most frequent first."""
     return ", ".join(f"{verb} {what} {number}" for (verb, what), number in counts.most_common(6)) or "none"

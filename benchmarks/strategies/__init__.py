@@ -1,1 +1,1 @@
-"""Compares the same training under every strategy."""
+"""Compares the same training with every strategy."""

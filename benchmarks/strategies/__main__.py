@@ -3,9 +3,10 @@
     python -m benchmarks.strategies [--rounds 3] [--ranks 2] [--strategies ddp,horovod] [--epochs 3]
         [--csv FILE] [--chart FILE.png] [KEY=VALUE ...]
 
-Rounds are interleaved: each runs every case once. The first epoch of a run is a warm-up and does not count. KEY=VALUE
-are settings of the trainer, such as model.name=torchvision:resnet50 data.shape=3,224,224; the defaults are ResNet-18 on
-GPUs, the small network on the CPU, and synthetic images. Cases that this machine cannot run are listed with the reason.
+Rounds are interleaved: each runs every case once. The first epoch of a run is a warm-up and does
+not count. KEY=VALUE are trainer settings, such as model.name=torchvision:resnet50
+data.shape=3,224,224; the defaults are ResNet-18 on GPUs, the small network on the CPU, and
+synthetic images. Cases that this machine cannot run are listed with the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The compared ways to train: the command that starts each, and what it lacks on this machine."""
+"""The ways to train that are compared: each one's command, and what it lacks on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Case:
 
 
 def alone(ranks: int) -> list[str]:
-    """Return the command of one process."""
+    """Return the command for a single process."""
     return [sys.executable, "-m", "ddpjob_trainer"]
 
 
@@ -87,7 +87,7 @@ def accelerators() -> int:
 def horovod_folder() -> Path | None:
     """Return where the tests installed Horovod for this torch; None if they did not.
 
-    It is next to the cached wheel.
+    The folder is next to the cached wheel.
     """
     site = install_horovod.wheel_folder(install_horovod.probe(sys.executable)) / "site"
     return site if (site / "horovod").exists() else None

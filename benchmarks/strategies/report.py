@@ -35,7 +35,7 @@ def device() -> str:
 
 
 def table(cases: list[Case], found: dict[str, list[Measured]], missing: dict[str, str], samples: int) -> str:
-    """Return a Markdown table: medians over rounds and epochs, ratios of times per epoch."""
+    """Return a Markdown table: medians over rounds and epochs, and ratios of epoch times."""
     medians = {name: statistics.median(seconds(runs, samples)) for name, runs in found.items()}
     lines = [
         "| strategy | s per epoch (median) | best, worst | samples/s | of single's time | of ddp's time | final loss"
@@ -59,7 +59,7 @@ def table(cases: list[Case], found: dict[str, list[Measured]], missing: dict[str
 
 
 def write_csv(path: Path, found: dict[str, list[Measured]], missing: dict[str, str], samples: int) -> None:
-    """Write one row per epoch that counts, and one row per missing case, with the reason."""
+    """Write one row per epoch that counts, and one row per missing case with the reason."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
@@ -87,7 +87,7 @@ def write_csv(path: Path, found: dict[str, list[Measured]], missing: dict[str, s
 def draw(
     path: Path, cases: list[Case], found: dict[str, list[Measured]], missing: dict[str, str], samples: int, what: str
 ) -> None:
-    """Draw a bar per case: the median time of an epoch, with a line from the best to the worst."""
+    """Draw a bar per case: the median time per epoch, with a line from the best to the worst."""
     import matplotlib
 
     matplotlib.use("Agg")

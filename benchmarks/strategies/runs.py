@@ -1,4 +1,4 @@
-"""Runs one training of a case, and measures it by its metrics.jsonl."""
+"""Runs one training of a case, and measures it from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.strategies.cases import Case, accelerators, environment
 
 @dataclass(frozen=True)
 class Measured:
-    """Samples per second of all epochs but the first, the last mean loss, and the run's seconds."""
+    """Samples per second after the first epoch, the last mean loss, and the run's seconds."""
 
     speeds: list[float]
     loss: float
@@ -26,7 +26,7 @@ class Measured:
 
 
 class NotMeasured(Exception):
-    """A case has failed; the message says why."""
+    """A case has failed; the message gives the reason."""
 
 
 def arguments(settings: list[str], epochs: int) -> list[str]:
@@ -75,7 +75,7 @@ def run(case: Case, ranks: int, settings: list[str], epochs: int, timeout: float
 
 
 def samples(settings: list[str]) -> int:
-    """Return the samples of an epoch."""
+    """Return the number of samples in an epoch."""
     return int(_value(arguments(settings, 1), "data.size"))
 
 

@@ -1,1 +1,1 @@
-"""Random kills that must leave no trace in the result of a training."""
+"""Random kills that must leave no trace in a training's result."""

@@ -36,7 +36,7 @@ from benchmarks.torture.torture import Plan, Torture
 from benchmarks.torture.verdict import table
 
 OWN_NETWORK = "TORTURE_OWN_NETWORK"
-"""The variable that is set in the program that runs in its own network namespace."""
+"""Variable that is set in the program that runs in its own network namespace."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,7 +93,9 @@ def main() -> int:
 
 
 def in_own_network() -> None:
-    """Run this program again in a network namespace with only loopback, to cut its connections."""
+    """Run this program again in a loopback-only network namespace, so that connections can be
+    cut.
+    """
     enter = f'ip link set lo up && iptables --wait --list >/dev/null && {OWN_NETWORK}=1 exec "$@"'
     words = [sys.executable, "-m", "benchmarks.torture", *sys.argv[1:]]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

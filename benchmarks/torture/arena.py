@@ -39,7 +39,7 @@ class Observed:
 class Arena(Protocol):
     """Runs jobs and kills their pods.
 
-    `extras`: what else can be killed, with a weight (next to those in torture.WEIGHTS) and a
+    `extras`: what else can be killed, with a weight (in addition to those in torture.WEIGHTS) and a
     function that kills it, or returns False if that is impossible now.
     """
 
@@ -52,19 +52,20 @@ class Arena(Protocol):
         """Return the state of the job."""
 
     def kill(self, name: str, pods: list[str]) -> None:
-        """Kill the pods by force, nearly at the same time; pods that have ended are ignored."""
+        """Force-kill the pods, nearly at the same time; pods that have ended are ignored."""
 
     def checkpoints(self, name: str) -> Path:
         """Return the job's checkpoint folder."""
 
     def close(self, name: str) -> None:
-        """End and remove everything of the job."""
+        """End and remove everything that belongs to the job."""
 
 
 class Processes:
-    """Jobs under `ddpjob run`: pods are process groups, and each runner contains an operator for its job.
+    """Jobs under `ddpjob run`: pods are process groups, and each runner contains an operator for
+    its job.
 
-    `cuts`: whether connections can be cut, as root in a network namespace of one's own.
+    `cuts`: whether connections can be cut, which requires root and a separate network namespace.
     `copies`: whether workers are killed in the middle of copies of their state.
     """
 
@@ -124,13 +125,13 @@ class Processes:
             ask(JobFolder(self._runs / name), "kill", pod)
 
     def skewed(self) -> dict[str, str]:
-        """The variables that give the processes of pods adjustable clocks."""
+        """The variables that give pods' processes adjustable clocks."""
         path = filter(None, (str(Path(__file__).with_name("clocks")), os.environ.get("PYTHONPATH")))
         folders = {"TORTURE_CLOCKS": str(self._clocks), "TORTURE_COPY_KILLS": str(self._copies)}
         return {"PYTHONPATH": os.pathsep.join(path), **folders}
 
     def _set_clock(self, pods: list[str]) -> str:
-        """Set the clock of a running pod to at most two minutes behind this machine's."""
+        """Set a running pod's clock to at most two minutes behind this machine's clock."""
         if not pods:
             return ""
         pod, behind = random.SystemRandom().choice(pods), random.SystemRandom().uniform(0, FARTHEST)
@@ -145,7 +146,7 @@ class Processes:
         return f"{pod} at {point}"
 
     def _hurt(self, name: str, pods: list[str], container: str, what: str) -> str:
-        """Suspend or disconnect processes of one of the pods."""
+        """Suspend or disconnect one of the pods' processes."""
         record = read_record(JobFolder(self._runs / name))
         if record is None or not pods:
             return ""
@@ -168,12 +169,12 @@ class Processes:
             try:
                 runner.wait(60)
             except subprocess.TimeoutExpired:
-                runner.kill()  # The runner's guard process ends the rest.
+                runner.kill()  # The runner's guard process ends the others.
                 runner.wait()
 
 
 def observed_in(status: Json) -> Observed:
-    """Return the state that a job's status describes."""
+    """Return the state described by a job's status."""
     failed = next((c for c in status.get("conditions", ()) if c["type"] == "Failed" and c["status"] == "True"), None)
     return Observed(
         phase=status.get("phase", ""),

@@ -1,4 +1,4 @@
-"""The trainer with a deliberate defect, under which the checks must fail.
+"""The trainer with a deliberate defect, with which the checks must fail.
 
 python defective.py DEFECT ARGUMENTS_OF_THE_TRAINER
 """
@@ -15,7 +15,7 @@ from ddpjob_trainer.data import sampler
 
 
 def lose_sample():
-    """Leave one sample out of every training step; evaluation is not changed."""
+    """Drop one sample from every training step; evaluation is not changed."""
     importlib.import_module("ddpjob_trainer.evaluation.evaluate")
     share = sampler.share
     sampler.share = lambda samples, rank, world: (
@@ -24,7 +24,7 @@ def lose_sample():
 
 
 def forget_consumed():
-    """Begin the epoch again at a restart, although the model was trained on a part of it."""
+    """Restart the epoch at a restart, although the model was already trained on a part of it."""
 
     def load(self, state):
         self.state = sampler.SamplerState(state["epoch"], 0, state["seed"])
@@ -38,7 +38,7 @@ def forget_momentum():
 
 
 def no_resume():
-    """Fail to read any checkpoint: the job can never continue after a kill."""
+    """Fail to read any checkpoint, so that the job can never continue after a kill."""
     from ddpjob_trainer.checkpoints import torch_file
 
     def broken(content):

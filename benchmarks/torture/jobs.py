@@ -11,7 +11,7 @@ from ddpjob_trainer.checkpoints import dcp
 
 Json = dict[str, Any]
 STEPS_PER_EPOCH = 23
-"""The steps for 1438 digits in batches of 64."""
+"""Number of steps for 1438 digits in batches of 64."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ KINDS_OF_SNAPSHOTS = (
 
 
 def trainer_arguments(epochs: int, kind: Kind | None = None) -> list[str]:
-    """Return the arguments of a small training that is slow enough for some kills.
+    """Return the arguments for a small training that is slow enough for some kills.
 
-    It saves a checkpoint every five steps, unless its states are kept in memory.
+    The training saves a checkpoint every five steps, unless its states are kept in memory.
     """
     if kind is not None and kind.snapshots:
         return [*trainer_arguments(epochs), f"strategy={kind.strategy}", *_RARE_CHECKPOINTS,
@@ -89,7 +89,7 @@ def spec(kind: Kind, epochs: int, defect: str) -> Json:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of the newest checkpoint."""
+    """Return the weights in the newest checkpoint."""
     newest = max(folder.glob("step-*"))
     state = dcp.read(newest) if newest.suffix == dcp.SUFFIX else torch.load(newest, weights_only=True)
     model: dict[str, torch.Tensor] = state["model"]

@@ -1,4 +1,4 @@
-"""The arena on the test cluster: pods, an operator that is killed, hosts that lose the network."""
+"""The arena on the test cluster: pods, a killed operator, and hosts that lose their network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.torture.jobs import Json
 from benchmarks.torture.torture import note
 
 OPERATOR_DOWN, HOST_AWAY = 5.0, 20.0
-"""For how long the operator is down at the most, and a host is without network, in seconds."""
+"""Maximum seconds for which the operator is down, and seconds for which a host has no network."""
 
 
 class OnCluster:
@@ -92,7 +92,7 @@ class OnCluster:
         return True
 
     def _cut_host(self) -> bool:
-        """Take the network from one host at a time and give it back, while other kills continue."""
+        """Disconnect one host at a time and reconnect it, while other kills continue."""
         if not self._away.acquire(blocking=False):
             return False
         host = random.Random(time.time_ns()).choice(sorted(self.cluster.ready_nodes()))

@@ -1,8 +1,9 @@
-"""The weights that a job must end with: those of undisturbed training with the same ranks per step.
+"""Computes a job's expected weights by undisturbed training with the same ranks per step.
 
-If the number of ranks changes, float32 sums are taken in a different order from that step on, and
-training amplifies the difference, so an elastic job cannot be compared with a run on a fixed number
-of ranks. It equals, bit for bit, a run whose number of ranks changes at the same steps.
+If the number of ranks changes, float32 sums are computed in a different order from that step on,
+and training amplifies the difference, so an elastic job cannot be compared with a run on a fixed
+number of ranks. It is, however, bit-identical to a run whose number of ranks changes at the same
+steps.
 
     python replay.py FOLDER WORLD:STEP [WORLD:STEP ...] -- ARGUMENTS_OF_THE_TRAINER
 
@@ -25,7 +26,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def segments(incarnations: list[Incarnation]) -> Segments:
-    """Return how many ranks made which steps, in the history of a ledger that counts."""
+    """Return how many ranks made which steps in the final history of a ledger."""
     worlds: dict[int, int] = {}
     for incarnation in incarnations:
         worlds = {step: world for step, world in worlds.items() if step <= incarnation.start}
@@ -39,7 +40,10 @@ def segments(incarnations: list[Incarnation]) -> Segments:
 
 
 def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
-    """Train, unless it was done before. Return the checkpoint folder. Raises CalledProcessError."""
+    """Train, unless this was done before. Return the checkpoint folder.
+
+    Raises CalledProcessError.
+    """
     own = folder / ("replay-" + "-".join(f"{world}x{step}" for world, step in parts))
     if not own.exists():
         words = [f"{world}:{step}" for world, step in parts]
@@ -86,7 +90,7 @@ def fork(run: Callable[[], NoReturn]) -> int:
 
 
 def run_rank(rank: int, world: int, port: int, stop: int | None, arguments: list[str]) -> NoReturn:
-    """Run one rank, which is asked to stop during its step number `stop`."""
+    """Run one rank, which is asked to stop during step number `stop`."""
     import traceback
 
     from ddpjob_trainer import config, train

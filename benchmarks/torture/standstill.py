@@ -1,4 +1,4 @@
-"""Faults that end nothing: suspended processes, connections that carry nothing, false clocks."""
+"""Faults that do not end anything: suspended processes, blocked connections, wrong clocks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ddpjob.local import processes
 from ddpjob.local.pod import CONTAINER_VARIABLE, UID_VARIABLE
 
 SHORTEST, LONGEST = 2.0, 12.0
-"""The range of a fault's length in seconds. A member may be suspended for 15 s before it is
-given up."""
+"""Range of a fault's duration in seconds. A member may be suspended for 15 s before it is given
+up."""
 
 
 FARTHEST = 120.0
-"""How far behind a pod's clock may be, in seconds."""
+"""Maximum seconds by which a pod's clock may be behind."""
 
 
 class Standstill:
@@ -30,17 +30,17 @@ class Standstill:
         self._undoing: list[threading.Thread] = []
 
     def pause(self, pids: Iterable[int]) -> float:
-        """Suspend the processes (SIGSTOP) for a while. Return for how many seconds."""
+        """Suspend the processes (SIGSTOP) for a while. Return the number of seconds."""
         stopped = list(pids)
         for pid in stopped:
             processes.send(pid, signal.SIGSTOP)
         return self._later(lambda: [processes.send(pid, signal.SIGCONT) for pid in stopped])
 
     def cut(self, pids: Iterable[int]) -> float:
-        """Drop packets of the processes' connections, and to the ports on which they listen.
+        """Drop packets on the processes' connections, and to the ports on which they listen.
 
-        Return for how many seconds. Needs root, and a network namespace of one's own, with which
-        the rules go.
+        Return for how many seconds. Needs root and a separate network namespace, whose end removes
+        the rules.
         """
         rules = [
             ("OUTPUT", "--protocol", "tcp", side, str(port), "--jump", "DROP")
@@ -68,7 +68,7 @@ class Standstill:
 def set_clock(file: Path, behind: float) -> bool:
     """Set the clock that clocks/sitecustomize.py reads from this file.
 
-    Return False if no process has begun to.
+    Return False if no process has begun to read it.
     """
     try:
         with file.open("r+b") as clock:
@@ -94,7 +94,7 @@ def tcp_ports(pids: Iterable[int]) -> set[int]:
         try:
             descriptors = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
         except OSError:
-            continue  # It has ended, or has closed one just now.
+            continue  # The process has ended, or has just closed a socket.
         inodes |= {name[len("socket:[") : -1] for name in descriptors if name.startswith("socket:[")}
     ports = set()
     for table in ("tcp", "tcp6"):

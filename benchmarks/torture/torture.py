@@ -1,4 +1,4 @@
-"""Random kills in waves of one job of each kind; every job must end as if undisturbed."""
+"""Random kills in waves, each with one job of each kind; every job must end as if undisturbed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SEVERAL = ("two pods", "host")
 APART = 4
 """Steps between two kills of a job whose states are in memory. By then all nodes have the state."""
 PATIENCE = 900.0
-"""How many seconds a wave has to end after its last kill."""
+"""Seconds that a wave has to end after its last kill."""
 
 
 @dataclass
 class Running:
-    """A job of a wave."""
+    """A job in a wave."""
 
     name: str
     kind: Kind
@@ -38,7 +38,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of a run. `interval`: the longest time between two kills, in seconds."""
+    """A run's options. `interval`: maximum time between two kills, in seconds."""
 
     kills: int
     seed: int
@@ -57,7 +57,7 @@ class Torture:
         self.left = plan.kills
         self.verdicts: list[Verdict] = []
         self.for_all: Counter[str] = Counter()
-        """How often each kill that affects all jobs, such as the operator's, happened."""
+        """Number of times that each kill affecting all jobs, such as the operator's, happened."""
 
     def run(self) -> list[Verdict]:
         """Run the waves, and return one verdict for each job."""
@@ -90,7 +90,7 @@ class Torture:
                 self.arena.close(job.name)
 
     def _torment(self, jobs: list[Running]) -> None:
-        """Kill until all jobs have ended, or PATIENCE is over."""
+        """Kill until all jobs have ended, or PATIENCE has passed."""
         last_kill = next_kill = time.monotonic()
         while time.monotonic() < last_kill + PATIENCE:
             for job in jobs:
@@ -115,7 +115,7 @@ class Torture:
     def _kill(self, jobs: list[Running]) -> bool:
         """Kill something. Return whether there was anything to kill.
 
-        No job is disturbed before its first step or after its last.
+        Jobs are not disturbed before their first step or after their last.
         """
         others = {**self.arena.extras, **self.arena.faults}
         weights = WEIGHTS | {name: weight for name, (weight, _) in others.items()}

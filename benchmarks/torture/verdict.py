@@ -17,27 +17,27 @@ from benchmarks.torture.replay import replay, segments
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one job; `problems` describes the checks that failed."""
+    """A job's result; `problems` describes the failed checks."""
 
     kind: Kind
     kills: Counter[str]
     incarnations: int
     changes: int
-    """How often the number of ranks changed."""
+    """Number of times that the number of ranks changed."""
     repeated: int
     samples: int
     difference: float | None
-    """The largest difference of a weight from the replay's; None if it was not compared."""
+    """The largest difference between a weight and the replay's; None if they were not compared."""
     problems: tuple[str, ...]
 
 
 def judge(
     kind: Kind, folder: Path, observed: Observed, kills: Counter[str], arguments: list[str], replays: Path
 ) -> Verdict:
-    """Check the phase, the counted restarts, the ledger and the weights of a job.
+    """Check a job's phase, counted restarts, ledger and weights.
 
-    It must be Complete without a counted restart, with the ledger and the weights of undisturbed
-    training.
+    The job must be Complete without a counted restart, and its ledger and weights must be those of
+    undisturbed training.
     """
     own = kills[COPY_KILL]
     problems = [] if observed.phase == "Complete" else [f"the phase is {observed.phase or 'Pending'}, not Complete"]
@@ -95,5 +95,5 @@ def table(verdicts: list[Verdict], for_all: Counter[str], seed: int) -> str:
 
 
 def listed(kills: Counter[str]) -> str:
-    """Return the kinds of kills and their numbers."""
+    """Return the kinds of kills and the number of each."""
     return ", ".join(f"{name} {count}" for name, count in sorted(kills.items()))

@@ -2,10 +2,11 @@
 
     python -m benchmarks.trainer [cifar|jpeg|bare|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
 
-cifar, jpeg: images per second, compared with plain loops as in the official examples. bare: compared with a model that
-gets one batch over and over. A machine with a GPU has other cases than one without. bookkeeping: processor time of the
-parts of a step beside a bare loop's. elasticity: throughput on other numbers of ranks than at the start. The last two
-only when named.
+cifar, jpeg: images per second, compared with plain loops as in the official examples. bare:
+compared with a model that repeatedly gets the same batch. The cases on a machine with a GPU differ
+from those without. bookkeeping: processor time of the parts of a step compared with a bare loop's.
+elasticity: throughput on numbers of ranks different from the initial one. The last two run only
+when named.
 """
 
 from __future__ import annotations

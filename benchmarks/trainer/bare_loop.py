@@ -1,4 +1,4 @@
-"""A model's upper limit on a GPU: one batch, over and over, without data or meters.
+"""A model's upper limit on a GPU: the same batch repeatedly, without data loading or meters.
 
 It uses the trainer's precision, layout and optimizer.
 """

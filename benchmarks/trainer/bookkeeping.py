@@ -1,8 +1,8 @@
-"""Measures what the trainer's bookkeeping takes of a step, such as ledger, reports and checks.
+"""Measures how much of a step the trainer's bookkeeping takes, such as ledger, reports and checks.
 
-It measures processor time, which other work on the machine changes little: that of a rank's main
-thread, by parts, compared with a bare loop of the same model on the same batches in the same
-process, one step of each in turn.
+It measures processor time, which is little affected by other work on the machine. The parts of a
+rank's main thread are compared with a bare loop of the same model on the same batches in the same
+process, alternating step by step.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A shipped recipe, with its steps before the measured ones, and the measured ones.
+    """A shipped recipe, with its steps before the measured steps, and the measured steps.
 
-    The measured steps are a multiple of ten, because a report comes every ten steps.
+    The number of measured steps is a multiple of ten, because there is a report every ten steps.
     """
 
     name: str
@@ -56,24 +56,24 @@ CASES = (
 
 @dataclass(frozen=True)
 class Found:
-    """Processor seconds per step of the busiest rank's parts."""
+    """Processor seconds per step for the busiest rank's parts."""
 
     case: Case
     parts: dict[str, float]
 
     @property
     def bare(self) -> float:
-        """The seconds of the bare loop."""
+        """The bare loop's seconds."""
         return self.parts[BARE]
 
     @property
     def model(self) -> float:
-        """The seconds of forward, backward and optimizer within the trainer."""
+        """The trainer's seconds for forward, backward and optimizer."""
         return sum(self.parts[part] for part in MODEL)
 
     @property
     def kept(self) -> dict[str, float]:
-        """The bookkeeping, the most expensive part first."""
+        """The bookkeeping, most expensive part first."""
         own = {part: seconds for part, seconds in self.parts.items() if part not in (*MODEL, BATCH, BARE)}
         return dict(sorted(own.items(), key=lambda item: -item[1]))
 
@@ -91,7 +91,7 @@ def measure(case: Case, rounds: int) -> Found:
 
 
 def table(found: list[Found]) -> str:
-    """Return a table with one column per case. Shares are of the bare loop's step."""
+    """Return a table with one column per case. Shares are relative to the bare loop's step."""
     lines = [
         f"| part of a step | {' | '.join(each.case.meaning for each in found)} |",
         "| --- |" + " ---: |" * len(found),

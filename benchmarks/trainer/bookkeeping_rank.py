@@ -2,7 +2,8 @@
 
     python -m benchmarks.trainer.bookkeeping_rank FILE CONFIG WARM STEPS KEY=VALUE ...
 
-After each step it takes one of a bare loop (forward, backward, optimizer) on the same batch, with a copy of the model.
+After each step, it takes a step of a bare loop (forward, backward, optimizer) on the same batch,
+with a copy of the model.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class BareLoop:
             self._batches.append(item)
 
     def step(self) -> None:
-        """Make a step on the batches since the last one."""
+        """Take a step on the batches since the last one."""
         for batch in self._batches:
             loss = torch.nn.functional.cross_entropy(self._model(batch.images), batch.labels)
             loss.backward()

@@ -1,11 +1,11 @@
 """One rank of `elasticity`: trains, and writes each step's processor seconds, except the first two.
 
-They are the seconds of the thread that computes. A different thread, gloo's, polls without pause
-while it waits for a lock whose owner waits for a core, because ranks share cores here. That takes
-up to 0.2 s of a step of 0.9 s, which a rank with its own device does not spend.
+The seconds are those of the computing thread. Because ranks share cores here, gloo's thread polls
+continuously while it waits for a lock whose owner is waiting for a core. That takes up to 0.2 s of
+a 0.9 s step, which a rank with its own device would not spend.
 
-`whole` among the arguments: use whole micro-batches, even if they cannot be dealt out evenly, or a
-rank has none, like one that joins a run.
+`whole` among the arguments: use whole micro-batches, even if they cannot be distributed evenly or a
+rank has none, as one that joins a run may.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a change of the number of ranks costs a model with batch normalization.
+"""What a change in the number of ranks costs a model with batch normalization.
 
-Whole micro-batches cannot be dealt out evenly to a changed number of ranks.
+Whole micro-batches cannot be distributed evenly among a changed number of ranks.
 
-It is measured in processor time of the busiest rank's computing thread, as if each rank had its own
-device, because the wall time of more ranks than cores says nothing. It leaves out the time of
-messages and of waiting for other ranks. On a network of its own that is one small message to each
-neighbour per layer and direction.
+The cost is measured in processor time of the busiest rank's computing thread, as if each rank had
+its own device, because wall time is meaningless with more ranks than cores. It excludes the time
+for messages and for waiting for other ranks. With a dedicated network, that is one small message to
+each neighbour per layer and direction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.processes import kill_all
 
 BY_ARITHMETIC = ((8, 7), (64, 63), (64, 56), (64, 32), (8, 16), (4, 3), (2, 3))
 SAMPLES = (32, 128)
-"""Samples of a micro-batch: few for a device, and the usual batch of a rank with CIFAR."""
+"""Samples per micro-batch: few for a device, and a rank's usual batch with CIFAR."""
 MEASURED = tuple((began, now, samples) for samples in SAMPLES for began, now in ((4, 3), (2, 3)))
 SHARED = "shared (default)"
 KINDS = {"whole micro-batches": ["whole"], SHARED: [], "data.exact=false": ["data.exact=false"]}
@@ -31,12 +31,12 @@ KINDS = {"whole micro-batches": ["whole"], SHARED: [], "data.exact=false": ["dat
 
 @dataclass(frozen=True)
 class Cost:
-    """Processor seconds of the busiest rank per step, compared with those at the start."""
+    """The busiest rank's processor seconds per step, compared with those at the start."""
 
     began: int
     now: int
     samples: int
-    """The samples of a rank at the start."""
+    """A rank's number of samples at the start."""
     kind: str
     seconds: float
     at_start: float
@@ -47,12 +47,12 @@ class Cost:
 
     @property
     def throughput(self) -> float:
-        """The throughput as a share of that at the start."""
+        """The throughput as a share of the initial throughput."""
         return self.at_start / self.seconds
 
 
 def by_arithmetic(samples: int = SAMPLES[0]) -> str:
-    """Return a table of the busiest rank's samples in a step, on which an ideal device depends."""
+    """Return a table of the busiest rank's samples per step, which set an ideal device's time."""
     from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState
 
     lines = [
@@ -72,9 +72,9 @@ def by_arithmetic(samples: int = SAMPLES[0]) -> str:
 
 
 def measure(rounds: int, cases: tuple[tuple[int, int, int], ...] = MEASURED) -> list[Cost]:
-    """Measure each case in each way of dealing, interleaved over rounds.
+    """Measure each case with each way of dealing, interleaved over rounds.
 
-    Of a rank's steps the fastest counts, because other work on the machine slows the others through
+    A rank's fastest step counts, because other work on the machine slows down the others through
     caches.
     """
     found = []
@@ -90,7 +90,7 @@ def measure(rounds: int, cases: tuple[tuple[int, int, int], ...] = MEASURED) -> 
 
 
 def table(found: list[Cost]) -> str:
-    """Return a table of the throughput relative to that at the start."""
+    """Return a table of the throughput relative to the initial throughput."""
     lines = [
         f"| images per rank | ranks at the start -> now | an even share would give | {' | '.join(KINDS)} |",
         "| --- | --- | --- |" + " --- |" * len(KINDS),
@@ -110,7 +110,7 @@ def table(found: list[Cost]) -> str:
 
 
 def _busiest(world: int, began: int, samples: int, arguments: list[str]) -> float:
-    """Return the processor seconds per step of the busiest rank."""
+    """Return the busiest rank's processor seconds per step."""
     from ddpjob_trainer.distributed.init_method import free_port
 
     port = str(free_port())

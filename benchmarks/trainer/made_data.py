@@ -1,6 +1,7 @@
 """Makes data sets in the real formats from crops and flips of scikit-learn's two photographs.
 
-Random noise would not do: it compresses badly, and the time to decode a JPEG grows with its size.
+Random noise is unsuitable because it compresses badly, and the time to decode a JPEG grows with its
+size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 DIFFERENT = 600
-"""The number of distinct images. More JPEGs are hard links to them."""
+"""Number of distinct images. Additional JPEGs are hard links to them."""
 
 
 def photographs() -> list[Image.Image]:
@@ -38,7 +39,7 @@ def picture(sources: list[Image.Image], random: np.random.Generator, width: int,
 def cifar10(root: Path, count: int) -> None:
     """Write CIFAR-10's pickles with `count` training images in five files, and 500 test images.
 
-    At most DIFFERENT images of a file differ.
+    At most DIFFERENT images in a file are distinct.
     """
     folder, random, sources = root / "cifar-10-batches-py", np.random.default_rng(0), photographs()
     folder.mkdir(parents=True)

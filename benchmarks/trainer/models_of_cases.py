@@ -1,4 +1,4 @@
-"""The model of a case, the same for the trainer and for the loop that it is compared with."""
+"""The model of a case, which is the same for the trainer and for the loop it is compared with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ddpjob_trainer.model.models import build_model
 from torch import nn
 
 TINY = "tiny"
-"""One linear layer on the image at 4x4 pixels. It computes so little that the input decides, as
-with a fast GPU."""
+"""One linear layer on the image at 4x4 pixels. It computes so little that the input limits the
+speed, as with a fast GPU."""
 
 
 def tiny(classes: int) -> nn.Module:

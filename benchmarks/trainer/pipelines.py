@@ -16,10 +16,10 @@ from benchmarks import CHECKOUT
 
 @dataclass(frozen=True)
 class Case:
-    """A measured case, of whose `steps` the first `warm` do not count.
+    """A measured case, in which the first `warm` of its `steps` do not count.
 
-    `target`: the trainer's speed relative to the plain loop's. `keys`: the trainer's keys in
-    addition to those that follow from the case.
+    `target`: the trainer's speed relative to the plain loop's. `keys`: the trainer's keys, in
+    addition to those determined by the case.
     """
 
     name: str
@@ -68,7 +68,7 @@ CASES = (
 def gpu_is_here() -> bool:
     """Whether torch sees a GPU.
 
-    A separate process asks, so that this one holds none of its memory.
+    A separate process checks, so that this one does not hold any GPU memory.
     """
     code = "import torch; print(torch.cuda.is_available())"
     return _run([sys.executable, "-c", code]).strip() == "True"
@@ -78,7 +78,7 @@ _DATA = {"cifar": "cifar10", "jpeg": "imagefolder", "bare": "synthetic"}
 
 
 def plain(case: Case, data: Path, workers: int) -> float:
-    """Return the images per second of the plain loop."""
+    """Return the plain loop's images per second."""
     script = {"cifar": "plain_cifar", "jpeg": "plain_imagenet", "bare": "bare_loop"}[case.kind]
     sizes = [
         f"--batch={case.batch}",
@@ -94,7 +94,7 @@ def plain(case: Case, data: Path, workers: int) -> float:
 
 
 def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
-    """Return the images per second of the trainer, from the times in its metrics.jsonl."""
+    """Return the trainer's images per second, from the times in its metrics.jsonl."""
     from benchmarks.trainer import models_of_cases
 
     arguments = [
@@ -117,7 +117,7 @@ def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
 
 
 def _log_every(case: Case) -> int:
-    """Return an interval of the trainer's reports that includes both ends of the counted steps."""
+    """Return a report interval for the trainer that includes both ends of the counted steps."""
     return next(every for every in (10, 5, 2, 1) if case.warm % every == 0 and case.steps % every == 0)
 
 
@@ -136,7 +136,7 @@ def _run(command: list[str]) -> str:
 def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tuple[float, float]]]:
     """Return (plain loop, trainer) in images per second, one pair per case and round.
 
-    The two begin by turns.
+    The two alternate in going first.
     """
     from benchmarks.trainer import made_data
 

@@ -10,7 +10,7 @@ from benchmarks.trainer.plain_loop import loader, options, train
 
 
 class Cifar10(torchvision.datasets.CIFAR10):
-    """CIFAR-10 without a check of checksums, which generated data does not have."""
+    """CIFAR-10 without verifying checksums, which generated data does not have."""
 
     def _check_integrity(self) -> bool:
         return True

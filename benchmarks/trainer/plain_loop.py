@@ -1,4 +1,4 @@
-"""The loop of the official examples with their meters, which prints its speed, on a GPU if any."""
+"""The official examples' loop with their meters, on a GPU if available. It prints its speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def options() -> argparse.Namespace:
 
 
 def loader(data: torch.utils.data.Dataset[Any], given: argparse.Namespace) -> Iterable[Any]:
-    """Return a loader of the training set, as in the official examples."""
+    """Return a loader for the training set, as in the official examples."""
     return torch.utils.data.DataLoader(
         data,
         batch_size=given.batch,

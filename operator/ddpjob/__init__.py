@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the client when it is asked for: the operator does without it."""
+    """Import the client only on first use, because the operator does not need it."""
     if name in __all__:
         from ddpjob.client import job_client
         from ddpjob.client.backends import backend

@@ -1,20 +1,20 @@
-"""Names a missing package and how to install it: `ddpjob` without extras has only the programs."""
+"""Names a missing package and how to install it: without extras, `ddpjob` has only the programs."""
 
 from __future__ import annotations
 
 import sys
 
 INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
-"""How a user installs an extra. No index has the package yet, and its name is not reserved: whoever
-registers it would run code on the machine of each reader who installs it by name. After the first
-release this becomes "pip install 'ddpjob[{extra}]'". Until then tests/unit/test_names.py finds
-every text that installs it by name."""
+"""How a user installs an extra. The package is not in any index yet, and its name is not reserved,
+so anybody who registers it could run code on the machines of readers who install it by name. After
+the first release this becomes "pip install 'ddpjob[{extra}]'". Until then tests/unit/test_names.py
+finds every text that installs it by name."""
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
-    """Name the package, and the extra that brings it.
+    """Name the package and the extra that includes it.
 
-    Raises the error again if one of our own modules is missing.
+    Raises the error again if one of DDPJob's own modules is missing.
     """
     if not error.name or error.name.startswith("ddpjob"):
         raise error

@@ -1,10 +1,10 @@
-"""The error of a request to an API server that does not answer at present."""
+"""The error of a request to an API server that is currently not responding."""
 
 from __future__ import annotations
 
 
 class Unavailable(Exception):
-    """The API server is unreachable, throttles or timed out; the job is reconciled again later.
+    """The API server is unreachable, throttling or timed out. The job is reconciled again later.
 
     `retry_after` (in seconds) and the HTTP `status` are set if the server sent them.
     """

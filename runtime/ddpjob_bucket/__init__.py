@@ -1,4 +1,4 @@
-"""Keeps whole checkpoints in an object store, in the background, for trainer and scripts."""
+"""Stores whole checkpoints in an object store in the background, for the trainer and scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retries a request of a start, so that a short outage of the bucket does not end all ranks."""
+"""Retries requests at startup, so that a short outage of the bucket does not end all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import TypeVar
 from ddpjob_bucket.stored import BucketError, Damaged
 
 TRIES, FIRST_PAUSE = 5, 1.0
-"""How often a start tries, and the seconds between the first two tries, doubled each time."""
+"""Number of attempts at startup, and the seconds before the second one. Each pause doubles."""
 T = TypeVar("T")
 
 
 def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
-    """Return what `act` returns. Raises BucketError; Damaged at once, because it will not heal."""
+    """Return what `act` returns. Raises BucketError.
+
+    Damaged is raised at once, because a retry cannot help.
+    """
     for number in range(1, TRIES):
         try:
             return act()

@@ -29,7 +29,8 @@ from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
 _VANISHED = "vanished"
-"""Marks a checkpoint in parts that will never be complete, among its files."""
+"""Marker file, stored with a multi-part checkpoint's files: the checkpoint will never be complete.
+"""
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
@@ -38,11 +39,11 @@ _PIECE = 2**20
 _REQUEST_SECONDS = 120
 """How long a request may take in total, even while bytes are moving."""
 _RANGE = 64 * 2**20
-"""The most bytes that one request reads of a file."""
+"""Maximum number of bytes that one request reads from a file."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
-"""An object is uploaded in at most 10000 pieces, and S3 refuses smaller pieces than this."""
+"""S3 accepts at most 10000 pieces per object and refuses pieces smaller than the second number."""
 _TRIES = 100
-"""How many other incarnations may start while this one does."""
+"""Maximum number of other incarnations that may start at the same time as this one."""
 URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
 
 
@@ -55,11 +56,11 @@ class LibraryMissing(BucketError):
 
 
 class Damaged(BucketError):
-    """An object is missing, or is not what was uploaded. Reading it again would not help."""
+    """An object is missing or differs from what was uploaded. Reading it again would not help."""
 
 
 class Vanished(BucketError):
-    """A file was removed before its upload, here or by a process that uploads other parts."""
+    """A file was removed before its upload, here or in a process that uploads other parts."""
 
 
 @dataclass(frozen=True, order=True)
@@ -87,7 +88,7 @@ class File:
 class CopyManifest:
     """The contents of a checkpoint.
 
-    `name`: its file or folder; `data`: the key prefix of its files.
+    `name`: the checkpoint's file or folder; `data`: the key prefix of its files.
     """
 
     name: str
@@ -96,14 +97,14 @@ class CopyManifest:
     epoch: int | None = None
 
     def written(self, step: int) -> bytes:
-        """Return the manifest as it is written to the bucket."""
+        """Return the manifest in the form in which it is written to the bucket."""
         files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in self.files]
         whole = {"step": step, "epoch": self.epoch, "name": self.name, "data": self.data, "files": files}
         return json.dumps(whole).encode()
 
     @classmethod
     def read(cls, text: bytes, entry: Stored) -> CopyManifest | None:
-        """Read what `written` returned; None if it is anything else."""
+        """Parse the output of `written`; return None for anything else."""
         try:
             read = json.loads(text)
             files = tuple(File(f["path"], f["size"], f["sha256"]) for f in read["files"])
@@ -121,7 +122,7 @@ class CopyManifest:
 class Bucket:
     """Checkpoints below one prefix.
 
-    `store`: any store of obstore. Methods raise BucketError with the URL and the reason.
+    `store`: any obstore store. Methods raise BucketError with the URL and the reason.
     """
 
     def __init__(self, store: Any, url: str) -> None:
@@ -131,7 +132,7 @@ class Bucket:
         self.term = 0
         self._slow = False
         self._failed = set[str]()
-        """The data prefixes of uploads that were given up. Each attempt has a prefix of its own."""
+        """The data prefixes of uploads that were given up. Each attempt has its own prefix."""
 
     @classmethod
     def open(cls, url: str) -> Bucket:
@@ -142,7 +143,7 @@ class Bucket:
 
         Raises:
             LibraryMissing: obstore is not installed.
-            BucketError: the URL is invalid, half of the credentials is missing, or the folder
+            BucketError: the URL is invalid, half of the credentials are missing, or the folder
                 cannot be created.
         """
         if not URL.fullmatch(url):
@@ -180,9 +181,9 @@ class Bucket:
         return list(self._sizes(prefix))
 
     def fetch(self, entry: Stored, folder: Path) -> Path:
-        """Download a checkpoint into the folder, whole or not at all.
+        """Download a checkpoint into the folder, completely or not at all.
 
-        It replaces one of the same name. Raises BucketError, OSError.
+        It replaces a checkpoint of the same name. Raises BucketError, OSError.
         """
         manifest = self.manifest(entry)
         target = folder / manifest.name
@@ -207,7 +208,7 @@ class Bucket:
     def manifest(self, entry: Stored) -> CopyManifest:
         """Return the contents of a checkpoint.
 
-        Raises Damaged if its manifest is malformed, and BucketError.
+        Raises Damaged if the manifest is malformed, and BucketError.
         """
         found = CopyManifest.read(self._get(entry.key), entry)
         if found is None:
@@ -217,7 +218,7 @@ class Bucket:
     def fetch_file(self, manifest: CopyManifest, file: File, to: Path) -> None:
         """Download one file of a checkpoint.
 
-        Raises BucketError and OSError; then `to` is incomplete.
+        Raises BucketError and OSError, and may then leave `to` incomplete.
         """
         self._download(f"{manifest.data}/{file.path}", to, file)
 
@@ -250,8 +251,8 @@ class Bucket:
     def scores(self, metric: str) -> dict[int, float]:
         """Return {step: score} as `put_scores` last wrote it; empty for a different metric.
 
-        Raises BucketError if the bucket does not answer. If that counted as "no scores", the best
-        would be deleted.
+        Raises BucketError if the bucket does not respond. Treating that as "no scores" would delete
+        the best checkpoint.
         """
         try:
             found = json.loads(self._get(_SCORES))
@@ -263,9 +264,9 @@ class Bucket:
     # --- writing
 
     def take_term(self) -> int:
-        """Become the newest incarnation, whose term `publish` writes.
+        """Become the newest incarnation; `publish` then writes under its term.
 
-        If two start at once, the second gets the next term.
+        If two incarnations start at once, the second one gets the next term.
         """
         self.term = self._highest_term() + 1
         while not self._create(f"{_TERMS}/{self.term:09d}", b""):
@@ -273,11 +274,11 @@ class Bucket:
         return self.term
 
     def join(self, job: str, order: tuple[int, ...]) -> Stored | None:
-        """Join an incarnation of `job`, and learn what it continues from, the same for all ranks.
+        """Join an incarnation of `job`, and return the checkpoint that all its ranks continue from.
 
-        The first rank decides by a write that the server refuses to the others, which then read it,
-        so no rank needs to reach another one. `order`: the incarnation's place among those of the
-        job, the same on all ranks.
+        The first rank decides with a conditional write. The server refuses the other ranks' writes,
+        and they read the first one's, so ranks need not reach each other. `order`: the
+        incarnation's position among the job's incarnations, the same on all ranks.
 
         Returns the newest complete checkpoint as the first rank saw it; None if there was none.
         Raises BucketError, also if a later incarnation of the job has begun.
@@ -339,7 +340,7 @@ class Bucket:
         return bool(self._try("created", key, create))
 
     def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
-        """Upload a file or a folder, and then the manifest that makes it complete.
+        """Upload a file or a folder, then the manifest that makes the checkpoint complete.
 
         Raises Vanished, BucketError, OSError.
         """
@@ -376,9 +377,9 @@ class Bucket:
         return f"{_DATA}/{self.term:09d}-{step:09d}-{mark}"
 
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
-        """Upload those files of the folder `path` that are not there yet, for a later `commit`.
+        """Upload the files of the folder `path` that the bucket lacks, for a later `commit`.
 
-        Raises Vanished if a file is gone. Processes that wait for the rest learn that from
+        Raises Vanished if a file is gone. Processes that wait for the rest find that out from
         `lacking`. Also raises BucketError, OSError.
         """
         there, names = self._sizes(data), tuple(names)
@@ -397,7 +398,7 @@ class Bucket:
             raise
 
     def _check_there(self, files: Iterable[Path]) -> None:
-        """Raise Vanished if a file is gone. Then a failed upload must not be tried again."""
+        """Raise Vanished if a file is gone, in which case a failed upload must not be retried."""
         for file in files:
             try:
                 file.stat()
@@ -405,7 +406,7 @@ class Bucket:
                 raise Vanished(f"{file} was removed before it was in {self.url}") from None
 
     def lacking(self, manifest: CopyManifest) -> list[str]:
-        """Return the files of a checkpoint that are not in the bucket with their whole size.
+        """Return the files of a checkpoint that the bucket lacks or holds with a different size.
 
         An object appears only once it has been uploaded completely. Raises Vanished if a file will
         never come.
@@ -443,8 +444,8 @@ class Bucket:
         try:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
-            # Twelve pieces share the line, and each has a request's time. On a slow line none of
-            # them ends.
+            # Twelve pieces share the connection, each with one request's time limit. If it is slow,
+            # none of them completes in time.
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
             self._slow = True
@@ -460,13 +461,13 @@ class Bucket:
         return found
 
     def put_scores(self, scores: dict[int, float], metric: str) -> None:
-        """Write the scores. null stands for one that is not finite, because JSON has no NaN."""
+        """Write the scores. A score that is not finite becomes null, because JSON has no NaN."""
         of_step = {str(step): value if math.isfinite(value) else None for step, value in scores.items()}
         text = json.dumps({"metric": metric, "scores": of_step}).encode()
         self._try("written", _SCORES, lambda: self._obs.put(self._store, _SCORES, text))
 
     def remove(self, entries: Iterable[Stored]) -> None:
-        """Delete checkpoints. The manifest, which makes one complete, goes first."""
+        """Delete checkpoints. The manifest, which makes a checkpoint complete, is deleted first."""
         for entry in entries:
             self._delete([entry.key])
             self._delete(self._of(entry))
@@ -477,7 +478,7 @@ class Bucket:
         Leftovers are interrupted uploads and superseded checkpoints. Must not run during a
         `publish`.
         """
-        listed = self._listed()  # Once: a second list may have what a later incarnation has just completed.
+        listed = self._listed()  # Once: a second list may have a checkpoint that a later incarnation just completed.
         whole = _in_order(listed)
         self.remove(set(listed) - set(whole))
         named = set[str]()
@@ -485,7 +486,7 @@ class Bucket:
             try:
                 named.add(self.manifest(entry).data)
             except BucketError:
-                return  # Its manifest cannot be read, so its files are not known.
+                return  # The manifest cannot be read, so the checkpoint's files are not known.
         for key in self._keys(_DATA):
             folder = "/".join(key.split("/")[:2])
             term = re.fullmatch(rf"{_DATA}/(\d{{9}})-.*", folder)
@@ -527,7 +528,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _in_order(listed: Iterable[Stored]) -> list[Stored]:
-    """Sort newest first, without those that a later incarnation has superseded."""
+    """Sort checkpoints, newest first, and drop those that a later incarnation has superseded."""
     found: list[Stored] = []
     for one in sorted(listed, reverse=True):
         if not found or one.step < found[-1].step:
@@ -555,7 +556,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _is_of(name: str, file: File) -> bool:
-    """Whether `publish` could have written a manifest's entry, below the checkpoint's name."""
+    """Whether `publish` could have written this manifest entry under the checkpoint's name."""
     parts = file.path.split("/")
     named = parts[0] == name and all(_NAME.fullmatch(part) for part in parts)
     return named and type(file.size) is int and file.size >= 0 and isinstance(file.sha256, str)
@@ -575,7 +576,7 @@ def sha256_of(path: Path) -> str:
 
 
 def discard(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
+    """Delete a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

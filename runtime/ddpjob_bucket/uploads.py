@@ -1,4 +1,4 @@
-"""Uploads checkpoints to a bucket in the background of training, the newest first."""
+"""Uploads checkpoints to a bucket in the background while training continues, newest first."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from ddpjob_bucket.stored import Bucket, BucketError, Vanished
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two attempts of a failing upload, doubled each time."""
+"""First and longest pause in seconds between attempts of a failing upload. The pause doubles."""
 LONGEST_AWAITED = 5.0
-"""The longest pause while the process waits for its last upload, because the pod may have only
-seconds."""
+"""Longest pause while the process waits for its last upload, because its pod may have only seconds
+left."""
 MOST_COMPLETED = 100
-"""How many completed uploads to remember if nothing reads `completed`."""
+"""Maximum number of completed uploads to remember if nothing reads `completed`."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A checkpoint on this machine's disk that waits for its upload."""
+    """A checkpoint on the local disk that is waiting to be uploaded."""
 
     path: Path
     step: int
@@ -31,20 +31,21 @@ class Waiting:
     time: float = 0.0
     """When it was saved, in Unix seconds."""
     names: tuple[str, ...] = ()
-    """The files that this process uploads, if several processes upload a folder; empty: all
+    """The files that this process uploads if several processes upload one folder; empty means all
     files."""
 
 
 class Uploads:
-    """Uploads checkpoints in a thread, the newest first. A newer one replaces one that waits.
+    """Uploads checkpoints in a thread, newest first. A newer checkpoint replaces a waiting one.
 
-    A failed upload is tried again with growing pauses and never ends anything; one whose files have
-    vanished is given up.
+    A failed upload is retried with growing pauses and never ends the process. An upload whose files
+    have vanished is given up.
 
-    `tidy` is called after each upload, in the thread; `release` with each checkpoint that is no
-    longer needed. `publish` uploads one, instead of `bucket.publish`. `in_turn`: upload all of
-    them, the oldest first, for checkpoints that other processes upload in part. `done` is called in
-    the thread when one is uploaded and `figures` show it, before waiting callers wake up.
+    `tidy` is called after each upload, in the thread; `release` is called with each checkpoint that
+    is no longer needed. `publish` uploads a checkpoint instead of `bucket.publish`. `in_turn`:
+    upload all checkpoints, oldest first, because other processes upload parts of them. `done` is
+    called in the thread once a checkpoint is uploaded and shown by `figures`, before waiting
+    callers wake up.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class Uploads:
         self._awaited = False
         self._newest: Waiting | None = None
         self.completed = deque[int](maxlen=MOST_COMPLETED)
-        """Steps of the newest completed uploads; readers remove those that they have seen."""
+        """Steps of the newest completed uploads; readers remove the steps that they have seen."""
         self.failures = 0
-        """How many uploads have failed in a row."""
+        """Number of consecutive failed uploads."""
         self.lost = False
         """Whether the last upload was given up."""
         self._behind_since: float | None = None
@@ -94,15 +95,14 @@ class Uploads:
             self._release(one)
 
     def holds(self, path: Path) -> bool:
-        """Whether a file is still needed, because it is being uploaded or waits."""
+        """Whether a file is still needed, because it is being uploaded or waiting."""
         with self._changed:
             return any(one is not None and one.path == path for one in (*self._waiting, self._current))
 
     @property
     def behind_seconds(self) -> float:
-        """The seconds for which a checkpoint has existed only here while none was uploaded.
-
-        It is 0 if there is none.
+        """Seconds for which a checkpoint has existed only here without a completed upload; else
+        0.
         """
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
@@ -110,17 +110,14 @@ class Uploads:
     def figures(self) -> dict[str, float]:
         """Return the figures to report.
 
-        They are step and time of the newest copy, once there is one, and how far the copies are
+        These are the newest copy's step and time, once there is a copy, and how far copies lag
         behind.
         """
         newest, behind = self._newest, {"copyBehind": round(self.behind_seconds, 1)}
         return behind if newest is None else {"copyStep": newest.step, "copyTime": round(newest.time), **behind}
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait until nothing is left to upload, at most `seconds` (None: no limit).
-
-        Return whether that is so.
-        """
+        """Wait for all uploads, at most `seconds` (None: no limit). Return whether all are done."""
         limit = None if seconds is None else max(0.0, seconds)
         with self._changed:
             self._awaited = limit != 0
@@ -131,9 +128,10 @@ class Uploads:
                 self._awaited = False
 
     def close(self) -> None:
-        """Begin no more uploads.
+        """Start no more uploads.
 
-        One in progress ends with the process, and without its manifest it does not exist.
+        An upload in progress ends with the process; without a manifest its files do not count as a
+        checkpoint.
         """
         with self._changed:
             self._closing = True
@@ -158,7 +156,7 @@ class Uploads:
             with self._changed:
                 passed = bool(problem) and bool(self._waiting) and not self._in_turn
                 if problem:
-                    # Try again after a pause, unless a newer one waits.
+                    # Retry after a pause, unless a newer checkpoint is waiting.
                     self._waiting.extendleft([] if passed else [current])
                     self.failures += 1
                 else:
@@ -173,7 +171,7 @@ class Uploads:
                 self._rest(pause)
 
     def _rest(self, seconds: float) -> None:
-        """Pause before the next attempt, but briefly if someone waits for the upload."""
+        """Pause before the next attempt, but only briefly if a caller is waiting for the upload."""
         began = time.monotonic()
         with self._changed:
             while not self._closing:
@@ -189,7 +187,7 @@ class Uploads:
             self._publish(waiting)
             self._newest = waiting
             self.completed.append(waiting.step)
-        except Exception as error:  # Such as no memory. If this thread ended, callers would wait forever.
+        except Exception as error:  # For example, out of memory. If this thread ended, callers would wait forever.
             self.lost = isinstance(error, Vanished)
             return _words(error)
         try:

@@ -1,4 +1,4 @@
-"""Lets one process at a time do what the ranks of a node share, such as a download."""
+"""Serializes work that the ranks of a node share, such as a download."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
-    """Hold the lock of a file, which is created. Raises OSError if it cannot be.
+    """Hold a lock on a file, which is created. Raises OSError if it cannot be created.
 
-    On a file system without locks, several processes do the same work, or with `strict` this
-    raises OSError.
+    On a file system without locks, several processes do the same work; with `strict`, this raises
+    OSError instead.
     """
     with lock.open("a") as file:
         try:

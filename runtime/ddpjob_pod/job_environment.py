@@ -1,7 +1,7 @@
 """The variables DDPJOB_* by which a process in a pod knows its job. docs/protocol.md has the table.
 
-Nothing else reads them, except `worker.py`, which runs before the user's program and imports nothing.
-They are read when they are asked for: a launcher changes DDPJOB_FENCE from round to round.
+Nothing else reads them, except `worker.py`, which runs before the user's program and imports
+nothing. Each is read when needed, because a launcher changes DDPJOB_FENCE from round to round.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 GRACE_SECONDS = 30.0
-"""The grace period of a pod that sets none, as Kubernetes has it."""
+"""Kubernetes' default grace period, for a pod that sets none."""
 
 
 class VariableError(ValueError):
-    """A variable of the job has a value that cannot be used. The message has the remedy."""
+    """A job variable has an unusable value. The message has the remedy."""
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The variables as they are; a text is empty if its variable is not set."""
+    """The variables as they are set; a string is empty if its variable is not set."""
 
     cluster: str
     namespace: str
@@ -37,7 +37,7 @@ class JobEnvironment:
     procs_per_node: str
     gpus: str
     coordinator: str
-    """host:port. Set in every pod of a job, and outside of jobs never."""
+    """host:port. Set in every pod of a job, never outside jobs."""
     token: str
     fence: str
     """GENERATION.ROUND of the group that this process belongs to."""
@@ -59,16 +59,16 @@ class JobEnvironment:
     data_dir: str
     termination_log: str
     stacks_dir: str
-    """Where the launcher's workers write their stacks at a signal."""
+    """Folder in which the launcher's workers write their stacks when signalled."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> JobEnvironment:
-        """Read the variables as of now."""
+        """Read the variables' current values."""
         return cls(**{field.name: environ.get("DDPJOB_" + field.name.upper(), "") for field in fields(cls)})
 
     @property
     def shares_checkpoints(self) -> bool | None:
-        """Whether all pods see the same checkpoint folder. None: nobody has said."""
+        """Whether all pods see the same checkpoint folder. None if that is not known."""
         return {"1": True, "0": False}.get(self.checkpoint_shared)
 
     @property
@@ -80,7 +80,7 @@ class JobEnvironment:
     def group(self) -> tuple[int, int] | None:
         """The (generation, round) of the group that this process belongs to.
 
-        Of two groups of a job, the higher one may write. None if no launcher started this process.
+        If a job has two groups, the higher one may write. None if no launcher started this process.
         Raises VariableError.
         """
         if not self.fence:
@@ -92,7 +92,7 @@ class JobEnvironment:
 
     @property
     def grace(self) -> float | None:
-        """The pod's grace period in seconds; None outside of a job. Raises VariableError."""
+        """The pod's grace period in seconds; None outside a job. Raises VariableError."""
         try:
             return float(self.grace_seconds) if self.grace_seconds else None
         except ValueError:
@@ -106,10 +106,10 @@ class JobEnvironment:
 
     @property
     def host(self) -> str:
-        """Name of the pod, or of the machine outside of a job."""
+        """Name of the pod, or of the machine outside a job."""
         return self.pod or socket.gethostname()
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has rank 0. A program of a `command` that has no rank: whether its pod has index 0."""
+        """Whether this process has rank 0 or, in a `command` without ranks, its pod has index 0."""
         return os.environ.get("RANK", self.index or "0") == "0"

@@ -1,9 +1,9 @@
 """Defers the import of torch._dynamo until it is needed, so that a replaced node trains sooner.
 
 DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of
-torch.distributed, only to ask whether it is in use. That is as much work as `import torch` itself.
-Until it is needed, a module takes its place, answers those questions as the real one would, and
-runs the real code in itself as soon as anything else is asked of it.
+torch.distributed, only to check whether the compiler is in use. That is as much work as
+`import torch` itself. Until torch._dynamo is needed, a stand-in module answers those questions as
+the real one would, and runs the real code in itself as soon as anything else is requested.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ COMPILER = "torch._compile"
 """The module of torch that excludes functions such as Optimizer.add_param_group from
 compilation."""
 _KEPT = "__dynamo_disable"
-"""The attribute in which it stores the result of `disable` for a function."""
+"""The function attribute in which torch._compile stores the result of `disable`."""
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def uncollected(*, keep: bool = False) -> Iterator[None]:
-    """Suspend the garbage collector during imports of torch. It takes up to a fifth of the time.
+    """Suspend the garbage collector during imports of torch.
 
-    The imported modules stay, so there is nothing to collect. With `keep`, the collector ignores
-    what exists by then for good, as suits the start of a program.
+    The collector takes up to a fifth of the import time.
+
+    The imported modules stay, so there is nothing to collect. With `keep`, the collector
+    permanently ignores the objects that exist by then, which suits the start of a program.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -57,7 +59,7 @@ def put_off() -> None:
 
 
 def find() -> ModuleSpec | None:
-    """Return the spec with which an import hook defers torch._dynamo; None if it is not found."""
+    """Return the spec with which an import hook defers torch._dynamo; None if not found."""
     module = _not_run()
     return None if module is None else ModuleSpec(NAME, _AsItIs(module))
 
@@ -84,7 +86,7 @@ def load() -> None:
 
 
 class _Late(ModuleType):
-    """The module before its code has run. Asking it for anything unknown runs the code."""
+    """The module before its code has run. Looking up an unknown name runs the code."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(NAME)
@@ -119,7 +121,7 @@ class _Late(ModuleType):
 
 
 class _Part(SimpleNamespace):
-    """A submodule with some known functions. Any other name leads to the real one."""
+    """A submodule with some known functions. Any other name is looked up in the real submodule."""
 
     def __init__(self, parent: _Late, name: str, **known: Callable[..., Any]) -> None:
         super().__init__(**known)
@@ -146,7 +148,7 @@ class _Submodules:
 
 
 class _AsItIs(Loader):
-    """Loader for a module that has run, or will run later; it does not run it."""
+    """Loader for a module that has run or will run later. It does not run the module."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
@@ -157,7 +159,7 @@ class _AsItIs(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Restore the module's own spec instead of running it."""
-        if module.__spec__ is not self._spec:  # A settings module forbids changing it.
+        if module.__spec__ is not self._spec:  # A settings module does not allow changing its spec.
             module.__spec__ = self._spec
 
 
@@ -176,7 +178,7 @@ def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
 def _load(module: _Late) -> Any:
     """Run the module's own code in it.
 
-    Raises what that raises; the next attempt then imports it as usual.
+    Raises what the code raises; the next attempt then imports the module as usual.
     """
     with _lock:
         if not isinstance(module, _Late):
@@ -195,5 +197,5 @@ def _load(module: _Late) -> Any:
             vars(sys.modules["torch"]).pop("_dynamo", None)
             raise
         for function in disabled:
-            vars(function).pop(_KEPT, None)  # The next call asks again.
+            vars(function).pop(_KEPT, None)  # The next call looks it up again.
         return module

@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, the measurements of a training, for `ddpjob plot` and the dashboard.
+"""Writes metrics.jsonl, a training's measurements, for `ddpjob plot` and the dashboard.
 
 Each line is a JSON object with the event, its time and its numbers:
 
@@ -6,9 +6,9 @@ Each line is a JSON object with the event, its time and its numbers:
     {"event": "step", "time": 1764371002.1, "step": 10, "loss": 2.31}
     {"event": "eval", "time": 1764371009.9, "step": 100, "accuracy": 0.41}
 
-The built-in trainer and `ddpjob_report` write it. A restart continues the file and begins with
-"start", and repeats the steps since the checkpoint. A writer that is killed loses its last line
-alone, because each line is one write.
+The built-in trainer and `ddpjob_report` write it. A restart appends to the file, begins with
+"start", and repeats the steps since the checkpoint. A killed writer loses only its last line,
+because each line is one write.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the file. Raises OSError if it cannot be continued, for example another user's."""
+        """Open the file.
+
+        Raises OSError if it cannot be appended to, for example because it belongs to another user.
+        """
         self._path = folder / METRICS
         content = self._path.read_bytes() if self._path.exists() else b""
         self._file = self._path.open("ab", buffering=0)
         self.incarnations = content.count(b'{"event": "start"')
-        # A writer was killed within a line.
+        # True if a writer was killed in the middle of a line.
         self._truncated = bool(content) and not content.endswith(b"\n")
         self._warned = False
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Write one line. A field cannot replace its event or its time.
+        """Write one line. A field cannot replace the event or the time.
 
-        Numbers that are not finite become null, because JSON has no NaN. On a full disk lines are
-        lost, with one warning, and training continues.
+        Numbers that are not finite become null, because JSON has no NaN. On a full disk, lines are
+        lost with one warning, but training continues.
         """
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in fields.items()
         }
         head = {"event": event, "time": wall_clock()}
-        line = json.dumps({**head, **finite, **head}) + "\n"  # The event comes first in the line.
+        line = json.dumps({**head, **finite, **head}) + "\n"  # Puts the event first in the line.
         left = (("\n" if self._truncated else "") + line).encode()
         try:
             while left:

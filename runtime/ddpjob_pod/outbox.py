@@ -1,4 +1,4 @@
-"""Hands figures to a thread of its own, so that training never waits for a network or a disk."""
+"""Hands figures to a background thread, so that training never waits for a network or a disk."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Seconds between two posts, and at most, while the coordinator does not answer."""
+"""Seconds between posts: normally, and at most while the coordinator does not respond."""
 
 
 class Outbox:
-    """Keeps the newest figure of each name until its thread, which runs `_work`, takes them."""
+    """Keeps the newest figure of each name until the thread, which runs `_work`, takes them."""
 
     def __init__(self, thread: str) -> None:
         self._pending: dict[str, Any] = {}
@@ -28,9 +28,9 @@ class Outbox:
         atexit.register(self.close)
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Send the figures with the next ones; they replace older ones of the same names."""
+        """Queue figures for the next post; they replace older figures of the same names."""
         if os.getpid() != self._process:
-            return  # A loader's process, without this thread and with a copy of the lock.
+            return  # This is a loader's process: it lacks the thread and has a copy of the lock.
         with self._changed:
             self._pending = merged(self._pending, figures)
             self._changed.notify()
@@ -55,7 +55,10 @@ def next_pause(pause: float, sent: bool) -> float:
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """Merge figures. The newer one of a name stays, and of too many metrics the last ones."""
+    """Merge figures.
+
+    The newer figure of a name wins; if there are too many metrics, the last ones stay.
+    """
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:
         metrics = {**{k: v for k, v in older["metrics"].items() if k not in newer["metrics"]}, **newer["metrics"]}

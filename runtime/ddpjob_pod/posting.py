@@ -25,17 +25,19 @@ class Poster:
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token, self.instance = address, token, ""
-        """`instance`: the number of the coordinator that has answered last. It takes no proof made for another one."""
-        # Of this process: a rank 0 that is fenced must not show its step, or name ranks, as the next round's.
+        """`instance`: the number of the coordinator that responded last. It rejects proofs made for
+        a different one."""
+        # This process's own fence: a fenced rank 0 must not report its step or ranks as the next
+        # round's.
         fence = JobEnvironment.read().fence
         self._round = {"round": fence} if fence else {}
         with contextlib.suppress(OSError):
-            # A process' first look-up makes glibc read the environment, and crashes in a thread if the program sets a
-            # variable meanwhile.
+            # A process's first lookup makes glibc read the environment, which crashes in a thread
+            # if the program sets a variable at the same time.
             socket.getaddrinfo("localhost", None)
 
     def post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """Return the answer's status and text; (0, "") if there is none.
+        """Return the response's status and text; (0, "") if there is no response.
 
         A missing coordinator must not disturb training; the operator notices it.
         """

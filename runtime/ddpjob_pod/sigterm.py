@@ -1,16 +1,16 @@
-"""SIGTERM as a flag instead of the end of the process. The ranks agree on it elsewhere.
+"""Turns SIGTERM into a flag instead of the end of the process. The ranks agree on it elsewhere.
 
 Python runs a signal handler in the main thread only, and not while that thread is blocked in a
-collective. A script that asks for the flag between its steps needs no more. The built-in trainer
-has to leave in time even if its peers no longer answer. There, the C level writes the signal's
-number to the wake-up descriptor at once, and a thread reads it.
+collective. A script that checks the flag between its steps needs nothing else. The built-in
+trainer, however, has to exit in time even if its peers no longer respond. For it, the C level
+writes the signal's number to the wake-up descriptor at once, and a thread reads it.
 
-A thread in sigwait would learn of the signal as soon, but needs SIGTERM blocked in every other
-thread. Threads that torch, gloo and OpenMP started earlier would then receive it and end the
+A thread in sigwait would notice the signal just as soon, but needs SIGTERM to be blocked in every
+other thread. Threads that torch, gloo and OpenMP started earlier would then receive it and end the
 process, and every child process, such as loaders and compilers, would inherit the block and ignore
 SIGTERM.
 
-A forked child, such as a loader, is not the rank. SIGTERM ends it, as multiprocessing expects.
+SIGTERM still ends a forked child, such as a loader, as multiprocessing expects.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from types import FrameType
 
 
 class SigtermFlag:
-    """Whether SIGTERM has come to this process."""
+    """Whether this process has received SIGTERM."""
 
     _newest: SigtermFlag | None = None
-    """The flag that this process listens with."""
+    """The flag that this process's SIGTERM sets."""
 
     def __init__(self, heard: Callable[[], None]) -> None:
         """`heard` is called once, in the signal handler or, with `at_once`, in a thread."""
         self._heard, self._in_thread = heard, False
         self.asked_at: float | None = None
-        """When SIGTERM came, by time.monotonic(); None if it has not."""
+        """When SIGTERM arrived, by time.monotonic(); None if it has not."""
 
     @property
     def is_listening(self) -> bool:
-        """Whether SIGTERM sets the flag. A framework may set a handler of its own."""
+        """Whether SIGTERM sets the flag. A framework may set its own handler."""
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def listen(self, *, at_once: bool = False) -> None:
         """Set the flag at SIGTERM from now on. Must be called in the main thread.
 
-        With `at_once`, set it even while the main thread is blocked. The process must not have a
-        different use of the wake-up descriptor, such as asyncio's.
+        With `at_once`, set it even while the main thread is blocked. The process must not use the
+        wake-up descriptor for anything else, as asyncio does.
         """
         self._in_thread, SigtermFlag._newest = at_once, self
         signal.signal(signal.SIGTERM, self._handle)
@@ -70,7 +70,7 @@ class SigtermFlag:
     def forget_in_child(self) -> None:
         """Let SIGTERM end this forked process, unless a framework handles it.
 
-        It must not reach the rank's pipe, which the child has inherited.
+        The signal must not reach the rank's pipe, which the child has inherited.
         """
         if self._in_thread:
             signal.set_wakeup_fd(-1)
@@ -93,7 +93,7 @@ def _care_at_forks() -> None:
 def _hold() -> None:
     """Block SIGTERM around a fork.
 
-    A child that got it before `_restore_in_child` would write to its parent's pipe.
+    A child that received SIGTERM before `_restore_in_child` would write to its parent's pipe.
     """
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

@@ -1,14 +1,14 @@
-"""What a training script reports to its DDPJob and learns from it. Outside a job it has no effect.
+"""Connects a training script with its DDPJob, in both directions. Outside a job it has no effect.
 
     import ddpjob_report
 
     folder = ddpjob_report.checkpoint_dir()
-    newest = ddpjob_report.restore_checkpoint()  # from the job's bucket, where it has one
+    newest = ddpjob_report.restore_checkpoint()  # from the job's bucket, if it has one
     first = load(newest) if newest else 0
     for step in range(first, steps):
         ...
         ddpjob_report.report(epoch=epoch, step=step + 1, loss=loss, accuracy=accuracy)  # steps done
-        if ddpjob_report.should_stop():  # the same answer on every rank
+        if ddpjob_report.should_stop():  # the same result on every rank
             save(folder / "snapshot.pt")  # of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)
             ddpjob_report.saved_and_leave()
 
@@ -65,8 +65,8 @@ def report(
 
     Args:
         epoch: the current epoch, from 1 to `epochs`.
-        step: steps done since the training began, including those before a restart, of `steps`.
-            Without it DDPJob counts the optimizer's steps since the restart.
+        step: number of steps, out of `steps`, since the training began, including steps before a
+            restart. Without it, DDPJob counts the optimizer's steps since the restart.
         loss: the training loss.
         accuracy: the accuracy on the test set, from 0 to 1.
         samples_per_second: the speed of all ranks together.
@@ -74,13 +74,12 @@ def report(
         metrics: any other figures, by name.
 
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
-    element. A tensor on a GPU is waited for, as by `item()`, so report only every few steps.
-    Infinite and undefined figures are shown as unknown.
-
-    It returns at once. The newest figures are sent in the background, at most twice a second, and
-    an unreachable coordinator costs only them. Figures that have a `step` are also kept in the
-    checkpoint folder, as curves for `ddpjob plot` and the dashboard (run/metrics.jsonl, at first
-    two lines a second, fewer as the script runs on).
+    element. For a tensor on a GPU, the call waits, as `item()` does, so report only every few
+    steps. Infinite and undefined figures are shown as unknown. Otherwise `report` returns at once.
+    The newest figures are sent in the background, at most twice a second, and only they are lost if
+    the coordinator is unreachable. Figures with a `step` are also kept in the checkpoint folder as
+    curves for `ddpjob plot` and the dashboard (run/metrics.jsonl, at first two lines per second,
+    later fewer).
 
     Raises:
         TypeError: an argument is not a number; the message names it.
@@ -105,10 +104,10 @@ def report(
 
 
 def checkpoint_dir(default: str | Path = "checkpoints") -> Path:
-    """Return the job's checkpoint folder. Outside a job it is `default`, which is created."""
+    """Return the job's checkpoint folder. Outside a job, create and return `default`."""
     folder = JobEnvironment.read().checkpoint_dir
     if folder:
-        return Path(folder)  # Not created: without the volume's mount it would be on the node's own disk.
+        return Path(folder)  # Not created: if the volume were not mounted, the folder would be on the node's own disk.
     made = Path(default)
     made.mkdir(parents=True, exist_ok=True)
     return made
@@ -117,15 +116,15 @@ def checkpoint_dir(default: str | Path = "checkpoints") -> Path:
 def restore_checkpoint() -> Path | None:
     """Return the newest complete checkpoint given to `copy_checkpoint`; None if there is none.
 
-    In a job with storage.checkpoints.url it is fetched from the bucket into `checkpoint_dir()`
-    under its old name, once per pod. All ranks call it before training, and all get the same
-    checkpoint. Otherwise it is in the folder already.
+    In a job with storage.checkpoints.url, the checkpoint is fetched from the bucket into
+    `checkpoint_dir()` under its old name, once per pod. Otherwise it is already in the folder. All
+    ranks call this before training, and all get the same checkpoint.
 
     Raises:
-        ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. A start
-            that does not know which checkpoints exist must not begin from scratch.
-        OSError, ValueError: for the same reason, if the folder cannot be read or written, or its
-            record of the newest checkpoint is damaged.
+        ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. Training
+            must not begin from scratch if it is unknown which checkpoints exist.
+        OSError, ValueError: the folder cannot be read or written, or its record of the newest
+            checkpoint is damaged.
     """
     folder = checkpoint_dir()
     copies = _copies()
@@ -136,35 +135,35 @@ def restore_checkpoint() -> Path | None:
 
     job = JobEnvironment.read()
     if job.shares_checkpoints is False and job.has_several_nodes:
-        return None  # Each node has its own: ranks would continue from different steps.
+        return None  # Each node has its own folder, so ranks would continue from different steps.
     return recorded(folder)
 
 
 def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = False) -> None:
-    """Copy a checkpoint, a file or a folder of files, to the job's bucket while training continues.
+    """Copy a checkpoint (a file or a folder of files) to the job's bucket while training continues.
 
-    Every rank may call it, and rank 0's checkpoint is copied. If that is a folder of
-    torch.distributed.checkpoint, it must have all parts.
+    Every rank may call it, but only rank 0's checkpoint is copied. A folder written by
+    torch.distributed.checkpoint must have all parts.
 
     Args:
-        path: a complete checkpoint, a file or folder in `checkpoint_dir()`. It may be replaced or
-            removed afterwards, but not written in place: write to a different name first, then use
-            os.replace.
-        step: steps done, which orders the checkpoints. Within one start of the job the highest is
-            the newest.
-        keep: how many of the newest checkpoints stay in the bucket.
-        wait: return only when it is in the bucket. Otherwise the end of the script waits for the
-            last one.
+        path: a complete checkpoint, which is a file or folder in `checkpoint_dir()`. It may be
+            replaced or removed afterwards, but not modified in place: write to a different name,
+            then use os.replace.
+        step: number of steps done, which orders the checkpoints. Within one start of the job, the
+            highest step is the newest checkpoint.
+        keep: number of newest checkpoints to keep in the bucket.
+        wait: return only when the checkpoint is in the bucket. Otherwise the script waits for the
+            last copy when it ends.
 
-    One is uploaded at a time; the newest of those that wait is next. A failed upload is tried again
-    after 1, 2, 4, ... 60 s. A reader sees a checkpoint whole or not at all. In a job without
-    storage.checkpoints.url, and outside a job, nothing is copied, because the folder itself keeps
-    the checkpoint, and `restore_checkpoint` finds it there.
+    One checkpoint is uploaded at a time, and the newest waiting one is next. A failed upload is
+    retried after 1, 2, 4, ... 60 s. Readers see either a whole checkpoint or none. Without
+    storage.checkpoints.url, and outside a job, nothing is copied: the checkpoint stays in the
+    folder, where `restore_checkpoint` finds it.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         ddpjob_bucket.BucketError: the bucket cannot be read, the image lacks obstore, or a name has
-            characters that it should not have in a bucket.
+            characters that are unsuitable for a bucket.
         OSError: the checkpoint cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -181,7 +180,7 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     saved, copies = Path(path), _copies()
     if not saved.exists():
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {saved} does not exist")
-    if checkpoint_dir().resolve().is_relative_to(saved.resolve()):  # Restored copies would be in the next ones too.
+    if checkpoint_dir().resolve().is_relative_to(saved.resolve()):  # The next copies would include restored ones.
         raise ValueError(
             f"ddpjob_report.copy_checkpoint: path {saved} holds all checkpoints: give one file or folder in it"
         )
@@ -197,7 +196,7 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
 
 
 def _copies() -> Any:
-    """Return the module that copies to a bucket; None if the job has no bucket."""
+    """Return the module that copies checkpoints to a bucket; None if the job has no bucket."""
     if not JobEnvironment.read().checkpoint_url:
         return None
     from ddpjob_report import copies
@@ -206,29 +205,29 @@ def _copies() -> Any:
 
 
 def _copied() -> dict[str, float]:
-    """Return the figures of the copies, once there are any."""
+    """Return figures about copies, once there are copies."""
     copies = sys.modules.get("ddpjob_report.copies")
     return {} if copies is None else copies.figures()
 
 
 def should_stop() -> bool:
-    """Whether to save and leave now, because the pod of any rank was asked to end.
+    """Whether to save and exit now, because any rank's pod was asked to end.
 
-    All ranks call it, at the same steps. If torch.distributed is initialized, the answer is the
-    same on every rank: the ranks exchange one number over gloo, which does not wait for the GPU.
-    From the first call on, SIGTERM no longer ends the process.
+    All ranks call it, at the same steps. If torch.distributed is initialized, every rank gets the
+    same result: the ranks exchange one number over gloo, which does not wait for the GPU. After the
+    first call, SIGTERM no longer ends the process.
 
     Raises:
-        RuntimeError: another rank is gone, as in any collective.
+        RuntimeError: another rank is gone, as for any collective.
     """
     return stop.agreed()
 
 
 def saved_and_leave() -> NoReturn:
-    """End this process after `should_stop()` and a save. It does not count as a failure.
+    """End this process after `should_stop()` and a save. This does not count as a failure.
 
-    All ranks call it. It waits for ranks that are still saving, and for the last copy in the job's
-    bucket as long as the pod's grace period allows.
+    All ranks call it. It waits for ranks that are still saving. It also waits for the last copy to
+    the job's bucket, as long as the pod's grace period allows.
 
     Raises:
         RuntimeError: it was called outside the main thread, where it would end only that thread.
@@ -245,7 +244,7 @@ def saved_and_leave() -> NoReturn:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return the number that the value is, or that is its only element; None for anything else."""
+    """Return the value if it is a number, or its only element; None for anything else."""
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
     detach = getattr(value, "detach", None)  # torch warns about float() on a tensor that requires gradients
@@ -269,7 +268,7 @@ def _number(name: str, value: Any) -> int | float | None:
 
 def _plain(value: Any) -> int | float:
     item = getattr(value, "item", None)
-    value = item() if callable(item) else value  # from numpy 2.4 on float() refuses an array of one element
+    value = item() if callable(item) else value  # since numpy 2.4, float() refuses a one-element array
     try:
         return operator.index(value)
     except TypeError:

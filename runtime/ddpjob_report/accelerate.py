@@ -56,26 +56,27 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
 
     @property
     def tracker(self) -> Any:
-        """Return the tracker itself, because there is no other library."""
+        """Return this tracker, because it wraps no other library."""
         return self
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Do nothing, because hyperparameters are not shown."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """Report the values of a call of `accelerator.log`."""
+        """Report the values passed to `accelerator.log`."""
         report(**{**figures(values), **({} if step is None else {"step": step})})
 
 
 def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: int = 2) -> None:
     """Save everything that `accelerator.prepare` was given, as the state after `step` steps.
 
-    All ranks call it. It is written under a different name first, so that a state found after a
-    crash is whole. The newest `keep` stay. In a job with a bucket it is copied as well.
+    All ranks call it. The state is first written under a different name, so that a state found
+    after a crash is complete. The newest `keep` states are kept. In a job with a bucket, the state
+    is copied as well.
 
     Raises:
         ValueError: Accelerate is set to name its checkpoints itself.
-        RuntimeError: each rank trains a model of its own, as without a GPU and Accelerator(cpu=True).
+        RuntimeError: each rank trains its own model, as without a GPU and Accelerator(cpu=True).
     """
     home = _home(accelerator, folder)
     made = home / f"{_NAME}{step}"
@@ -91,7 +92,8 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
         unfinished.rename(made)
         if JobEnvironment.read().checkpoint_url:
             copy_checkpoint(made, step, keep=keep)
-        # Also leftovers of saves during which the pods were killed, now that there is a newer one.
+        # Also delete leftovers of saves during which the pods were killed, now that there is a
+        # newer state.
         for old in [*sorted(_all(home), key=_step, reverse=True)[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -105,10 +107,10 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
     Raises:
         ValueError: the state in memory does not fit what was prepared, or Accelerate is set to name
             its checkpoints itself.
-        RuntimeError: each rank trains a model of its own, as without a GPU and Accelerator(cpu=True).
+        RuntimeError: each rank trains its own model, as without a GPU and Accelerator(cpu=True).
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
-    accelerator.wait_for_everyone()  # No rank may save, and so remove old states, before all have looked.
+    accelerator.wait_for_everyone()  # No rank may save (which removes old states) before all have looked.
     snapshots, step = _snapshots(accelerator), step_of(found)
     _kept[:] = [snapshots]
     if snapshots is not None and snapshots.restored and snapshots.step > step:
@@ -192,7 +194,7 @@ def _home(accelerator: Any, folder: str | Path | None) -> Path:
 
 
 def _all(folder: Path) -> list[Path]:
-    """Return the states that `save` has completed, without unfinished ones and other files."""
+    """Return the states that `save` has completed, not unfinished states or other files."""
     return [path for path in folder.glob(f"{_NAME}*") if re.fullmatch(r"[0-9]+", path.name[len(_NAME) :])]
 
 

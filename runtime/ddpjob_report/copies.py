@@ -23,7 +23,7 @@ from ddpjob_pod.job_environment import JobEnvironment, VariableError
 from ddpjob_report import link
 
 RECORD = ".ddpjob-newest.json"
-"""File that names the newest checkpoint in the folder, if there is no bucket."""
+"""File that names the newest checkpoint in the folder if the job has no bucket."""
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
 """How long the end of the script waits for its last copy."""
@@ -38,8 +38,7 @@ class _CopyState:
     """The checkpoint from which all ranks continue; None if there is none."""
     process = 0
     leaves = False
-    """Whether the end of this process does not wait for copies, because the grace period is
-    over."""
+    """Whether this process exits without waiting for copies, because the grace period is over."""
 
 
 def url() -> str:
@@ -53,18 +52,18 @@ def url() -> str:
 def restore(folder: Path) -> Path | None:
     """Fetch the bucket's newest checkpoint into the folder; None if there is none.
 
-    It is the same on all ranks. Raises BucketError, OSError, ValueError.
+    All ranks get the same checkpoint. Raises BucketError, OSError, ValueError.
     """
     bucket = _joined()
     entry = _CopyState.restored
-    if entry is None:  # A persistent folder may have one from before the job had a bucket.
+    if entry is None:  # A persistent folder may have a checkpoint from before the job had a bucket.
         return recorded(folder) if JobEnvironment.read().shares_checkpoints else None
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder / _LOCK, strict=True):
         found = _fetched(folder, entry)
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
-                discard(leftover)  # Left by a process that was killed; this one holds the lock.
+                discard(leftover)  # A killed process left it; this process holds the lock.
             found = _fetch(bucket, entry, folder)
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
@@ -81,7 +80,7 @@ def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
 
 
 def _joined() -> Bucket:
-    """Return the bucket, after this process has joined the ranks in what they continue from."""
+    """Return the bucket, after agreeing with the other ranks on the checkpoint to continue from."""
     if _CopyState.bucket is None or _CopyState.process != os.getpid():
         opened = Bucket.open(url())
         _CopyState.restored = patiently(lambda: opened.join(JobEnvironment.read().uid, _order()), _say)
@@ -90,10 +89,10 @@ def _joined() -> Bucket:
 
 
 def _order() -> tuple[int, ...]:
-    """Return this start's place among the job's starts, as the launcher gives it to all ranks.
+    """Return this start's position among the job's starts, which the launcher gives to all ranks.
 
-    It begins with the generation and the round. A program of `command` starts its ranks itself, and
-    there torchrun counts its restarts.
+    It begins with the generation and the round. A `command` program starts its ranks itself, so
+    torchrun's restart count is added.
     """
     job = JobEnvironment.read()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -109,7 +108,7 @@ def _order() -> tuple[int, ...]:
 
 
 def _fetched(folder: Path, entry: Stored) -> Path | None:
-    """Return the checkpoint that an earlier process fetched, if nothing in it has changed since."""
+    """Return the checkpoint that an earlier process fetched, if it has not changed since."""
     try:
         known = json.loads((folder / _FETCHED).read_text())
         path = folder / known["name"]
@@ -143,18 +142,18 @@ def copy(path: Path, step: int, keep: int) -> None:
     if _CopyState.uploads is None:
         for leftover in path.parent.glob(f"{_LINKS}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        link.prepare()  # First, since exit handlers run in reverse, and the last copy must be posted too.
+        link.prepare()  # First, because exit handlers run in reverse order and the last copy must be posted too.
         _CopyState.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
         atexit.register(_at_exit)
     _CopyState.uploads.offer(Waiting(_linked(path), step, None, time.time()))
 
 
 class _FilesOfIndex(pickle._Unpickler):
-    """Finds the file names in an index of torch.distributed.checkpoint without running its code.
+    """Finds the file names in a torch.distributed.checkpoint index without running its code.
 
-    It needs no torch. It is Python's slow unpickler, because the fast one allocates as large a memo
-    as nine bytes of a pickle ask for. The opcode that allocates a bytearray of any size is not
-    supported here.
+    It does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle can make
+    the fast one allocate a memo of any size. The opcode that allocates a bytearray of any size is
+    not supported.
     """
 
     dispatch: ClassVar[Any] = {
@@ -183,14 +182,14 @@ class _FilesOfIndex(pickle._Unpickler):
 
 
 def _check_parts(path: Path) -> None:
-    """Raise ValueError if a folder of torch.distributed.checkpoint lacks other nodes' parts."""
+    """Raise ValueError if a torch.distributed.checkpoint folder lacks other nodes' parts."""
     for index in path.rglob(".metadata") if path.is_dir() else ():
         with index.open("rb") as file:
             found = _FilesOfIndex(file)
             try:
                 found.load()
             except Exception:
-                continue  # A different format, or one of a later torch: copy it as it is.
+                continue  # A different format, or that of a later torch: copy it unchanged.
         lacking = sorted(name for name in found.names if not (index.parent / name).exists())
         if lacking:
             raise ValueError(
@@ -202,7 +201,7 @@ def _check_parts(path: Path) -> None:
 
 
 def _linked(path: Path) -> Path:
-    """Link the checkpoint under a different name. The script may replace or remove its own."""
+    """Link the checkpoint under a different name, because the script may replace its own."""
     files = files_of(path)
     folder = path.parent.absolute() / f"{_LINKS}{secrets.token_hex(4)}"  # The script may change its working directory.
     try:
@@ -231,7 +230,7 @@ def _tidy(bucket: Bucket) -> None:
 def _post() -> None:
     """Report that a copy is in the bucket.
 
-    The script's next report may be far off, or never come.
+    The script's next report may come much later, or never.
     """
     link.post({"metrics": figures()})
 
@@ -239,7 +238,7 @@ def _post() -> None:
 def finish(seconds: float | None) -> bool:
     """Wait until the last copy is in the bucket, at most `seconds` (None: no limit).
 
-    Return whether it is.
+    Return whether the copy is there.
     """
     uploads = _CopyState.uploads
     return uploads is None or _CopyState.process != os.getpid() or (uploads.wait(seconds) and not uploads.lost)
@@ -248,7 +247,7 @@ def finish(seconds: float | None) -> bool:
 def leave(seconds: float) -> None:
     """Wait for the last copy at most `seconds`.
 
-    The process, which may end then, does not wait again.
+    The process, which may exit then, does not wait again.
     """
     _CopyState.leaves = True
     if not finish(seconds):
@@ -264,7 +263,7 @@ def figures() -> dict[str, float]:
 
 
 def _at_exit() -> None:
-    """Wait for the last copy, or end with an error: without it the result is lost with the pod."""
+    """Wait for the last copy. If it fails, end with an error: the pod's result would be lost."""
     if _CopyState.process != os.getpid() or _CopyState.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):
@@ -275,10 +274,7 @@ def _at_exit() -> None:
 
 
 def _has_failed() -> bool:
-    """Whether an exception ends the script.
-
-    Then its job restarts at once, from the previous copy.
-    """
+    """Whether an exception is ending the script. Its job then restarts from the previous copy."""
     written = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return hasattr(sys, "last_type") or (bool(written) and Path(written).exists())
 
@@ -289,7 +285,7 @@ def _has_failed() -> bool:
 def record(folder: Path, path: Path, step: int) -> None:
     """Record a checkpoint of the folder as its newest.
 
-    Raises OSError, and ValueError if it is elsewhere.
+    Raises OSError, and ValueError if the checkpoint is elsewhere.
     """
     made, home = path.resolve(), folder.resolve()
     if not made.is_relative_to(home):
@@ -310,8 +306,8 @@ def record(folder: Path, path: Path, step: int) -> None:
 def recorded(folder: Path) -> Path | None:
     """Return the checkpoint that was recorded last, if it still exists.
 
-    Raises OSError, ValueError, because a start that does not know the newest must not begin from
-    scratch.
+    Raises OSError, ValueError, because training must not begin from scratch if the newest
+    checkpoint is unknown.
     """
     try:
         text = (folder / RECORD).read_text()

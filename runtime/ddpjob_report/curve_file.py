@@ -15,17 +15,17 @@ from ddpjob_pod.outbox import Outbox
 from ddpjob_report import link
 
 FOLDER = "run"
-"""The folder of the curves in the checkpoint folder."""
+"""Subfolder of the checkpoint folder that holds the curves."""
 SHORTEST_PAUSE = 0.5
-"""How many seconds are between two lines at the beginning."""
+"""Initial number of seconds between two lines."""
 LINES_PER_LIFE = 2000
-"""A pause is the script's running time divided by this, once that exceeds SHORTEST_PAUSE. A week
-takes some 15,000 lines."""
+"""The pause between lines is the script's running time divided by this, once it exceeds
+SHORTEST_PAUSE. A week produces about 15,000 lines."""
 _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
 class CurveFile(Outbox):
-    """Writes independently of what is sent, so that a folder that hangs costs only its lines."""
+    """Writes independently of posts, so that a hung folder costs only these lines."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder / FOLDER, time.monotonic()
@@ -61,7 +61,7 @@ class CurveFile(Outbox):
 
 
 def _write_step(log: MetricsLog, step: int, figures: dict[str, Any]) -> None:
-    """Write the line of a step, and of its accuracy as an evaluation."""
+    """Write a step's line, and its accuracy as an evaluation line."""
     metrics = figures.get("metrics", {})
     known = {name: value for name, value in {**metrics, **figures}.items() if name not in _NOT_OF_A_STEP}
     log.write("step", **{"loss": None, **known, "step": step})
@@ -73,11 +73,11 @@ _file: CurveFile | None = None
 
 
 def add(figures: dict[str, Any]) -> None:
-    """Keep the figures, if this is rank 0 of a job that has a checkpoint folder."""
+    """Keep the figures, if this is rank 0 of a job with a checkpoint folder."""
     global _file
     if _file is None:
         folder = JobEnvironment.read().checkpoint_dir
-        # Not created: without the volume's mount it would be on the node's own disk.
+        # Not created: if the volume were not mounted, it would be on the node's own disk.
         if not folder or not Path(folder).is_dir() or not link.is_reporting():
             return
         _file = CurveFile(Path(folder))

@@ -42,7 +42,7 @@ from ddpjob_report.snapshots import bare, sharding_of
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
     """Reports steps and the Trainer's logs, and keeps the newest state in memory.
 
-    When a pod is asked to end, saves and leaves.
+    When a pod is asked to end, saves and exits.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Check the group before the first step, on all ranks, and note where training continues.
 
-        Warns if the Trainer does not continue in its checkpoint's epoch.
+        Warns if the Trainer does not resume in its checkpoint's epoch.
 
         Raises:
-            RuntimeError: each rank trains a model of its own, as without a GPU and `use_cpu=True`.
+            RuntimeError: each rank trains its own model, as without a GPU and `use_cpu=True`.
         """
         remedy = "without a GPU it needs TrainingArguments(use_cpu=True), or the variable ACCELERATE_USE_CPU=true"
         check_group("the Trainer", args.world_size, remedy)
@@ -70,7 +70,7 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             return
         left_at, per_step = state.epoch or 0, args.num_train_epochs / state.max_steps
         begun_at = min(state.global_step * per_step, args.num_train_epochs)
-        if abs(begun_at - left_at) > (left_at + 2) * per_step:  # each epoch may have a step more or less
+        if abs(begun_at - left_at) > (left_at + 2) * per_step:  # an epoch may have one step more or less
             sys.stderr.write(
                 f"ddpjob_report: warning: the checkpoint is of epoch {left_at:.2f}, and training continues at epoch "
                 f"{begun_at:.2f} of {args.num_train_epochs:g}: an epoch has another number of steps now. With another "
@@ -90,12 +90,12 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         self._take(args, state, given)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Report an optimizer's step, on all ranks, and ask whether to stop."""
+        """Report an optimizer step and check whether to stop, on all ranks."""
         if self._memory is not None:
             self._memory.forget()
             self._memory.note(state.global_step)
         epochs = -(-args.num_train_epochs // 1) if args.max_steps <= 0 else None
-        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or 2**53)  # 1.0 means that the first one has just ended
+        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or 2**53)  # 1.0 means the first epoch has just ended
         report(epoch=epoch, epochs=epochs, step=state.global_step, steps=state.max_steps)
         if should_stop():
             self._leaving = True
@@ -108,12 +108,12 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         values.pop("epoch", None)
         if "eval_accuracy" in values:
             values["accuracy"] = values.pop("eval_accuracy")
-        if state.global_step:  # Curves are kept by step, and none follows the last one's figures.
+        if state.global_step:  # Curves are indexed by step, and the final figures have no later step.
             values["step"] = state.global_step
         report(**values)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Copy a new checkpoint in a job with a bucket, and leave if asked to.
+        """Copy a new checkpoint in a job with a bucket, and exit if asked to.
 
         Called on all ranks.
         """

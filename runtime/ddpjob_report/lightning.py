@@ -56,13 +56,13 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     """Reports steps, the loss, and what the model logs, and keeps the newest state in memory.
 
     When a pod is asked to end, it saves a checkpoint (which is copied in a job with a bucket) and
-    leaves. `folder`: the folder of that checkpoint; None: the job's checkpoint folder.
+    exits. `folder`: the folder for that checkpoint; None means the job's checkpoint folder.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
         self._step = 0
-        """The optimizer's steps when the ranks last asked whether to stop."""
+        """The number of optimizer steps when the ranks last checked whether to stop."""
         self._memory: FrameworkMemory | None = None
         self._taken = 0
         """The step whose state was taken, or from which training continued."""
@@ -97,7 +97,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._take(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Report a batch, on all ranks. The loss is read as often as Lightning logs."""
+        """Report a batch, on all ranks. The loss is read only as often as Lightning logs."""
         values: dict[str, Any] = {}
         if trainer.log_every_n_steps and (batch_idx + 1) % trainer.log_every_n_steps == 0:
             values = figures(trainer.callback_metrics)
@@ -120,7 +120,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 for old in folder.glob(f"{_STOPPED}*.ckpt"):
                     if old != made:
                         old.unlink()
-                if JobEnvironment.read().checkpoint_url:  # The script's own copies decide how many stay there.
+                if JobEnvironment.read().checkpoint_url:  # The script's own copies determine how many are kept there.
                     copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 
@@ -193,7 +193,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
     """Return the newest state for `ckpt_path`; None if there is none.
 
     It is the folder's newest whole checkpoint, or a newer one that was made of the state in the
-    nodes' memory. The newest has the highest number at the end of its name, as in ModelCheckpoint's
+    nodes' memory. The newest checkpoint has the highest number at the end of its name, as in ModelCheckpoint's
     `{epoch}-{step}`. All ranks call it.
 
     Raises OSError if the state in memory cannot be written to a file.

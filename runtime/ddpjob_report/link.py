@@ -16,7 +16,7 @@ from ddpjob_runtime import protocol
 class Link(Outbox):
     """Posts with a proof that it knows the job's token.
 
-    Figures of a failed post join the next one.
+    Figures of a failed post are added to the next one.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -44,14 +44,17 @@ class Link(Outbox):
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send(self, figures: dict[str, Any]) -> bool:
-        """Send the figures. Return whether the coordinator has accepted them, or never will."""
+        """Send the figures.
+
+        Return whether the coordinator has accepted them or will never accept them.
+        """
         status, answer = self._poster.post(self._with_speed(figures))
         if not status:
             return False
         self._counted = self._seen
         if status == 400 and not self._refused:
             self._refused = True
-            with contextlib.suppress(OSError):  # A full disk: the next report may be accepted.
+            with contextlib.suppress(OSError):  # The disk may be full; the next report may be accepted.
                 sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
         return status in (200, 400)
 
@@ -68,7 +71,7 @@ class Link(Outbox):
         speed, more = (step - before[0]) / (self._seen[1] - before[1]), dict(figures)
         if "samplesPerSecond" not in figures:
             metrics = [(protocol.COUNTED_SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
-            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # prefer the script's to one too many
+            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # prefer the script's if too many
         if (figures.get("steps") or 0) > 0 and "eta" not in figures:
             more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))
         return more
@@ -85,7 +88,7 @@ def post(figures: dict[str, Any]) -> None:
 
 
 def prepare() -> bool:
-    """Start to send what is posted, until this process ends.
+    """Start sending posted figures until this process ends.
 
     Return whether this is rank 0 of a job.
     """

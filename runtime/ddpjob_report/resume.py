@@ -1,4 +1,4 @@
-"""Helps the callbacks to find the checkpoint to resume from, and the figures in logged values."""
+"""Helps callbacks find the checkpoint to resume from and the figures in logged values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ _NAMED = re.compile(r"(\d+)(?:-v(\d+))?(?:\.\w+)?$")
 def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | None:
     """Return the whole checkpoint with the highest number at the end of its name.
 
-    The number stands before the file's extension. Of equal numbers the highest version counts,
-    because Lightning adds -v1, -v2, ... if a file of that name exists.
-
-    In a job with a bucket it is the bucket's newest, the same on all ranks. Otherwise, or while the
-    bucket is empty, it is None if each node has a folder of its own, because the ranks would resume
-    from different steps.
+    The number precedes the file's extension. If numbers are equal, the highest version counts,
+    because Lightning adds -v1, -v2, ... if a file of that name exists. In a job with a bucket, all
+    ranks get the bucket's newest checkpoint. Otherwise, or while the bucket is empty, return None
+    if each node has its own folder, because the ranks would resume from different steps.
     """
     if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()
@@ -59,9 +57,9 @@ class Refusal(RuntimeError):
 
 
 def check_group(framework: str, processes: int, remedy: str) -> None:
-    """Refuse a framework that trains in one process although the job has more.
+    """Refuse a framework that trains in one process although the job has several.
 
-    Each rank would overwrite the others' model.
+    The ranks would overwrite each other's models.
 
     Raises Refusal, which is a RuntimeError.
     """
@@ -72,10 +70,7 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the log entries that are figures, under names of allowed length.
-
-    Loggers accept anything.
-    """
+    """Return log entries that are figures with names of allowed length. Loggers accept anything."""
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}
     known = {name: number for name, number in read.items() if number is not None}
     return dict(list(known.items())[: protocol.MAX_FIGURES // 2])

@@ -1,4 +1,4 @@
-"""Makes SIGTERM a flag on which the ranks agree."""
+"""Turns SIGTERM into a flag on which the ranks agree."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
 from ddpjob_pod.sigterm import SigtermFlag
 
 _MARGIN = 5.0
-"""How many seconds of the grace period are kept for everything after saving."""
+"""Seconds of the grace period that are reserved for everything after saving."""
 _GLOO_DEFAULT = datetime.timedelta(minutes=30)
-"""How long torch lets ranks wait in a collective over gloo."""
+"""torch's default timeout for a collective over gloo."""
 
 
 def _say_asked() -> None:
     rank = os.environ.get("RANK", "0")
     what = "is asked to end; saves at its next should_stop(), if it comes in time"
-    with contextlib.suppress(OSError):  # Not with sys.stderr, which the signal may have interrupted.
+    with contextlib.suppress(OSError):  # Do not use sys.stderr, which the signal may have interrupted.
         os.write(2, f"ddpjob_report: SIGTERM: rank {rank} {what}\n".encode())
 
 
@@ -38,14 +38,14 @@ class _State:
     warned = False
     world: Callable[[], Any] = staticmethod(lambda: None)
     group: Callable[[], Any] = staticmethod(lambda: None)
-    """The ranks' own group, made within the process group `world`. Both belong to torch and end
+    """The ranks' own group, created within the process group `world`. torch owns both, and they end
     when the script destroys them."""
 
 
 def agreed() -> bool:
     """Whether any rank was asked to end.
 
-    Every rank that calls it equally often gets the same answer.
+    All ranks that call it equally often get the same result.
     """
     _listen()
     if not _State.agreed:
@@ -58,9 +58,9 @@ def agreed() -> bool:
 
 
 def seconds_left() -> float:
-    """Return the rest of the pod's grace period, less a margin.
+    """Return the remaining grace period of the pod, less a margin.
 
-    The whole grace period is left if no rank was asked to end.
+    It is the whole grace period if no rank was asked to end.
     """
     since = _State.flag.asked_at if _State.since is None else _State.since
     spent = 0.0 if since is None else time.monotonic() - since
@@ -77,10 +77,10 @@ def wait_for_others() -> None:
 
 
 def _listen() -> None:
-    """Have SIGTERM set the flag.
+    """Make SIGTERM set the flag.
 
-    It is called each time, because frameworks set handlers of their own (Lightning when training
-    begins).
+    This is called each time, because frameworks set their own handlers (Lightning does when
+    training begins).
     """
     if _State.flag.is_listening:
         return
@@ -105,7 +105,7 @@ def torch_distributed() -> Any:
 def gloo_group(distributed: Any) -> Any:
     """Return a group over gloo.
 
-    It waits for no GPU and does not mix with the script's collectives.
+    It does not wait for a GPU and does not interfere with the script's collectives.
     """
     world = distributed.group.WORLD
     if _State.world() is not world:
@@ -119,7 +119,7 @@ def _timeout(world: Any) -> Any:
     """Return the script's timeout between ranks, or None if torch's default for gloo is longer."""
     given = []
     for device in getattr(world, "_device_types", ()):
-        with contextlib.suppress(AttributeError, RuntimeError):  # A backend or a torch that does not provide it.
+        with contextlib.suppress(AttributeError, RuntimeError):  # This backend or version of torch does not provide it.
             given.append(world._get_backend(device).options._timeout)
     longest = max(given, default=_GLOO_DEFAULT)
     return longest if longest > _GLOO_DEFAULT else None

@@ -34,9 +34,9 @@ def main() -> None:
 
 
 class Archive(zipimport.zipimporter):
-    """Finds a module's file name without compiling it, unlike zipimport's own loader.
+    """Finds a module's file name without compiling it.
 
-    That one compiles each module twice.
+    zipimport's own loader compiles each module twice.
     """
 
     def get_filename(self, fullname: str) -> str:
@@ -46,9 +46,9 @@ class Archive(zipimport.zipimporter):
 
 
 def find_package() -> None:
-    """Make the packages importable, and leave no trace on `sys.path`, where user modules are found.
+    """Make the packages importable without a trace on `sys.path`, where user modules are found.
 
-    Python has put this folder on the path, or in job pods the archive that contains this file.
+    Python has put this folder on the path, or in job pods, the archive that contains this file.
     Submodules are found through a package's own path once it is imported.
     """
     folder = Path(__file__).resolve().parent

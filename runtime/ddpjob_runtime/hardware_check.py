@@ -2,7 +2,7 @@
 
     python3 PATH/ddpjob_runtime check JSON
 
-It is a separate process, so that a device's context ends with it, and a hung driver blocks nothing
+It is a separate process, so that its device context ends with it and a hung driver blocks nothing
 else. It writes lines of JSON: `{"step": NAME}` before each part, and at the end
 `{"problem": TEXT, ...}`, with an empty TEXT if all is well.
 """
@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 FILE_BYTES = 1 << 20
-"""Size of the file that is written to the checkpoint folder, synced and read back."""
+"""Size of the file written to the checkpoint folder, synced and read back."""
 SUM_BYTES = 16 << 20
-"""Size of the all-reduce that is timed."""
+"""Size of the timed all-reduce."""
 FREE_SHARE = 0.5
-"""The share of a GPU's memory that must be free; with less, another process holds it. Not all of
-it, because time-sliced GPUs are never quite free."""
+"""The share of a GPU's memory that must be free, otherwise another process is using it. It is below
+1 because time-sliced GPUs are never completely free."""
 _SIDE = 1024
 _SIOCGIFADDR = 0x8915
 
@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 def main() -> None:
     """Run the check that the argument describes.
 
-    End at once when the launcher is gone, which closes stdin.
+    Exit at once when the launcher is gone, which closes stdin.
     """
     settings = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -46,7 +46,7 @@ def main() -> None:
     except Exception as error:
         found = {"problem": f"{type(error).__name__}: {str(error)[:1000]}"}
     _say(**found)
-    os._exit(0)  # A process group that has failed may never finish.
+    os._exit(0)  # A failed process group may never shut down.
 
 
 def _end_with_launcher() -> None:
@@ -65,8 +65,8 @@ def _say(**fields: Any) -> None:
 def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     """Check this node.
 
-    `folder` is that of the checkpoints (empty: not checked); `pod` is this pod's name; `gpus` and
-    `resource` say how many devices of which kind it must have.
+    `folder` is the checkpoint folder (empty: not checked); `pod` is this pod's name; `gpus` and
+    `resource` are the number and kind of devices it must have.
     """
     folder = settings["folder"]
     if folder:
@@ -78,7 +78,7 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         import torch
     except ImportError:
-        return {"problem": ""}  # The launcher reports that, with the remedy.
+        return {"problem": ""}  # The launcher reports this case, with the remedy.
     devices, problem = _devices(torch, settings["gpus"], settings["resource"])
     for device in devices:
         _say(step=device)
@@ -104,12 +104,12 @@ def folder_problem(folder: Path, pod: str) -> str:
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
-    """Return the node's devices by torch's names, and what is wrong with their number."""
+    """Return torch's names for the node's devices, and what is wrong with their number."""
     if not wanted or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ["cpu"], ""
     kind = "xpu" if resource.startswith("gpu.intel.com/") else "cuda"
     if kind == "cuda" and resource.partition("/")[0] not in ("nvidia.com", "amd.com") and not torch.cuda.is_available():
-        return ["cpu"], ""  # A device that torch supports by a plugin, which is unknown here.
+        return ["cpu"], ""  # A device that torch supports through a plugin, which is unknown here.
     module = getattr(torch, kind, None)
     there = module.device_count() if module is not None and module.is_available() else 0
     problem = f"torch sees {there} of {wanted} devices ({resource})" if there < wanted else ""
@@ -117,7 +117,7 @@ def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
 
 
 def device_problem(torch: Any, device: str) -> str:
-    """Return what is wrong with a device, such as a wrong result; empty if nothing is.
+    """Return what is wrong with a device, such as a wrong result; empty if it works.
 
     All sums are of whole numbers below 2**24, which float32 and TF32 represent exactly.
     """
@@ -136,7 +136,7 @@ def device_problem(torch: Any, device: str) -> str:
         v = ((torch.arange(_SIDE) * 13) % 7 - 3).double()
         product = torch.mm(a, b).cpu().double()
         wrong = int((torch.mv(product, v) != torch.mv(a.cpu().double(), torch.mv(b.cpu().double(), v))).sum())
-    except RuntimeError as error:  # torch raises it for any driver error
+    except RuntimeError as error:  # torch raises this for any driver error
         return f"{device}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
     return f"{device}: {wrong} of {_SIDE} rows of a matrix product are wrong" if wrong else ""
 
@@ -148,8 +148,8 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     """Run one rank of an all-reduce of whole numbers, verified and timed.
 
     `settings` has `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus` and
-    `seconds`. Returns also `rate`, the bus bandwidth as nccl-tests define it in 10^6 bytes a second
-    (None with one rank), and `transport`.
+    `seconds`. The result also has `rate`, the bus bandwidth as defined by nccl-tests, in 10^6 bytes
+    per second (None with one rank), and `transport`.
     """
     import torch
     import torch.distributed as dist
@@ -178,7 +178,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         wrong = int((numbers != expected[:count]).sum())  # Also waits for the device.
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
-        if wrong and not problem:  # Ending here would break the connections of ranks that may be well.
+        if wrong and not problem:  # Ending here would break the connections of ranks that may be healthy.
             problem = f"{wrong} of {count} sums of an all-reduce by {backend} are wrong"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
     if log is not None:
@@ -190,9 +190,9 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_nccl_log() -> Path:
-    """Have NCCL log its choices to a file.
+    """Make NCCL log its choices to a file.
 
-    Must be called before NCCL is used for the first time.
+    Must be called before NCCL is first used.
     """
     handle, name = tempfile.mkstemp(prefix="ddpjob-nccl-")
     os.close(handle)

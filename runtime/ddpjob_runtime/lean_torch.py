@@ -1,4 +1,4 @@
-"""Imports torch only for its rendezvous; no worker may be forked from a process that did this."""
+"""Imports torch only for its rendezvous. A process that did this must not fork workers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from types import ModuleType
 from typing import Any
 
 META_KERNELS = "torch._meta_registrations"
-"""How torch's operators treat tensors without data. Importing it is a fifth of torch's import
+"""Defines how torch's operators treat tensors without data. It takes a fifth of torch's import
 time."""
 
 
 @contextlib.contextmanager
 def for_rendezvous() -> Iterator[None]:
-    """Defer META_KERNELS while torch is imported: it runs when first used, which may be never."""
+    """Defer META_KERNELS while torch is imported. It runs on first use, which may never happen."""
     hook = _MetaKernelsLater()
     sys.meta_path.insert(0, hook)
     try:
@@ -30,7 +30,7 @@ class _MetaKernelsLater:
     """Import hook that defers META_KERNELS."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module's usual place, to be run later; None for any other module."""
+        """Return a spec that runs the module later; None for any other module."""
         spec = PathFinder.find_spec(name, path, target) if name == META_KERNELS else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Later(spec.loader)
@@ -38,9 +38,9 @@ class _MetaKernelsLater:
 
 
 class _Later(Loader):
-    """Loads a module that is run when it is needed.
+    """Loads a module that runs only when it is needed.
 
-    Python's LazyLoader runs it already when torch has `inspect` look at it.
+    Python's LazyLoader would already run it when torch makes `inspect` look at it.
     """
 
     def __init__(self, loader: Loader) -> None:

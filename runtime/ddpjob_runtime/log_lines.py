@@ -1,7 +1,7 @@
-"""Writes log lines that never block their program: on a full disk or an unread pipe they are lost.
+"""Writes log lines without ever blocking the program; on a full disk or unread pipe, they are lost.
 
-A container's output is a pipe. When its reader stops, as the container runtime does while the
-host's log folder is full or hangs, the pipe fills, and the next write would block the coordinator's
+A container's output is a pipe. If its reader stops, as the container runtime does while the host's
+log folder is full or hangs, the pipe fills up. The next write would then block the coordinator's
 event loop or a launcher's only reader. The pipe is not made non-blocking, because the workers share
 it and do not expect that.
 """
@@ -20,9 +20,9 @@ from typing import TextIO
 from ddpjob_runtime import protocol
 
 PIECE = select.PIPE_BUF
-"""How many bytes a pipe accepts at once if it accepts any."""
+"""Number of bytes that a pipe accepts at once if it accepts any."""
 PATIENCE_SECONDS = 0.05
-"""How long a slow reader may take. If it was too slow for the previous line, it gets no time."""
+"""How long to wait for a slow reader. If it was too slow for the previous line, do not wait."""
 
 
 class Log:
@@ -45,7 +45,7 @@ class Log:
             stream.flush()
             try:
                 descriptor = stream.fileno()
-            except io.UnsupportedOperation:  # A notebook's or a test's stream.
+            except io.UnsupportedOperation:  # The stream of a notebook or a test.
                 stream.write(line)
                 return
             pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
@@ -54,9 +54,9 @@ class Log:
 
 
 def divert_loggers(log: Log) -> None:
-    """Have `log` write what loggers write to stderr.
+    """Redirect loggers' output from stderr to `log`.
 
-    The thread that restarts workers calls torchrun's loggers.
+    The thread that restarts workers calls torchrun's loggers, and must not block.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = [h for logger in loggers if isinstance(logger, logging.Logger) for h in logger.handlers]
@@ -72,7 +72,7 @@ class _Emit:
     def __call__(self, record: logging.LogRecord) -> None:
         try:
             self._log.write(self._handler.format(record) + "\n")
-        except Exception:  # A record whose arguments do not fit its text.
+        except Exception:  # The record's arguments do not match its text.
             self._handler.handleError(record)
 
 

@@ -1,4 +1,4 @@
-"""Raises the limit of open files and connections."""
+"""Raises the limit on open files and connections."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ OPEN_FILES = 65536
 def raise_open_files() -> None:
     """Raise the soft limit up to OPEN_FILES or the hard limit, for this process and its children.
 
-    Containers often begin with 1,024, whereas one store has a connection of each rank and each
-    node.
+    Containers often start with 1,024, but a store has a connection from each rank and each node.
     """
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)

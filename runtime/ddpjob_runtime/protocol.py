@@ -1,4 +1,4 @@
-"""What coordinator, launchers and operator share: words, numbers, lines and the report.
+"""What the coordinator, launchers and operator share: words, numbers, lines and the report.
 
 docs/protocol.md describes how they are used. This module needs only the standard library of Python
 3.9 or later, because it runs in users' images.
@@ -25,12 +25,12 @@ VERSION = 1
 """Version of this protocol and of how pods start the runtime. A job whose pods use a different
 version gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""The coordinator of attempt A numbers its rounds and incidents from A times this, plus one. The
-coordinators of a generation know nothing of each other, and no number may be used twice."""
+"""The coordinator of attempt A numbers its rounds and incidents from A times this, plus one.
+Coordinators in a generation do not know of each other, but must not use a number twice."""
 
 
 class Word(str, Enum):
-    """A string of the protocol. It formats as its value in every version of Python."""
+    """A protocol string. It formats as its value in every version of Python."""
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]
@@ -73,7 +73,7 @@ class CoordinatorState(Word):
 class MemberState(Word):
     """The state of one member.
 
-    `LOST` is never reported, because lost members are in `Report.lost`.
+    `LOST` is never reported, because lost members are listed in `Report.lost`.
     """
 
     STARTING = "Starting"
@@ -97,30 +97,29 @@ class IncidentKind(Word):
 
 
 COLD_WORKERS = "ColdWorkers"
-"""Kind of a note: a node's workers are not forked from a process that has imported torch."""
+"""Note kind: a node's workers are not forked from a process that has imported torch."""
 PREFLIGHT = "Preflight"
-"""Kind of a note: what the node with rank 0 measured when it checked the links."""
+"""Note kind: what the node with rank 0 measured when checking the links."""
 DATA = "Data"
-"""Kind of a note: how much of storage.data.url a node has fetched; empty when it is done."""
+"""Note kind: how much of storage.data.url a node has fetched; empty when done."""
 COMMUNICATION_ERROR = re.compile(
     r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
     r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"
     r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
     re.I,
 )
-"""Errors that a rank raises when its peer is gone. The pattern is searched in the exception's
-own text, not in its traceback, whose source lines may name a backend."""
+"""Errors that a rank raises when its peer is gone. The pattern is applied to the exception's own
+text, not its traceback, whose source lines may name a backend."""
 RANK_FAILURE = "RankFailed"
-"""Kind of the termination message that a rank writes if torchrun runs in a `command`
-(worker.py)."""
+"""Kind of termination message that a rank writes if torchrun runs in a `command` (worker.py)."""
 
 RANK_ENDED = "(this rank has ended)"
 """Replaces the stacks of a rank whose process is gone."""
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
-"""Precedes a rank's error in the first line of its stacks. The rank waits for a thread of its
-own, or for a device."""
+"""Precedes a rank's error in the first line of its stacks. The rank is waiting for one of its
+threads or a device."""
 DATA_WAITS = "waits for another pod of this node, which fetches the data"
-"""The text of a DATA note of a pod that waits, if a different pod's note says more."""
+"""Text of a waiting pod's DATA note, if a different pod's note has more details."""
 
 
 # --- lines between members and the coordinator
@@ -161,12 +160,12 @@ class ToMember(Word):
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
-"""A connection that has been silent for this long is dead."""
+"""A connection that has been silent for this long counts as dead."""
 RECONNECT_SECONDS = 30.0
 """How long a member continues without its coordinator in mode Standard, because the coordinator may
 only be suspended. Workers need the coordinator's store only for a new round. The operator replaces
-all pods as soon as it knows that the coordinator has ended. In Fast a member continues as long as
-its workers run; without workers it waits as for its first coordinator.
+all pods as soon as it knows that the coordinator has ended. In Fast, a member continues as long as
+its workers run; without workers, it waits as long as for its first coordinator.
 """
 
 MAX_LINE = 256 * 1024
@@ -174,60 +173,61 @@ MAX_TEXT = 4096
 MAX_TRACEBACK = 32 * 1024
 MAX_NOTE = 1000
 MAX_KIND = 100
-"""The most characters of a note's kind."""
+"""Maximum length of a note's kind."""
 MAX_SIGNAL = 20
 MAX_NAME = 253
-"""The most characters of a pod's name, as in Kubernetes."""
+"""Maximum length of a pod name, as in Kubernetes."""
 MAX_REASON = 300
-"""The most characters of the reason why a member was lost."""
+"""Maximum length of the reason why a member was lost."""
 MAX_INCIDENTS = 50
 MAX_NOTES = 100
-"""The most notes of a report. There are few kinds, and each pod of a job may have one of each."""
+"""Maximum number of notes in a report. There are few kinds, and each pod may have one note of
+each."""
 DETAILED_INCIDENTS = 10
-"""How many of the newest incidents the operator keeps with tracebacks; a status shows no more."""
+"""Number of newest incidents that the operator keeps with tracebacks; a status shows at most
+these."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""How many characters the operator keeps of the message and of the traceback of such an
-incident, of the message of an older one, and of the stacks of an overdue step. The pods' logs
-have the whole texts."""
+"""Number of characters that the operator keeps of such an incident's message and traceback, of an
+older incident's message, and of an overdue step's stacks. The pods' logs have the full texts."""
 MAX_REPORT = 1024 * 1024
-"""The most bytes of a report, whatever the number of pods."""
+"""Maximum size of a report in bytes, whatever the number of pods."""
 MAX_TEXTS = 96 * 1024
-"""The most bytes of a report without its pods."""
+"""Maximum size in bytes of a report without its pods."""
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"
 """File in the checkpoint folder in which a member records rounds and breaks, one per line. It is
-hidden, because scripts take the newest or last visible file there for their checkpoint."""
+hidden, because scripts assume that the newest or last visible file there is their checkpoint."""
 MAX_RECORDED = 5
-"""The most incidents of one such line. It may be half as long as a line to a member: a longer
-one would end the connection."""
+"""Maximum number of incidents in one such line. It may be half as long as a line to a member,
+because a longer line would end the connection."""
 MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
-"""The most pods of one job, which are its nodes and spares."""
+"""Maximum number of pods in one job: its nodes and spares."""
 MAX_NUMBER = 2**62
-"""The largest whole number that a member may send. A status holds 63 bits, and round numbers
-grow from it."""
+"""Largest whole number that a member may send. A status holds 63 bits, and round numbers grow from
+this number."""
 MAX_SECONDS = 2**31
-"""The longest time in seconds that a member or the operator may send."""
+"""Longest time in seconds that a member or the operator may send."""
 MAX_FIGURES = 100
-"""The most entries of a progress report and of its metrics, and the most characters of their
+"""Maximum number of entries in a progress report and in its metrics, and maximum length of their
 names."""
 STRAGGLERS = "stragglers"
-"""Key of a progress report: the ranks that lag, `[{"rank": 3, "slowdown": 1.8}]`."""
+"""Key of a progress report: the lagging ranks, `[{"rank": 3, "slowdown": 1.8}]`."""
 MAX_STRAGGLERS = 8
 ROUND = "round"
 """Key of a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
 UNGROUPED = "ungrouped"
-"""Key of the step counter's reports: true if the program makes steps but has formed no group
+"""Key of the step counter's reports: true if the program makes steps but has not formed a group
 with the other ranks."""
 UNCOUNTABLE = "uncountable"
-"""Key of the step counter's reports: true if the next steps may escape the counter, as those of
-a compiled optimizer do."""
+"""Key of the step counter's reports: true if the counter may miss the next steps, as it does with a
+compiled optimizer."""
 EXCHANGING = "exchanging"
-"""Key of the step counter's reports: true if the ranks exchanged something in each of the first
-steps."""
+"""Key of the step counter's reports: true if the ranks exchanged data in each of the first steps.
+"""
 FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
-"""Key of the step counter's reports: whether the optimizer had the state of a checkpoint before
-its first step, as one of RESUMED_WORDS."""
+"""Key of the step counter's reports: whether the optimizer had a checkpoint's state before its
+first step, as one of RESUMED_WORDS."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 START = "start"
 """Key of a progress report: where the training of this round continued, as `read_start` returns it."""
@@ -238,15 +238,15 @@ AT_RISK = "stepsAtRisk"
 SNAPSHOT_BYTES = "snapshotBytes"
 """Figure of a progress report: the bytes of memory that two states need on a node that lacks them."""
 COUNTED_SPEED = "stepsPerSecond"
-"""The metric of a script that reports no samples per second. The step counter has no other."""
+"""The metric used if a script does not report samples per second. The step counter's only metric.
+"""
 CHECKPOINT_TIME = "checkpointTime"
-"""The metric with which a script reports when its newest checkpoint was on disk, in Unix
-seconds."""
+"""The metric that reports when a script's newest checkpoint was on disk, in Unix seconds."""
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
-"""Metrics of the copies in a bucket: the newest copy's step, when it was saved (Unix seconds),
-and for how many seconds a checkpoint has existed only on its machine while none reached the
-bucket. A report with only these is made in the background, and does not show that the script
-makes steps."""
+"""Metrics of copies in a bucket: the newest copy's step, when it was saved (Unix seconds), and for
+how many seconds a checkpoint has existed only on its machine without any reaching the bucket. A
+report with only these metrics is made in the background, and does not show that the script makes
+steps."""
 
 
 def encode(verb: str, **values: Any) -> bytes:
@@ -258,7 +258,7 @@ def encode(verb: str, **values: Any) -> bytes:
 def _bare(verb: str) -> bytes:
     """Return a line without fields.
 
-    Cached, as a thousand members send a thousand heartbeats a second.
+    Cached, because a thousand members send a thousand heartbeats per second.
     """
     return _line({"t": verb})
 
@@ -268,7 +268,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return the object of one line.
+    """Return the object in one line.
 
     Raises:
         ValueError: not a JSON object with a verb; the message shows the line.
@@ -285,8 +285,7 @@ def decode(line: bytes) -> dict[str, Any]:
 def clip(text: object, limit: int = MAX_TEXT) -> str:
     """Shorten the text to `limit` characters by leaving out its middle.
 
-    Messages begin with the error, and tracebacks end with it. Lines stay whole unless they are too
-    long.
+    Messages begin with the error, and tracebacks end with it. Lines are kept whole unless too long.
     """
     full = "" if text is None else str(text)
     if len(full) <= limit:
@@ -299,14 +298,14 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""How many characters may be left out so that the next line is whole."""
+"""Maximum number of characters to omit so that the next line is whole."""
 _NEWLINE = "\n"
 
 
 def last_lines(text: str, limit: int) -> str:
     """Return the last `limit` characters of the text.
 
-    They begin with a whole line if one begins near.
+    The text begins with a whole line if one begins nearby.
     """
     text = text.strip()
     last = text[-limit:]
@@ -317,8 +316,8 @@ def last_lines(text: str, limit: int) -> str:
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
     """Return what two occurrences of the same error have in common.
 
-    That is the first line without its digits, which may name a rank, and the last line of the
-    script that the traceback names (empty if it names none).
+    That is the message's first line without digits, which may name a rank, and the script's last
+    line in the traceback (empty if none).
     """
     lines = _FRAME.findall(traceback)
     return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
@@ -330,10 +329,10 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
 def clip_kept(text: str, limit: int) -> str:
-    """Shorten the text to `limit` characters, of which Python keeps at most two bytes each.
+    """Shorten the text to `limit` characters, each of which takes Python at most two bytes.
 
-    A single character beyond 16 bits, such as an emoji, would make it keep four bytes of every
-    other one. In a text longer than half the limit such characters are replaced.
+    A single character beyond 16 bits, such as an emoji, would make every character take four bytes.
+    In a text longer than half the limit, such characters are replaced.
     """
     text = clip(text, limit)
     return text if text.isascii() or len(text) <= limit // 2 else _BEYOND_16_BITS.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -343,9 +342,9 @@ def clip_kept(text: str, limit: int) -> str:
 
 
 def seal(token: str, *parts: str | bytes) -> str:
-    """Return a proof that its sender knows the token.
+    """Return a proof that the sender knows the token.
 
-    It is an HMAC-SHA256 of the parts, in hexadecimal.
+    The proof is the hexadecimal HMAC-SHA256 of the parts.
     """
     mac = hmac.new(token.encode(), digestmod=hashlib.sha256)
     for part in parts:
@@ -365,8 +364,8 @@ def is_sealed(proof: Any, token: str, *parts: str | bytes) -> bool:
 
 HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status", "/metrics"
 INSTANCE_HEADER, NONCE_HEADER, PROOF_HEADER = "DDPJob-Instance", "DDPJob-Nonce", "DDPJob-Proof"
-"""The coordinator's random number, the request's nonce, and the seal. The seal of a request is
-over `"request", INSTANCE, NONCE, METHOD, PATH with query, BODY`, that of an answer over
+"""The coordinator's random number, the request's nonce, and the seal. A request's seal covers
+`"request", INSTANCE, NONCE, METHOD, PATH with query, BODY`, and a response's seal covers
 `"answer", INSTANCE, NONCE, BODY`."""
 MAX_NONCE = 100
 
@@ -389,9 +388,9 @@ class Command(Word):
 
 
 def order_mark(pods: Iterable[str]) -> str:
-    """Return the mark of an order of pods in the report.
+    """Return the report's mark for an order of pods.
 
-    By it the sender recognizes the order; empty for none.
+    The sender recognizes its order by this mark. It is empty without an order.
     """
     names = "\n".join(pods)
     return hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16] if names else ""
@@ -411,10 +410,10 @@ def iso(moment: datetime) -> str:
 
 
 def largest_report(pods: int) -> int:
-    """Return how many bytes the report of a job with `pods` pods, spares included, may have.
+    """Return the maximum size in bytes of the report of a job with `pods` pods, including spares.
 
-    The coordinator need not know the number of spares: the members beyond its nodes that it may
-    have to name fit into the rest of the 64 KiB.
+    The coordinator need not know the number of spares: any members beyond its nodes fit into the
+    rest of the 64 KiB.
     """
     return min(MAX_REPORT, MAX_TEXTS + 64 * 1024 + 1024 * pods)
 
@@ -424,7 +423,7 @@ class Record:
 
     @classmethod
     def read(cls: type[R], body: Any, where: str = "report") -> R:
-        """Read it from JSON. Unknown keys are ignored; keys with a default may be missing.
+        """Read a record from JSON. Unknown keys are ignored; keys with a default may be missing.
 
         Raises:
             ValueError: the message names the key and states the rule.
@@ -440,13 +439,13 @@ class Record:
         return cls(**values)
 
     def write(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the record as a JSON object."""
         return {key: _write(getattr(self, name)) for name, key, *_ in _layout(type(self))}
 
 
 R = typing.TypeVar("R", bound=Record)
 Read = Callable[[Any, str], Any]
-"""Converts a JSON value, given its place. Raises ValueError, which names the place."""
+"""Converts a JSON value, given its place. Raises a ValueError that names the place."""
 
 
 def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
@@ -485,7 +484,7 @@ def _write(value: Any) -> Any:
 
 
 def _reader(kind: Any, most: int) -> Read:
-    """Return the reader of a type, for at most `most` entries or characters.
+    """Return the reader for a type, with at most `most` entries or characters.
 
     Called once per type.
     """
@@ -514,7 +513,7 @@ def _read_list(read: Read, most: int, value: Any, where: str) -> tuple[Any, ...]
 
 
 def read_figures(value: Any, where: str) -> dict[str, Any]:
-    """Return the named figures and those of `metrics`, without values that are not figures.
+    """Return the named figures and those in `metrics`, without values that are not figures.
 
     Raises:
         ValueError: the value is not an object.
@@ -555,7 +554,7 @@ def _is_count(value: Any) -> bool:
 
 
 def read_stragglers(value: Any) -> list[dict[str, Any]]:
-    """Return the ranks that lag, each at most once. Malformed entries are left out."""
+    """Return the lagging ranks, each at most once. Malformed entries are dropped."""
     found: dict[int, dict[str, Any]] = {}
     for item in value[:MAX_STRAGGLERS] if isinstance(value, list) else []:
         if not isinstance(item, dict) or not is_number(item.get("slowdown")) or item["slowdown"] < 1:
@@ -582,7 +581,7 @@ def _is_figure(value: Any) -> bool:
 def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
     """Return which of step (or epoch), loss and speed the progress has.
 
-    People wait for the first of each.
+    Users wait for the first value of each.
     """
     metrics = progress.get("metrics")
     counted = isinstance(metrics, dict) and COUNTED_SPEED in metrics
@@ -597,7 +596,7 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     """Return what makes progress urgent to read.
 
-    These are the figures it has, the step counter's flags, and what its start has repeated.
+    That is the set of figures it has the step counter's flags, and what its start has repeated.
     """
     start = progress.get(START) or {}
     flags = {name for name in FLAGS if progress.get(name)}
@@ -605,9 +604,9 @@ def progress_news(progress: dict[str, Any]) -> frozenset[str]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number of at most 64 bits, as the status requires.
+    """Whether `value` is a finite number of at most 64 bits, as the status requires.
 
-    JSON's true is not one.
+    JSON's true is not a number.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
@@ -615,7 +614,7 @@ def is_number(value: Any) -> bool:
 def whole_number(value: Any, name: str, least: int = 0, most: int = MAX_NUMBER) -> int:
     """Return the value if it is a whole number within these bounds.
 
-    Raises ValueError, which names the field.
+    Raises a ValueError that names the field.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"{name}: must be a whole number from {least} to {most}, not {value!r:.80}")
@@ -625,7 +624,7 @@ def whole_number(value: Any, name: str, least: int = 0, most: int = MAX_NUMBER) 
 def _read_number(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         raise ValueError(f"{where}: must be a {'whole ' if kind is int else ''}number, not {value!r:.80}")
-    if not -(2**63) <= value < 2**63:  # NaN and infinities too: the status cannot hold them
+    if not -(2**63) <= value < 2**63:  # also excludes NaN and infinities, which the status cannot hold
         raise ValueError(f"{where}: must be a finite number of at most 64 bits, not {value!r:.80}")
     return value
 
@@ -653,7 +652,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.(?:\d{3}|\d{6}))Z", re.ASC
 
 def _read_time(kind: Any, value: Any, where: str) -> datetime:
     try:
-        # strptime is ten times slower, and a report has a dozen times.
+        # strptime is ten times slower, and a report contains a dozen times.
         return datetime.fromisoformat(_TIME.fullmatch(value)[1] + "+00:00")  # type: ignore[index]
     except (TypeError, ValueError):
         raise ValueError(f"{where}: must be a time like 2026-01-31T23:59:59.000Z, not {value!r:.80}") from None
@@ -689,7 +688,7 @@ class LostMember(Record):
 
 @dataclass(frozen=True)
 class Note(Record):
-    """Something that the operator should know about a pod, such as that it has no warm workers."""
+    """Information about a pod for the operator, such as that its workers are started cold."""
 
     pod: str = field(metadata={"most": MAX_NAME})
     kind: str = field(metadata={"most": MAX_KIND})
@@ -715,15 +714,16 @@ class Incident(Record):
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
     alike_ranks: int = 0
-    """How many ranks failed with the same `error_mark`; 0: a rank had a different error of its own.
+    """Number of ranks that failed with the same `error_mark`; 0: a rank had its own, different
+    error.
     """
     alike_pods: int = 0
-    """How many pods these ranks were in."""
+    """Number of pods that these ranks were in."""
     group_rank: Optional[int] = None
-    """Group rank of a node whose workers all ended with exit code 0 before those of others."""
+    """Group rank of a node whose workers all ended with exit code 0 before other nodes' workers."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
-        """Return a copy with `traceback` characters of its traceback, and few of its message."""
+        """Return a copy with `traceback` characters of the traceback, and few of the message."""
         trace = clip(self.traceback, traceback) if traceback else ""
         return replace(self, message=clip(self.message, 500), traceback=trace)
 
@@ -731,7 +731,7 @@ class Incident(Record):
 def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
     """Return incidents with the texts that the operator keeps.
 
-    Only the newest ones are in detail.
+    Only the newest incidents are kept in detail.
     """
     older = len(incidents) - detailed
     return tuple(
@@ -748,8 +748,8 @@ def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENT
 class Recovery(Record):
     """How the job recovers.
 
-    `last_seconds`: from the last break to the next step; `down_since`: since when the group has
-    made no step.
+    `last_seconds`: from the last break to the next step; `down_since`: when the group stopped
+    making steps.
     """
 
     last_seconds: Optional[float] = None
@@ -758,7 +758,7 @@ class Recovery(Record):
 
 @dataclass(frozen=True)
 class Overdue(Record):
-    """A step that is overdue: none was made since `since`.
+    """An overdue step: none has been made since `since`.
 
     `where` and `traceback`: all ranks' stacks.
     """
@@ -767,29 +767,29 @@ class Overdue(Record):
     where: str
     traceback: str = _at_most(MAX_TRACEBACK, "")
     activity: str = _at_most(MAX_FIGURES, "")
-    """What the script reported that it is doing."""
+    """The script's activity according to its report."""
 
 
 @dataclass(frozen=True)
 class Report(Record):
-    """The coordinator's answer to `GET /status`."""
+    """The coordinator's response to `GET /status`."""
 
     generation: int
     state: CoordinatorState
     nodes: int
-    """How many members a round should have; `min_nodes` are enough."""
+    """Number of members that a round should have; `min_nodes` are enough."""
     min_nodes: int
     backoff: tuple[float, ...] = field(metadata={"most": 2})
     """Initial and longest back-off delay of a crash loop, in seconds."""
     now: Optional[datetime] = None
     """The coordinator's clock, to which the report's times refer."""
     news: int = 0
-    """Grows with every change except that of the progress."""
+    """Grows with every change except changes in progress."""
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None
     world: Optional[int] = None
-    """The number of members of the current round."""
+    """Number of members in the current round."""
     round: int = 0
     started_at: Optional[datetime] = None
     members: tuple[Member, ...] = _at_most(MAX_PODS, ())
@@ -803,4 +803,5 @@ class Report(Record):
     overdue: Optional[Overdue] = None
     """Set only if `hang_after` is None; otherwise an overdue step is an incident."""
     order: str = _at_most(MAX_FIGURES, "")
-    """The `order_mark` of the pods in whose order ranks are numbered; empty if by index."""
+    """`order_mark` of the pod order that determines the ranks; empty if ranks follow the indices.
+    """

@@ -1,6 +1,7 @@
-"""The `ddpjob_report.py` of job pods, next to the archive with the package `ddpjob_report`.
+"""Job pods' `ddpjob_report.py`, next to the archive that contains the package `ddpjob_report`.
 
-A program with this folder in PYTHONPATH imports this module, which replaces itself by the package.
+A program with this folder in PYTHONPATH imports this module, which replaces itself with the
+package.
 """
 
 from __future__ import annotations

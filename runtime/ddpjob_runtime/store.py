@@ -1,9 +1,8 @@
-"""Hosts the c10d TCPStore of one rendezvous, as a child process: the coordinator itself needs no
-torch.
+"""Hosts a rendezvous' TCPStore in a child process, so that the coordinator does not need torch.
 
     python3 PATH/ddpjob_runtime store --port PORT --host ADDRESS
 
-It prints a line "ready PORT" when it accepts connections, and ends when its standard input ends,
+It prints a line "ready PORT" when it accepts connections. It ends when its standard input ends,
 because then the coordinator has died.
 """
 
@@ -21,7 +20,9 @@ from ddpjob_runtime import lean_torch, protocol
 
 
 def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
-    """Return a TCPStore that listens on one address, with a timeout of `seconds`. Port 0 means any.
+    """Return a TCPStore that listens on one address, with a timeout of `seconds`.
+
+    Port 0 means any port.
 
     torch itself would listen on every address of the machine, and the store has no authentication.
 
@@ -44,7 +45,7 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
             f"cannot host a store on {host!r}, port {port}: {why}; POD_IP, --local-addr (of torchrun) and --host (of"
             " the coordinator) must name an address of this machine on which the port is free"
         ) from error
-    # Before 2.8, only torch's older server takes over a socket.
+    # Before torch 2.8, only its older server accepts an existing socket.
     uses_libuv, timeout = torch.__version__ >= "2.8", timedelta(seconds=seconds)
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -58,13 +59,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
-    gc.disable()  # Saves a tenth of torch's import time; later this process makes no objects.
+    gc.disable()  # Saves a tenth of torch's import time; this process creates no objects later.
     try:
         with lean_torch.for_rendezvous():
             import torch.distributed  # noqa: F401
     except Exception as error:  # an OSError too: a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # This node's temporary problem, not the image's: a missing library has no errno.
+            raise  # A temporary problem of this node, not of the image: a missing library has no errno.
         why = " ".join(str(error).split())  # The coordinator reads the last line.
         sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")
         sys.stdout.flush()

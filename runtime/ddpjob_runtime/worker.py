@@ -4,21 +4,20 @@
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
     worker.py -u FILE ARGUMENTS | -u -m NAME ARGUMENTS
 
-The second form is Python's own, with which torchrun in a `command` starts its workers
-(PYTHON_EXEC). An error is then also written as the container's termination message, because no
-launcher reports it.
+The second form is Python's own; torchrun in a `command` uses it to start workers (PYTHON_EXEC). An
+error is then also written as the container's termination message, because no launcher reports it.
 
-It adds six things:
+It adds six features:
 
 - The process dies with its launcher.
 - An exception is written to torchrun's error file, as @record does for scripts that use it.
-- On rank 0 the steps of optimizers are counted.
+- On rank 0, the optimizers' steps are counted.
 - torch's compiler is imported only when something needs it.
-- An extension of torch is built again if its builder was killed.
+- A torch extension is rebuilt if its builder was killed.
 - `import ddpjob_report` finds the package that comes with the runtime.
 
-Nothing else of this file is visible to the program: no other module of the runtime is imported
-under its name, and standard modules are imported only where they are needed.
+Nothing else in this file is visible to the program: other runtime modules are not imported under
+their names, and standard modules are imported only where needed.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ if TYPE_CHECKING:
 
 EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
-"""The first argument of a worker that was started by torchrun in a `command`."""
+"""First argument of a worker that torchrun in a `command` started."""
 STAY_SECONDS = 10.0
 """How long exit handlers, threads and destructors may keep a process whose program has failed."""
 REASON_BYTES = 4096
 """The size of a container's termination message."""
 EXIT_REFUSED = 78
-"""Exit code of a program that refuses its configuration. Before the first step it ends the job."""
+"""Exit code of a program that refuses its configuration. Before the first step, it ends the job."""
 MARK = b"ddpjob\n"
-"""The content of the file with which torch locks an extension while a rank builds it."""
+"""Content of the file with which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
-"""How many causes of a recorded exception are recorded, and how many characters of each."""
+"""Maximum number of causes recorded for an exception, and maximum characters of each."""
 POST_SECONDS = 0.5
 POSTS_OF_SPEED = 10
 STEPS_WITHOUT_GROUP = 10
@@ -52,7 +51,7 @@ STEPS_OF_EXCHANGE = 3
 """The ranks train together if the first optimizer's steps, from the second up to this one,
 exchange data."""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
-"""Packages with which a program may train with other ranks without a group of torch.distributed."""
+"""Packages that let a program train with other ranks without a torch.distributed group."""
 
 
 def main() -> None:
@@ -71,7 +70,7 @@ def main() -> None:
 def become_worker(words: list[str]) -> None:
     """Start again with the Python that runs torchrun.
 
-    It may differ from the first one on the path.
+    It may not be the first Python on the path.
     """
     import os
     import shutil
@@ -90,8 +89,8 @@ def become_worker(words: list[str]) -> None:
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
     """Become the program that `words` (this file's arguments) name.
 
-    `hide` is called last: in a worker that was forked with torch imported it removes modules that
-    the program should import itself.
+    `hide` is called last. In a worker forked with torch imported, it removes modules that the
+    program should import itself.
     """
     mode, target = words[0], words[1]
     die_with_launcher()
@@ -111,7 +110,7 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this worker when its launcher dies. It has a session of its own."""
+    """Make the kernel kill this worker, which has its own session, when its launcher dies."""
     import ctypes
     import os
     import signal
@@ -119,7 +118,7 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     launcher = os.environ.pop("DDPJOB_LAUNCHER_PID", "")
     if launcher and not descends_from(int(launcher)):
-        os._exit(1)  # it died before the kernel was asked to watch it
+        os._exit(1)  # the launcher died before the kernel was asked to watch it
 
 
 def descends_from(launcher: int) -> bool:
@@ -137,7 +136,7 @@ def descends_from(launcher: int) -> bool:
 
 
 def show_stacks_on_signal() -> None:
-    """Write the main thread's stack to a file at a free signal, even while it is blocked in C++."""
+    """Make an unused signal write the main thread's stack to a file, even if blocked in C++."""
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")
@@ -150,12 +149,12 @@ def show_stacks_on_signal() -> None:
         file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
     except OSError:
         return  # A hang without stacks is better than no training.
-    # Other threads keep running, and reading their frames crashes a healthy process now and then.
+    # Other threads keep running, and reading their frames occasionally crashes a healthy process.
     faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
 
 
 def replace_process(command: list[str]) -> None:
-    """Become the command, with the default handling of the signals that Python ignores."""
+    """Become the command, with default handling for the signals that Python ignores."""
     import os
     import signal
 
@@ -176,14 +175,14 @@ def offer_report() -> None:
 class ReportImport:
     """Import hook that puts `ddpjob_report` on sys.path when a program imports it, and not before.
 
-    It has to stay there, because processes that multiprocessing spawns find modules only by
+    It has to stay there, because processes spawned by multiprocessing find modules only through
     sys.path.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Find `ddpjob_report`.
 
-        This hook is called last, for modules that are found nowhere else.
+        This hook is called last, for modules that were not found elsewhere.
         """
         if name != "ddpjob_report":
             return None
@@ -197,7 +196,7 @@ class ReportImport:
 def packages() -> str:
     """Return where the runtime's packages are.
 
-    That is the folder above this file's, or in job pods the archive next to this file.
+    That is the parent of this file's folder, or in job pods, the archive next to this file.
     """
     import os
 
@@ -215,7 +214,7 @@ def put_compiler_off() -> None:
 
 
 class CompilerImport:
-    """Import hook that gives `torch._dynamo` as a module whose code has not run yet."""
+    """Import hook that provides `torch._dynamo` as a module whose code has not run yet."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Find `torch._dynamo`. This hook is called first."""
@@ -223,7 +222,7 @@ class CompilerImport:
             return None
         sys.meta_path.remove(self)
         if getattr(sys.modules["torch"].__spec__, "_initializing", False):
-            return None  # This torch needs it for its own import.
+            return None  # This version of torch needs it for its own import.
         import os
         from importlib.machinery import PathFinder
         from types import ModuleType
@@ -235,7 +234,7 @@ class CompilerImport:
 
 
 def build_again() -> None:
-    """Have an extension of torch built again in a job if its builder was killed."""
+    """Make torch in a job rebuild an extension if its builder was killed."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -243,11 +242,11 @@ def build_again() -> None:
 
 
 def mend_baton(module: Any) -> None:
-    """Have a rank that builds an extension (torch.utils.cpp_extension) lock the file in the kernel.
+    """Make a rank that builds an extension of torch hold a kernel lock on the lock file.
 
-    The lock ends with the process. torch (except the newest) knows only the file. If its builder is
-    killed, as by a restart of the group, the file stays and every later rank waits forever. A file
-    without the mark is not a rank's.
+    The lock ends with the process. torch.utils.cpp_extension, except the newest, only checks
+    whether the file exists. If its builder is killed, for example by a group restart, the file
+    stays and every later rank waits forever. A file without the mark was not written by a rank.
     """
     import contextlib
     import fcntl
@@ -264,7 +263,7 @@ def mend_baton(module: Any) -> None:
         path = baton.lock_file_path
         if not acquire(baton) and not (is_left_behind(path) and acquire(baton)):
             return False
-        with contextlib.suppress(OSError):  # Without locks in the file system, do as torch does.
+        with contextlib.suppress(OSError):  # On a file system without locks, do as torch does.
             baton.held = open(path, "r+b", buffering=0)  # noqa: PTH123, SIM115 - as long as the baton
             fcntl.flock(baton.held, fcntl.LOCK_EX)
             baton.held.write(MARK)
@@ -273,7 +272,7 @@ def mend_baton(module: Any) -> None:
     def is_left_behind(path: str) -> bool:
         with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:  # noqa: PTH123
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A different rank may have removed it and made a new one.
+            # Another rank may have removed the file and created a new one.
             if file.read() == MARK and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # noqa: PTH116
                 os.remove(path)  # noqa: PTH107
                 return True
@@ -285,7 +284,7 @@ def mend_baton(module: Any) -> None:
 def after_import(name: str, act: Callable[[Any], None]) -> None:
     """Call `act` with a module once the program has imported it.
 
-    A program without torch pays nothing.
+    This costs nothing in a program without torch.
     """
     loaded = sys.modules.get(name)
     if loaded is not None:
@@ -326,8 +325,8 @@ class AfterImport:
 def run_recorded(mode: str, target: str) -> None:
     """Run the program to its end.
 
-    An exception is recorded, printed without this file's frames, and ends the process with 1, or
-    with EXIT_REFUSED if ddpjob_report raised it because a restart cannot help.
+    An exception is recorded, and printed without this file's frames. It ends the process with exit
+    code 1, or with EXIT_REFUSED if ddpjob_report raised it because a restart cannot help.
     """
     import os
 
@@ -340,9 +339,9 @@ def run_recorded(mode: str, target: str) -> None:
             run_script(target)
     except KeyboardInterrupt as error:
         hide_own_frames(error)
-        raise  # Python then ends itself with SIGINT.
+        raise  # Python then ends with SIGINT.
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)  # It may be any object.
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)  # The code may be any object.
         if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
             end_in_time()
             record(end, errors, code & 0xFF)
@@ -377,7 +376,7 @@ def show(error: BaseException) -> None:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Have the interpreter print this exception without this file's frames."""
+    """Make the interpreter print this exception without this file's frames."""
     hook, trace = sys.excepthook, remove_own_frames(error)
 
     def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
@@ -389,7 +388,7 @@ def hide_own_frames(error: BaseException) -> None:
 def run_script(path: str) -> None:
     """Run as `python PATH` does.
 
-    It may be a source or bytecode file, or a folder or archive with a __main__.py.
+    PATH may be a source or bytecode file, or a folder or archive with a __main__.py.
     """
     import os
 
@@ -409,7 +408,7 @@ def run_script(path: str) -> None:
 
 
 def load(path: str) -> tuple[Any, Any]:
-    """Return (loader, code) of a file. As in Python, bytecode is called .pyc or begins as such."""
+    """Return (loader, code) of a file. As in Python, bytecode is named .pyc or begins like it."""
     import io
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
     from importlib.util import MAGIC_NUMBER
@@ -444,7 +443,7 @@ def run_module(name: str, new_path: str | None = None) -> None:
 
 
 def new_main() -> Any:
-    """Return an empty __main__ for the program; this file's module keeps a different name."""
+    """Return an empty __main__ for the program. This file's module keeps a different name."""
     import builtins
     from types import ModuleType
 
@@ -454,7 +453,7 @@ def new_main() -> Any:
     if sys.version_info < (3, 14):
         vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
-    if "__mp_main__" in sys.modules:  # multiprocessing's second name for it in spawned processes
+    if "__mp_main__" in sys.modules:  # multiprocessing's second name for __main__ in spawned processes
         sys.modules["__mp_main__"] = module
     return module
 
@@ -473,7 +472,7 @@ def remove_own_frames(error: BaseException) -> TracebackType | None:
 def program_frames(error: BaseException) -> TracebackType | None:
     """Return the traceback from the program's first frame.
 
-    Frames of `python -m` are left out too.
+    Frames of `python -m` are also removed.
     """
     trace = remove_own_frames(error)
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
@@ -523,11 +522,11 @@ def record(error: BaseException, path: str, code: int) -> None:
 class Reason:
     """Why a rank failed, written as its container's termination message (termination_log.py).
 
-    The first failure counts.
+    Only the first failure counts.
     """
 
     wanted = False
-    """Whether this process writes it, because torchrun in a `command` has started it."""
+    """Whether this process writes the reason, because torchrun in a `command` started it."""
 
     def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
         import os
@@ -540,14 +539,14 @@ class Reason:
         self.said, self.trace = said, trace
 
     def write(self) -> None:
-        """Write it, unless a rank of the same round has already done so."""
+        """Write the reason, unless a rank of the same round has already done so."""
         import fcntl
         import json
         import os
 
         named = os.environ.get("DDPJOB_TERMINATION_LOG")
         try:
-            made = os.O_CREAT if named else 0  # Without a name, use the container's own file, if there is one.
+            made = os.O_CREAT if named else 0  # Without a name, use the container's own file if it exists.
             file = os.open(named or "/dev/termination-log", os.O_RDWR | made, 0o600)
         except OSError:
             return
@@ -579,11 +578,11 @@ class Reason:
 
 
 def end_in_time() -> None:
-    """Have the kernel end this process if it is alive STAY_SECONDS after its program failed.
+    """Make the kernel end this process if it is still alive STAY_SECONDS after its program failed.
 
     Exit handlers, threads and destructors may wait forever for ranks that wait for this one. A
-    Python thread could not end it, because none runs while the interpreter ends or a library holds
-    the lock.
+    Python thread could not end the process, because threads do not run while the interpreter shuts
+    down or a library holds the lock.
     """
     import signal
 
@@ -601,9 +600,9 @@ def text_of(error: BaseException) -> str:
 
 
 def with_inner_error(said: str) -> str:
-    """Add the inner error of a traceback in the text to its first line, which most places show.
+    """Add the inner error of a traceback in the text to the first line, which most places show.
 
-    mp.spawn and DataLoaders pass on the errors of their processes so; mp.spawn's text begins with
+    mp.spawn and DataLoaders pass on their processes' errors this way; mp.spawn's text begins with
     an empty line.
     """
     lines = [line for line in said.splitlines() if line.strip()]
@@ -620,8 +619,8 @@ def with_inner_error(said: str) -> str:
 def causes(error: BaseException, said: str) -> str:
     """Return the exceptions that led to this one, except those that `said` contains.
 
-    Programs print an exception and call sys.exit(1), or wrap it, and its text shows whether it is
-    only a consequence of a lost peer.
+    Programs may print an exception and call sys.exit(1), or wrap the exception, whose text shows
+    whether it is only a consequence of a lost peer.
     """
     found: list[str] = []
     seen = [error]
@@ -661,11 +660,11 @@ def group_exists() -> bool:
 
 
 def collectives() -> int:
-    """Return how many collectives the program's groups have made; 0 if they are not counted."""
+    """Return how many collectives the program's groups have run; 0 if they are not counted."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         return sum(group._get_sequence_number_for_group() for group in list(c10d._world.pg_map))  # type: ignore[union-attr]
-    except Exception:  # No group, a different torch, or a backend without a counter.
+    except Exception:  # No group, a different version of torch, or a backend without a counter.
         return 0
 
 
@@ -707,7 +706,7 @@ class StepCounter:
         self.compiled = 0
         self.state = 0  # the id of the first optimizer's state, which is not kept alive here
         self.has_state = self.loaded = False
-        self.made = self.exchanged = 0  # collectives up to the last step, and in how many steps in a row there were any
+        self.made = self.exchanged = 0  # collectives up to the last step, and number of consecutive steps with any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
@@ -715,10 +714,10 @@ class StepCounter:
 
         def count_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
             torch = sys.modules["torch"]
-            if torch.compiler.is_compiling():  # a compiled step is not counted: that would cost a graph break
+            if torch.compiler.is_compiling():  # a compiled step is not counted, because that would cause a graph break
                 return
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                self.captured = True  # The steps that a CUDA graph replays are not counted, as they run no Python.
+                self.captured = True  # Steps replayed by a CUDA graph are not counted, because they run no Python.
                 return
             self.captured, self.compiled = False, count_compiled_frames()
             if not counts:
@@ -732,7 +731,7 @@ class StepCounter:
                 self.made = made
             if knows_state and counts[key] <= 2 and len(counts) == 1:
                 state = getattr(optimizer, "state", None)
-                # Loading replaces the state. DCP makes an empty step before it loads.
+                # Loading replaces the state. DCP makes an empty step before loading.
                 self.loaded = self.loaded or (counts[key] == 2 and id(state) != self.state)
                 self.state, self.has_state = id(state), isinstance(state, dict) and bool(state)
 
@@ -749,7 +748,7 @@ class StepCounter:
     def resumed(self, steps: int) -> str:
         """Return whether the first optimizer had a state before its first step.
 
-        If it has none even after that step, the answer is "unknown".
+        If it has no state even after that step, the result is "unknown".
         """
         if self.loaded:
             return "yes"
@@ -764,8 +763,8 @@ class StepCounter:
         import threading
 
         with contextlib.suppress(OSError):
-            # Nor the first to resolve a name: glibc then reads the environment, and crashes if it
-            # changes.
+            # The thread must not be the first to resolve a name either, because glibc then reads
+            # the environment and crashes if it changes.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
@@ -779,8 +778,8 @@ class StepCounter:
             time.sleep(POST_SECONDS if posts else 0.01)
             steps, now = max(self.counts.values(), default=0), time.monotonic()
             if steps > (posts[-1][0] if posts else 0):
-                # The first steps' time is unknown. Later measure over several posts: one has only
-                # few steps.
+                # The first steps' time is unknown. Later, measure over several posts, because one
+                # post covers few steps.
                 self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
                 posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
             elif not self.said_uncountable and self.is_uncountable():
@@ -790,15 +789,15 @@ class StepCounter:
     def is_uncountable(self) -> bool:
         """Whether the next steps may escape the counter.
 
-        That is so if something was compiled, or a CUDA graph was captured, after the last counted
+        This is the case if something was compiled, or a CUDA graph captured, after the last counted
         step.
         """
         return self.captured or count_compiled_frames() > self.compiled
 
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
-        """Post the count. A failed post is dropped, since the next one contains its count.
+        """Post the count. A failed post is dropped, because the next one contains its count.
 
-        `last`: the program ends, and will not form a group.
+        `last`: the program is ending, and will not form a group.
         """
         import json
         import os
@@ -833,7 +832,7 @@ class StepCounter:
             self.posted = steps
 
     def trains_alone(self, steps: int, least: int) -> bool:
-        """Whether each rank seems to train a model of its own. This is logged once."""
+        """Whether each rank seems to train its own model. This is logged once."""
         alone = self.world > 1 and steps >= least and not self.grouped and not exchanges_otherwise()
         if alone and not self.said:
             self.said = True
@@ -844,9 +843,9 @@ class StepCounter:
         return alone
 
     def ask(self, body: bytes) -> tuple[str, str]:
-        """Post the body; return the answer's status and the coordinator's number.
+        """Post the body. Return the response's status and the coordinator's number.
 
-        The token is not sent, since anyone may be listening at the address.
+        The token is not sent, because anyone may be listening at the address.
         """
         import os
         import socket
@@ -870,7 +869,7 @@ def count_compiled_frames() -> int:
 
 
 def seal(token: str, *parts: Any) -> str:
-    """Return a proof that its sender knows the token, as protocol.seal does."""
+    """Return a proof that the sender knows the token, as protocol.seal does."""
     import hashlib
     import hmac
 

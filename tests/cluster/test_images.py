@@ -105,4 +105,4 @@ def test_operator_says_what_it_lacks(cluster: Cluster, operator_image: builder.I
     )
     assert code == 2
     assert "DDPJOB_OPERATOR_KEY must be a secret of at least 16 characters" in log
-    assert "The chart generates one" in log
+    assert "The chart generates a secret" in log

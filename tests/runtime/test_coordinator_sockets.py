@@ -766,7 +766,7 @@ def test_a_coordinator_that_stood_still_restarts_nobody(tmp_path: Path) -> None:
         report = job.status()
         assert (report["state"], report["round"], report["incidents"]) == ("Running", 1, [])
         assert not any(client.must_restart(1) for client in members)
-        assert "stood still for" in job.log("coordinator").read_text()
+        assert "was stalled for" in job.log("coordinator").read_text()
 
 
 def test_a_coordinator_that_stood_still_calls_nothing_a_hang(tmp_path: Path) -> None:

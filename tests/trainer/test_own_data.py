@@ -458,7 +458,7 @@ def test_a_sample_of_another_shape_is_named() -> None:
         ),
         ([TOKENS, "data.mixup=0.2"], r"data.mixup=0.2: blends inputs, and those of data.name=.*:tokens are whole"),
         ([TOKENS, "data.cutmix=1"], r"data.cutmix=1.0: takes a rectangle of images .* have the shape \(6,\); leave it"),
-        ([TOKENS, "model.channels_last=true"], r"model.channels_last: a layout"),
+        ([TOKENS, "model.channels_last=true"], r"model.channels_last: applies to images"),
         ([TOKENS, "strategy=pipeline"], r"strategy=pipeline: splits models of float inputs only, .*; set strategy=ddp"),
         ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; give probabilities from 0 to 1"),
     ],

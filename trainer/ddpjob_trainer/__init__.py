@@ -1,5 +1,5 @@
-"""The trainer: PyTorch training on any number of ranks, which may change at every restart.
+"""The trainer: PyTorch training on any number of ranks, which may change at each restart.
 
-It knows nothing of Kubernetes. `train` holds the loop, the packages are its rooms, and `python -m
-ddpjob_trainer --help` lists the commands.
+It does not depend on Kubernetes. `train` contains the loop, and the packages its parts.
+`python -m ddpjob_trainer --help` lists the commands.
 """

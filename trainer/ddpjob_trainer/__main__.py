@@ -19,18 +19,18 @@ _EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklea
           "prometheus_client")  # fmt: skip
 """Import names of the packages in the extra `trainer`, some of which an image may lack."""
 _INSTALL = "pip install '.[trainer]' in the checkout of DDPJob"
-"""The same words as in ddpjob/missing_package.py, which the trainer cannot import."""
+"""The same wording as in ddpjob/missing_package.py, which the trainer cannot import."""
 
 
 def main() -> int:
     """Run the command line and return the exit code.
 
-    Raises TrainerError with a message for the user, and Refused if the arguments are wrong or their
-    folder is in use.
+    Raises TrainerError with a message for the user, and Refused if the arguments are wrong or the
+    folder they name is in use.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        # This is what `record` does if there is no error file. Importing it imports torch, which
-        # would delay --help by seconds.
+        # `record` would do this without an error file, but importing it imports torch, which would
+        # delay --help by seconds.
         faulthandler.enable(all_threads=True)
         return _main()
     with uncollected(keep=True):

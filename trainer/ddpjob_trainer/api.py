@@ -1,6 +1,6 @@
 """The parts that make your own training loop exact on any number of ranks (docs/own-scripts.md).
 
-They belong to the trainer alone. Every script reports and leaves by `ddpjob_report`.
+They belong only to the trainer. Every script reports and exits through `ddpjob_report`.
 """
 
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all, even if a process or a machine dies."""
+"""Writes files and folders that appear completely or not at all, even if a process or host dies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[byt
     """Yield a temporary file next to `path`, which replaces it at the end of the `with`.
 
     The file is synced and renamed to `path`, then the folder is synced. `before_rename`, if given,
-    is called once the content is on disk; if it or the body raises, the old file stays. Raises
-    OSError.
+    is called once the content is on disk; if it or the body raises an exception, the old file
+    stays. Raises OSError.
     """
-    # Process ids alone are not enough: containers that share the folder usually have the same ones.
+    # Process ids alone are not enough: containers that share the folder usually have the same
+    # process ids.
     writer = f"{JobEnvironment.read().host}.{os.getpid()}"
     temporary = path.parent / f".{path.name}.{writer}.tmp"
     try:
@@ -45,8 +46,9 @@ def write_atomically(path: Path, content: bytes, before_rename: Check | None = N
 
 
 def write_all(file: IO[bytes], content: bytes | memoryview) -> None:
-    """Write everything to an unbuffered file, which takes at most 2 GiB at a time. Raises
-    OSError.
+    """Write everything to an unbuffered file, which accepts at most 2 GiB at a time.
+
+    Raises OSError.
     """
     view = memoryview(content).cast("B")
     while len(view):
@@ -54,7 +56,7 @@ def write_all(file: IO[bytes], content: bytes | memoryview) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power failure, by syncing the folder."""
+    """Sync a folder, so that the names in it survive a power failure."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -65,7 +67,7 @@ def sync_folder(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or folder. Raises OSError.
 
-    A folder is renamed first, so that nobody sees it half removed.
+    A folder is renamed first, so that it is never seen half removed.
     """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from ddpjob_pod.job_environment import JobEnvironment
 class TrainerError(Exception):
     """A problem that the user can fix.
 
-    The message says what is wrong, where, and what to write or do instead.
+    The message states what is wrong, where, and what to write or do instead.
     """
 
 
@@ -20,7 +20,7 @@ class ConfigError(TrainerError):
 
 
 class DeviceError(TrainerError):
-    """A machine lacks an accelerator that the configuration needs; another machine may have it."""
+    """This machine lacks an accelerator that the configuration needs; another one may have it."""
 
 
 class DataError(TrainerError):
@@ -39,7 +39,7 @@ class FencedError(CheckpointError):
 
 
 class FolderTakenError(CheckpointError):
-    """Another job uses the checkpoint folder: this one must not begin."""
+    """Another job uses the checkpoint folder, so this one must not begin."""
 
 
 class RendezvousError(TrainerError):
@@ -47,7 +47,7 @@ class RendezvousError(TrainerError):
 
 
 class PreflightError(TrainerError):
-    """The machines cannot train together in their present state."""
+    """The machines cannot train together in their current state."""
 
 
 def first_line(error: Exception) -> str:
@@ -65,7 +65,7 @@ class LedgerError(TrainerError):
 
 
 EXIT_USAGE, EXIT_CONFIGURATION = 2, 78
-"""Exit codes for wrong arguments: argparse's, and EX_CONFIG of sysexits.h. The latter also means
+"""Exit codes for wrong arguments: argparse's, and EX_CONFIG from sysexits.h. The latter also means
 that another job uses the folder."""
 
 
@@ -85,7 +85,7 @@ def exit_code(error: BaseException) -> int:
 class StartRefused(SystemExit):
     """Ends the program with `code`, because it cannot start as configured.
 
-    The message is the error's, and appears in the job's status.
+    The error's message appears in the job's status.
     """
 
     def __init__(self, message: str, code: int) -> None:

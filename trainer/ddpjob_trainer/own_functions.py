@@ -1,4 +1,4 @@
-"""Loads the user's functions that the configuration names as `package.module:function`."""
+"""Loads users' functions that the configuration names as `package.module:function`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
-    """Return the function that `key` names.
+    """Return the function named by `key`.
 
-    `kinds` lists other words that may stand before the colon in that key; they improve the hint.
-    Raises ConfigError with the remedy.
+    `kinds` lists other words that may precede the colon in that key; they improve the hint. Raises
+    ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")
     try:

@@ -1,8 +1,8 @@
 """The modules that every rank imports, for DDPJOB_PRELOAD.
 
 A launcher that forks its workers imports this module once, before the first fork. It imports only
-modules that start no thread and open no file. Runs that need torchvision, scikit-learn or
-matplotlib, which few do, import them later.
+modules that do not start threads or open files. The few runs that need torchvision, scikit-learn or
+matplotlib import them later.
 """
 
 from ddpjob_pod import late_dynamo

@@ -1,7 +1,7 @@
-"""The private parts of torch that the trainer replaces or calls, each by a function of this module.
+"""The private parts of torch that the trainer replaces or calls, each through a function here.
 
-torch may rename them in any release. A part that is missing raises TrainingError, which names it
-and says what to install. Otherwise an AttributeError would come or, worse, nothing would happen.
+torch may rename them in any release. If a part is missing, a TrainingError names it and says what
+to install. Otherwise there would be an AttributeError or, worse, nothing would happen.
 
     replaced (all since torch 2.6, the oldest supported)
         torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of
@@ -14,10 +14,10 @@ and says what to install. Otherwise an AttributeError would come or, worse, noth
         DTensor._spec                                   makes a shard of a checkpoint's layout
         _BatchNorm._check_input_dim                     refuses inputs as the layer itself would
 
-`optimizer._step_supports_amp_scaling` is an attribute that GradScaler looks for. A torch that looks
-for it no more would skip steps inside of fused optimizers, as tests/trainer/optim/test_precision.py
-would find. The launcher has a module of its own, `ddpjob_runtime/launcher/torch_parts.py`; neither
-may import the other.
+GradScaler looks for the attribute `optimizer._step_supports_amp_scaling`. A torch that no longer
+looked for it would skip steps inside fused optimizers, which tests/trainer/optim/test_precision.py
+would detect. The launcher has its own module, `ddpjob_runtime/launcher/torch_parts.py`; neither may
+import the other.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _LONGEST_MESSAGE = 1000
 
 
 class _ShortUnpicklingError(pickle.UnpicklingError):
-    """The error of torch's restricted unpickler, without most of a very long word of the file.
+    """An error of torch's restricted unpickler, with very long words from the file shortened.
 
     torch.load searches the message with a regular expression whose time grows with the square of
-    the longest word: a file of 20 kB kept the processor busy for eight seconds, and one of a
-    megabyte would take hours.
+    the longest word. A 20 kB file kept the processor busy for eight seconds, and a 1 MB file would
+    take hours.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -47,7 +47,7 @@ class _ShortUnpicklingError(pickle.UnpicklingError):
 
 
 def shorten_unpickling_errors() -> None:
-    """Have torch.load raise errors with short messages, for the rest of the process."""
+    """Make torch.load raise errors with short messages, for the rest of the process."""
     from torch import _weights_only_unpickler
 
     _replace(_weights_only_unpickler, "UnpicklingError", lambda _: _ShortUnpicklingError)
@@ -59,15 +59,15 @@ def wrap_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None
 
 
 def call_after_backward(act: Callable[[], None]) -> None:
-    """Call `act` at the end of the backward pass that runs now, in the order of these calls."""
+    """Call `act` at the end of the current backward pass, in the order of these calls."""
     _part(_part(torch.autograd.Variable, "_execution_engine"), "queue_callback")(act)
 
 
 def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return a flag per device: whether unscaling met a gradient that is not finite.
+    """Return a flag per device: whether unscaling found a non-finite gradient.
 
-    The optimizer then leaves skipping to the scaler. A fused one would skip inside, which leaves
-    SGD's momentum uninitialized if it was the first step.
+    The optimizer then leaves skipping to the scaler. A fused optimizer would itself skip the step,
+    leaving SGD's momentum uninitialized if it is the first step.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return list(_part(scaler, "_found_inf_per_device")(optimizer).values())
@@ -79,7 +79,7 @@ def check_all_reduced(network: torch.nn.parallel.DistributedDataParallel) -> Non
 
 
 def check_dimensions(module: torch.nn.Module, values: torch.Tensor) -> None:
-    """Raise ValueError if a batch normalization does not take values of this shape."""
+    """Raise ValueError if a batch normalization does not accept values of this shape."""
     _part(module, "_check_input_dim")(values)
 
 

@@ -1,7 +1,7 @@
-"""Decides how a run's batches are divided among its ranks, and refuses what cannot train so.
+"""Decides how a run's batches are divided among its ranks, and refuses runs that cannot work.
 
-Everything here depends on the configuration, the data, the strategy and the number of ranks, and
-nothing on a step. So a run that cannot work ends before its first step, with the key to change.
+Everything here depends on the configuration, data, strategy and number of ranks, but not on steps.
+So a run that cannot work ends before its first step, and the error names the key to change.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ddpjob_trainer.model.shared_parts import can_be_shared
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _WORTH_A_NOTE = 1.1
-"""How many times an even share the busiest rank may have without a remark in the log."""
+"""Maximum multiple of an even share that the busiest rank may have without a remark in the log."""
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
     """Return the data's fingerprint, which must be the same on all ranks.
 
-    Raises DataError on every rank if they see different data, because a sample number would then
+    Raises DataError on every rank if ranks see different data, because a sample number would then
     mean different images.
     """
     seen = group.gather(data.fingerprint())
@@ -65,9 +65,9 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
 
 
 def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
-    """Raise ConfigError if loss, evaluation, checkpoints or strategy do not suit the data."""
+    """Raise ConfigError if the loss, evaluation, checkpoints or strategy do not suit the data."""
     keys, criterion = config.data, strategy.criterion
-    # Otherwise the error would come only after an epoch of training.
+    # Otherwise the error would occur only after an epoch of training.
     if side := keys.size_tested:
         check_image_size(config.model, (3, side, side), data.classes, "data.test_image_size")
     inputs = f"of data.name={keys.name}"
@@ -100,7 +100,7 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
 
 
 def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
-    """Return what adds up an evaluation's results.
+    """Return the accumulator for evaluation results.
 
     Raises ConfigError if `eval` does not suit the data.
     """
@@ -109,7 +109,7 @@ def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Addin
 
 
 def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
-    """Explain an error of the model's first pass by the images' size, if that is the cause."""
+    """If the image size is the cause of an error in the model's first pass, explain it."""
     return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
 
 
@@ -129,12 +129,12 @@ class Division:
     ) -> Division:
         """Choose how to divide.
 
-        `tied`: what `model` computes of a sample depends on its micro-batch.
+        `tied`: what `model` computes for a sample depends on its micro-batch.
         """
         tied = tied or config.ddp.ordered or mixup.is_wanted(config.data)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
         micro_batches = config.data.micro_batches or (parts * strategy.portions if tied else 0)
-        # Sums over parts differ in the last bits from sums over whole micro-batches.
+        # Sums over parts differ from sums over whole micro-batches in the last bits.
         if config.ddp.ordered or not strategy.divides:
             return cls(config, data, strategy, micro_batches, Dividing.NO)
         exact = Dividing.EXACT if can_be_shared(model) else Dividing.NO
@@ -143,8 +143,8 @@ class Division:
     def resume(self, snapshot: Snapshot) -> Division:
         """Return the division with which training continues from a checkpoint.
 
-        A different number of ranks changes nothing here. A different train.accumulate does, because
-        users raise it when memory is short.
+        A different number of ranks does not change the division, but a different train.accumulate
+        does, because users raise it when memory is short.
         """
         kept = int(snapshot["micro_batches"])
         if not kept or self.config.data.micro_batches or self.config.model.sync_batchnorm:
@@ -159,7 +159,7 @@ class Division:
 
     @property
     def dealing(self) -> Dealing:
-        """What the sampler deals out to this rank."""
+        """How the sampler distributes samples to this rank."""
         strategy, stretch = self.strategy, self.config.data.stretch
         return Dealing(
             strategy.data_share.part,
@@ -208,13 +208,13 @@ class Division:
     def check_smallest_micro_batch(self, state: SamplerState) -> None:
         """Raise ConfigError if a later micro-batch has one sample and the model needs two."""
         config, size, batch, parts = self.config, self.data.train_size, self.config.data.batch, self.micro_batches
-        to_come = {size - state.consumed, size}  # Samples of this epoch, and of the next ones.
-        # Each rank's share is a micro-batch by itself.
+        to_come = {size - state.consumed, size}  # Samples left in this epoch, and in later epochs.
+        # Each rank's share is a separate micro-batch.
         if parts and self.dividing is Dividing.LOCAL:
             parts = max(parts, self.parts * self.dealing.passes(batch))
 
         def single(batch: int) -> set[int]:
-            """Return the sizes of steps that would have a micro-batch of one sample."""
+            """Return the step sizes that would have a micro-batch of one sample."""
             steps = {samples % batch for samples in to_come} | {min(batch, size)}
             return {step for step in steps if 0 < step < 2 * parts}
 
@@ -232,7 +232,7 @@ class Division:
         )
 
     def explain_waits(self) -> str:
-        """Return why ranks or pipelines wait in each step; empty if a full batch divides evenly."""
+        """Return why ranks or pipelines wait in each step; empty if full batches divide evenly."""
         batch, dealing = self.config.data.batch, self.dealing
         if dealing.passes(batch):
             return ""
@@ -253,10 +253,10 @@ class Division:
 def note_choices(
     config: Config, strategy: Strategy, float32_for: Sequence[int], steps: range, peaks: Sequence[float], flops: float
 ) -> list[str]:
-    """Return notes on decisions made for the user that nothing else would show.
+    """Return notes on decisions made for the user that would otherwise not be visible.
 
-    `steps` are those still to take. `float32_for` are the ranks that cannot compute in the format
-    asked for. `peaks` are the ranks' FLOP/s and `flops` a sample's FLOPs; 0 means unknown.
+    `steps` is the number of remaining steps. `float32_for` are the ranks that cannot compute in the
+    requested format. `peaks` are the ranks' FLOP/s and `flops` a sample's FLOPs; 0 means unknown.
     """
     notes = []
     if float32_for:
@@ -283,7 +283,7 @@ def note_choices(
 
 
 def note_changed_data(epoch: int) -> str:
-    """Return the warning that the data differ from those of the checkpoint."""
+    """Return the warning that the data differ from the checkpoint's data."""
     return (
         "warning: the data look other than those of the checkpoint (names of classes or files, sizes, labels, content)."
         f" Where sample numbers mean other samples now, epoch {epoch} takes some twice and leaves others out"
@@ -291,7 +291,7 @@ def note_changed_data(epoch: int) -> str:
 
 
 def _refuse(*rules: tuple[object, str]) -> None:
-    """Raise ConfigError with the message of the first rule that is broken."""
+    """Raise ConfigError with the message of the first violated rule."""
     for is_broken, message in rules:
         if is_broken:
             raise ConfigError(message)

@@ -52,8 +52,9 @@ _SAVING = "saving a checkpoint"
 def run(config: Config) -> int:
     """Train as configured, from the newest checkpoint if there is one.
 
-    Returns the exit code: 0 when training is complete, 75 when SIGTERM stopped it and a checkpoint is saved. Raises
-    TrainerError, whose message is for the user, for bad input, and RuntimeError when a peer is gone.
+    Returns the exit code: 0 if training is complete, 75 if SIGTERM stopped it and a checkpoint was
+    saved. Raises TrainerError with a message for the user if the input is invalid, and RuntimeError
+    if a peer is gone.
     """
     if not config.model.compile:
         late_dynamo.put_off()
@@ -83,7 +84,7 @@ def run(config: Config) -> int:
 
 
 class _StepBatches:
-    """The micro-batches of one step with their data, taken from the whole training's stream."""
+    """One step's micro-batches with their data, taken from the whole training's stream."""
 
     def __init__(self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]]) -> None:
         self._micros, self._loaded = micros, loaded
@@ -112,7 +113,7 @@ class Trainer:
         flops: float = 0.0,
         fingerprint: int = 0,
     ) -> None:
-        """`flops` are those of one sample, `fingerprint` is the data's; 0 means unknown."""
+        """`flops` is per sample, and `fingerprint` is the data's; 0 means unknown."""
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
         self._fingerprint, self._other_data = fingerprint, False
@@ -123,7 +124,7 @@ class Trainer:
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
-        if is_own(config.model):  # It may draw from a generator that nobody has seeded.
+        if is_own(config.model):  # It may draw from a generator that has not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._erasers = build_erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
@@ -182,7 +183,7 @@ class Trainer:
         while not stopped and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
-        self._save()  # Does nothing if this very state is saved already.
+        self._save()  # Does nothing if exactly this state is already saved.
         with self.reporter.during(_SAVING):
             self.checkpoints.finish(self.stop.seconds_left if stopped else None)
         self._report_checkpoints()
@@ -239,7 +240,7 @@ class Trainer:
 
         Returns this rank's sum of losses, the number of readable samples in the global batch, and
         the agreement. Both numbers are zero if the step was skipped. If images may be unreadable,
-        the agreement also carries their number; it is then None on entry and made here.
+        the agreement also includes their number; it is then None on entry and created here.
         """
         state, size = self.sampler.state, self.data.train_size
         at = Position(state.epoch * size + state.consumed, size, self.config.data.batch, self.config.train.epochs)
@@ -266,10 +267,10 @@ class Trainer:
         return (*counted, agreement)
 
     def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
-        """Yield each micro-batch of `steps` with its data, mixed if that is configured.
+        """Yield each micro-batch of `steps` with its data, mixed if configured.
 
-        The steps may span several epochs. They are requested as far ahead as the data set reads.
-        The time spent waiting for data is reported.
+        The steps may span several epochs, and are requested as far ahead as the data set reads. The
+        time spent waiting for data is reported.
         """
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
@@ -288,11 +289,11 @@ class Trainer:
 
     @property
     def _end_of_passes(self) -> StepPhase:
-        """The phase that the end of a micro-batch's passes is counted as."""
+        """The phase to which the end of a micro-batch's passes is counted."""
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _count_computed(self, step: Step) -> int:
-        """Return how many samples this rank's model computes, whether they count or not."""
+        """Return how many samples this rank's model computes, whether or not they count."""
         if self.config.model.sync_batchnorm:
             return len(step.mine)
         return sum(len(micro.samples) for micro in step.micros)
@@ -338,7 +339,7 @@ class Trainer:
         figures[1 + self.group.rank :: self.group.world] = torch.tensor(
             [
                 own / steps,
-                own / steps * even / taken if taken else 0.0,  # A rank with more samples is not slower.
+                own / steps * even / taken if taken else 0.0,  # A rank with more samples is not slower per se.
                 phases.get(StepPhase.DATA, 0.0) / spent if spent else 0.0,
                 float(peak_memory(self.device)),
             ],
@@ -369,13 +370,13 @@ class Trainer:
         self._window = 0, 0
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate after the last complete epoch if that is due.
+        """Evaluate after the last complete epoch if an evaluation is due.
 
         Return whether all ranks agreed to stop.
         """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # If a resume with a different train.eval_every falls within the next epoch, the weights are
-        # no longer those of the last complete epoch.
+        # After a resume with a different train.eval_every within the next epoch, the weights are no
+        # longer those of the last complete epoch.
         passed = self.sampler.state.consumed > 0 and complete < epochs
         due = (complete % self.config.train.eval_every == 0 and not passed) or complete == epochs
         if complete == 0 or complete <= self.epochs_evaluated or not due:
@@ -411,7 +412,7 @@ class Trainer:
         return self.checkpoints.due(self.step + 1, epoch=complete, last=complete == self.config.train.epochs)
 
     def _save(self) -> None:
-        """Save the state after the last step. It is written while training continues."""
+        """Save the state after the last step. The state is written while training continues."""
         # A restart does not repeat these steps, so check and record their results first.
         self.guard.check()
         with self.reporter.during(_SAVING):
@@ -427,7 +428,7 @@ class Trainer:
             self.reporter.copies = copies.figures()
         for step in copied:
             self.reporter.copied(step)
-        # The checkpoints that a restart is certain to find: with checkpoint.url, the folder may be
+        # Only checkpoints that a restart is certain to find: with checkpoint.url, the folder may be
         # lost with its machine.
         for step in copied if self.config.checkpoint.url else [save.step for save in completed]:
             self.ledger.checkpoint(step)
@@ -478,7 +479,7 @@ class Trainer:
         self.division.check_smallest_micro_batch(self.sampler.state)
 
     def _load_weights(self) -> None:
-        """Start from the weights in checkpoint.load, if it is given."""
+        """Start from the weights in checkpoint.load, if set."""
         if (path := self.config.checkpoint.load) is not None:
             state = self.strategy.state()
             keys = self.config.checkpoint

@@ -1,8 +1,9 @@
-"""Sets the clocks of tortured jobs' pods behind the machine's, by the value that a file has.
+"""Sets the clocks of tortured jobs' pods behind the machine's clock, by the value in a file.
 
-It also plants the points of `copy_kills`. It is on their PYTHONPATH. It changes only Python's
-clock, and never to ahead: the launcher compares it with the times of files, which remain the
-machine's.
+It also plants the points of `copy_kills`. It is on the pods' PYTHONPATH. It changes only Python's
+clock, and never sets it ahead, because the
+launcher compares it with file times, which come from the
+machine's clock.
 """
 
 import mmap

@@ -22,15 +22,15 @@ Variables = Callable[[], dict[str, Any]]
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return violations of the rules by a defaulted object that fits the schema.
+    """Return a defaulted object's violations of the rules. The object must fit the schema.
 
-    `old` is the defaulted object that it replaces, if any.
+    `old` is the defaulted object that `manifest` replaces, if any.
     """
     return list(_check(object_schema(), manifest, _MISSING if old is None else old, ""))
 
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
-    # Shared by all rules here, since the conversion takes longest.
+    # Shared by all rules here, since the conversion takes most of the time.
     variables = cache(lambda: _variables(value, old))
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from _apply(rule, variables, path, replaces=old is not _MISSING)
@@ -80,7 +80,7 @@ def _holds(text: str, variables: Variables, transition: bool) -> bool:
     except CELEvalError:
         if transition:
             # cel-python raises an error if values of different types, such as 1 and "1", are
-            # compared. The API server takes them as unequal.
+            # compared. The API server treats them as unequal.
             return False
         raise
 
@@ -111,7 +111,7 @@ def _as_go_reads(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_go_reads(item) for item in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return float(str(value))  # Infinite if it is too large for a float.
+        return float(str(value))  # Infinity if the number is too large for a float.
     return value
 
 

@@ -14,8 +14,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Labels by which jobs of all kinds name their LocalQueue and their WorkloadPriorityClass to
-Kueue."""
+"""Labels that name the LocalQueue and WorkloadPriorityClass of a job of any kind to Kueue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +31,21 @@ class DDPJob:
     created: datetime | None = None
     deleting: bool = False
     queue: str = ""
-    """The LocalQueue that its label names; empty: it is in no queue."""
+    """The LocalQueue that the job's label names; empty: the job is not in a queue."""
     queue_priority: str = ""
-    """The WorkloadPriorityClass that its label names."""
+    """The WorkloadPriorityClass that the job's label names."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
-    """`spec` as it is in the object, for a job that names a class."""
+    """`spec` as written in the object, for a job that names a class."""
     oversized: str = ""
-    """Path of the oversized part of the spec. Large fields are then not read, and no pods are made
-    from the other fields."""
+    """Path of the oversized part of the spec. If it is set, large fields are not read, and no pods
+    are made from the other fields."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
         Raises KeyError or ValueError if it does not fit. `spec` is the effective spec: it has the
-        values of the class in the status, and is cut to its limits.
+        values of the class in the status, and is cut to that class's limits.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -74,8 +73,8 @@ class DDPJob:
     def granted(self, status: JobStatus) -> DDPJob:
         """Return the job at the size that its queue has granted.
 
-        It may be less than the spec asks for. It keeps its current number of nodes, and its spares,
-        until the queue grants quota for more.
+        This may be less than the spec asks for. The job keeps its current number of nodes and
+        spares until the queue grants quota for more.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
@@ -100,7 +99,7 @@ class DDPJob:
 
     @property
     def reference(self) -> Json:
-        """The job, as other objects name it."""
+        """The reference by which other objects name the job."""
         return {"apiVersion": API_VERSION, "kind": KIND, "name": self.name, "uid": self.uid}
 
     @property
@@ -112,7 +111,7 @@ class DDPJob:
 def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
     """Return the class whose values a job has, given its spec as written.
 
-    It is the class that the spec names, once that has been taken.
+    It is the class that the spec names, once the job has taken it.
     """
     taken = status.job_class
     return taken if taken is not None and taken.name == spec.get("className") else None

@@ -18,7 +18,7 @@ from ddpjob.api.schema import Json, without_nulls
 
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
-"""Bytes of a class's JSON. It is limited because the status of each of its jobs holds a copy."""
+"""Maximum size of a class's JSON in bytes, because the status of each of its jobs holds a copy."""
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
 _SETTABLE = (*CLASS_FIELDS, QUEUE)
@@ -27,20 +27,20 @@ _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _MOST = 4096
 _OTHER_GPUS = re.compile(r"(^|[./])gpu([./]|$)|/mig-")
-"""Names of GPU resources, whatever a job's gpuResource is: nvidia.com/gpu, nvidia.com/mig-1g.5gb,
+"""Names of GPU resources, regardless of a job's gpuResource: nvidia.com/gpu, nvidia.com/mig-1g.5gb,
 gpu.intel.com/i915."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The class that a job would get if it began now."""
+    """The class that a job would get if it started now."""
 
     job_class: JobClass | None = None
     """None: no class of this name may be used in the job's namespace."""
     known: tuple[str, ...] = ()
     """Names of the classes that the job may use."""
     problems: tuple[str, ...] = ()
-    """Reasons why the job cannot have the class, one sentence each with the field and the
+    """Reasons why the job cannot have the class: one sentence each, with the field and the
     remedy."""
 
 
@@ -55,7 +55,7 @@ class JobClasses:
     def read(cls, found: Mapping[str, Any]) -> JobClasses:
         """Read the chart's value jobClasses.
 
-        Raises ValueError, with the place of the fault and the remedy.
+        Raises ValueError, which names the faulty field and the remedy.
         """
         if len(found) > MOST_CLASSES:
             raise ValueError(f"there are {len(found)} classes; at most {MOST_CLASSES} are possible")
@@ -66,7 +66,7 @@ class JobClasses:
     def offer(self, job: DDPJob) -> Offer:
         """Return the class that the job would get.
 
-        An empty offer unless the job is about to begin.
+        The offer is empty unless the job is about to begin.
         """
         if not begins(job):
             return Offer()
@@ -80,20 +80,20 @@ class JobClasses:
 def lacks_class(job: DDPJob) -> bool:
     """Whether the job names a class that it has not taken.
 
-    The job is new, or the class is a different one than before.
+    Either the job is new or its class has changed.
     """
     taken = job.status.job_class
     return bool(job.spec.class_name) and (taken is None or taken.name != job.spec.class_name)
 
 
 def begins(job: DDPJob) -> bool:
-    """Whether the job has a class and no pods that were made with an earlier version of it."""
+    """Whether the job has a class but no pods that were made with an earlier version of it."""
     fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED) or lacks_class(job)
     return bool(job.spec.class_name) and fresh and not (job.spec.run_policy.suspend or job.status.terminal)
 
 
 def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
-    """Return a sentence for each field that the job must not set, and each value above a limit."""
+    """Return a sentence for each field that the job must not set and each value above a limit."""
     return (*_fixed(job, given), *_exceeded(job, given))
 
 
@@ -135,7 +135,7 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
 def _gpus_of_pod(spec: JobSpec) -> int:
     """Count the GPUs of a pod as Kubernetes does.
 
-    Ordinary init containers hold GPUs one after another, before the other containers start.
+    Ordinary init containers hold GPUs one at a time, before the other containers start.
     """
     ending, sidecars = 0, 0
     for container in _containers(spec, "initContainers"):
@@ -179,7 +179,7 @@ def _fits(image: str, pattern: str) -> bool:
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
     """Check the CRD's rules against the job with its class.
 
-    Half of a forbidden combination may come from each.
+    A forbidden combination may come half from the job and half from the class.
     """
     from ddpjob.api.cel import check_rules
 
@@ -189,12 +189,12 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
         return
     whole = with_defaults({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": spec})
     if job.status.slots:
-        whole["status"] = {}  # Rules that apply only to new jobs do not apply to this one.
+        whole["status"] = {}  # Turns off rules that apply only to new jobs.
     for problem in check_rules(whole, None):
         yield f"{problem} (with class {given.name})"
 
 
-# --- reading the platform team's ---------------------------------------------------------------------------------
+# --- reading the platform team's classes -------------------------------------------------------------------------
 
 
 def _read(name: str, given: Any) -> JobClass:
@@ -233,7 +233,7 @@ def _spec(name: str, spec: Any) -> Json:
             if path not in CLASS_FIELDS:
                 remedy = f"a job decides it, or has the CRD's default; a class can set {', '.join(CLASS_FIELDS)}"
                 raise ValueError(f"{name}.spec.{path}: a class cannot set it; {remedy}")
-    # Add the minimum that the class leaves to its jobs.
+    # Add the minimum that the jobs of the class must set themselves.
     whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
     problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
     if problems:

@@ -1,8 +1,8 @@
 """`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
 
-The CRD file is the only source of names, defaults and ranges. A field with a default there has none
-here: `JobSpec.read` fills in the CRD's defaults first, so that a spec can also be read under a CRD
-of a different release. A default here is the value of a field that is absent.
+The CRD file is the only source of names, defaults and ranges. A field with a default there has no
+default here: `JobSpec.read` fills in the CRD's defaults first, so that a spec can also be read
+under a CRD of a different release. A default here is the value of a field that is absent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddpjob.api.schema import apply_defaults, default_of, exceeds, schema_of, wi
 MANAGER = "ddpjob.io/operator"
 """`spec.managedBy` of a job that this operator runs; leaving the field out means the same."""
 Json = dict[str, Any]
-"""A JSON object at the edge: a manifest or a part of one."""
+"""An unparsed JSON object: a manifest or a part of one."""
 
 
 # pydantic reads a validator's signature, and Python's patch releases report different ones for
@@ -44,7 +44,7 @@ class Placement(StrEnum):
 
 
 class WhenDeleted(StrEnum):
-    """What happens to the claim that a job has made when the job is deleted."""
+    """What happens on deletion of a job to the claim that it made."""
 
     RETAIN = "Retain"
     DELETE = "Delete"
@@ -78,7 +78,7 @@ class CleanPodPolicy(StrEnum):
 
 
 class NotifyEvent(StrEnum):
-    """Events in `notify.events`, after which the job's receiver is notified."""
+    """Events in `notify.events` that the job's receiver is notified of."""
 
     COMPLETE = "Complete"
     FAILED = "Failed"
@@ -86,13 +86,13 @@ class NotifyEvent(StrEnum):
 
 
 CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""Applies to the dataclass that has it and to dataclasses nested in it. Their validators are built
-at the first read."""
+"""Applies to the dataclass that has it and to the dataclasses nested in it. Validators are built on
+the first read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """A volume of the node pods: exactly one of claim_name, host_path and nfs is set."""
+    """A volume of the node pods. Exactly one of claim_name, host_path and nfs is set."""
 
     mount_path: str
     claim_name: str | None = None
@@ -104,7 +104,7 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimTemplate:
-    """A PersistentVolumeClaim that the job makes; `metadata` and `spec` as in its manifest."""
+    """A PersistentVolumeClaim that the job makes, with `metadata` and `spec` as in its manifest."""
 
     when_deleted: WhenDeleted
     metadata: Json = field(default_factory=dict)
@@ -113,7 +113,7 @@ class ClaimTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketVolume(Volume):
-    """A volume, or a bucket in its place: its URL, and how its server is reached."""
+    """A volume, or a bucket instead, with its URL and how to reach its server."""
 
     url: str | None = None
     endpoint: str | None = None
@@ -125,8 +125,8 @@ class BucketVolume(Volume):
 class CheckpointVolume(BucketVolume):
     """The volume of the checkpoints.
 
-    In place of `claim_name`, `host_path` and `nfs`, the job may make a claim or copy checkpoints to
-    a bucket.
+    Instead of using `claim_name`, `host_path` or `nfs`, the job may make a claim or copy
+    checkpoints to a bucket.
     """
 
     shared: bool
@@ -142,8 +142,8 @@ class CheckpointVolume(BucketVolume):
 class DataVolume(BucketVolume):
     """The volume of the training data.
 
-    In place of `claim_name`, `host_path` and `nfs`, pods may fetch the data from a bucket into
-    `cache`, which is a folder of their Kubernetes node, or into a disk of their own.
+    Instead of using `claim_name`, `host_path` or `nfs`, pods may fetch the data from a bucket into
+    `cache`, a folder of their Kubernetes node, or into a disk of their own.
     """
 
     cache: str | None = None
@@ -152,7 +152,7 @@ class DataVolume(BucketVolume):
     def fetched_folder(self) -> str:
         """Name of the folder for the data of `url` on one server.
 
-        No other source's files are stored there.
+        Files from any other source are stored elsewhere.
         """
         text = f"{(self.endpoint or '').rstrip('/')} {(self.url or '').rstrip('/')}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -199,7 +199,7 @@ class Rendezvous:
 
     @property
     def pod_fields(self) -> Json:
-        """The same settings as fields of the spec of the coordinator's own pod."""
+        """The same settings as spec fields of the coordinator's own pod."""
         fields: Json = {
             "nodeSelector": self.node_selector,
             "tolerations": list(self.tolerations),
@@ -214,7 +214,7 @@ class Rendezvous:
 
     @property
     def master_port(self) -> int:
-        """MASTER_PORT for a `command`: the processes that it starts may listen there on index 0."""
+        """MASTER_PORT for a `command`: its processes in pod 0 may listen on this port."""
         return self.port + 2 if self.port < 65534 else self.port - 1
 
 
@@ -230,14 +230,14 @@ class Elastic:
 class Backoff:
     """Seconds to wait before a restart after a repeated failure.
 
-    The wait is `initial`, doubled each time, at most `maximum`.
+    The wait is `initial`, and doubles each time up to `maximum`.
     """
 
     initial: Annotated[float, Field(alias="initialSeconds")]
     maximum: Annotated[float, Field(alias="maxSeconds")]
 
     def seconds(self, failures: int) -> float:
-        """Return the wait after this many failures in a row; there is none after the first."""
+        """Return the wait after this many consecutive failures. It is 0 after the first."""
         return 0.0 if failures < 2 else min(self.maximum, self.initial * 2.0 ** min(failures - 2, 40))
 
 
@@ -261,7 +261,7 @@ class Recovery:
     snapshots: Annotated[str, BeforeValidator(_as_text)]
     """auto, none, or the number of steps between two copies."""
     hang_after_seconds: int | None = None
-    """None: an overdue step is reported, and the group is left alone."""
+    """None: an overdue step is only reported."""
 
     @property
     def keeps_snapshots(self) -> bool:
@@ -285,15 +285,15 @@ class Scheduling:
     one_pod_per_node: bool
     topology_key: str
     same_topology: str | None = None
-    """Label whose value must be the same on the Kubernetes nodes of all node pods; None: it may
-    differ."""
+    """Label whose value must be the same on the Kubernetes nodes of all node pods; None: no such
+    constraint."""
     disruption_budget: bool
     gang: bool | None = None
-    """None: a gang is used if the cluster supports them."""
+    """None: use a gang if the cluster supports gangs."""
 
     @property
     def by_volcano(self) -> bool:
-        """Whether Volcano's scheduler places the pods, judged by its default name."""
+        """Whether Volcano's scheduler places the pods, judging by its default name."""
         return self.scheduler_name == "volcano"
 
 
@@ -306,7 +306,7 @@ class PreflightScope(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """Checks of new pods. If `min_megabytes_per_second` is None, any speed passes."""
+    """Checks of new pods. With `min_megabytes_per_second=None`, any speed passes."""
 
     scope: PreflightScope
     timeout_seconds: int
@@ -315,7 +315,7 @@ class Preflight:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Who may reach the job's pods, and the interface by which they reach each other."""
+    """Who may reach the job's pods, and the interface through which the pods reach each other."""
 
     isolate: bool
     interface: str | None = None
@@ -323,7 +323,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Notify:
-    """The operator's receiver that is notified, and the events it is notified of."""
+    """The receiver to notify, and the events it is notified of."""
 
     receiver: str
     events: tuple[NotifyEvent, ...]
@@ -338,7 +338,7 @@ class JobSpec:
     """The controller that runs the job; None: this operator."""
     class_name: str = ""
     image: str = ""
-    """Empty: the class that should name an image has not been taken yet."""
+    """Empty: the image comes from a class that the job has not taken yet."""
     image_pull_policy: str | None = None
     image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
     script: str | None = None
@@ -373,14 +373,14 @@ class JobSpec:
 
     @property
     def managed_elsewhere(self) -> bool:
-        """Whether another controller runs the job, and this operator leaves it alone."""
+        """Whether another controller runs the job, so that this operator ignores it."""
         return self.managed_by not in (None, MANAGER)
 
     @property
     def under_torchrun(self) -> bool:
         """Whether torchrun starts the workers.
 
-        With `command`, no process in the node pods talks to the coordinator.
+        With `command`, the processes in the node pods do not talk to the coordinator.
         """
         return not self.command
 
@@ -405,7 +405,7 @@ class JobSpec:
 
     @property
     def isolated(self) -> bool:
-        """Whether a NetworkPolicy closes the job's pods to others."""
+        """Whether a NetworkPolicy isolates the job's pods."""
         return self.network.isolate and not self.on_host_network
 
     @property
@@ -431,11 +431,11 @@ _CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify", 
 
 
 def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
-    """Hash what pods are made from.
+    """Hash the fields that pods are made from.
 
     No upgrade of the CRD may change the hash, since that would replace all running pods. A spec is
-    read with the defaults of the CRD in the cluster, which may be a later one. Fields that have
-    their default values, and fields that this operator does not know, are therefore left out.
+    read with the defaults of the CRD in the cluster, which may be newer. Fields with their default
+    values and fields that this operator does not know are therefore excluded.
     """
     fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}
     hashed = _without_defaults(fixed, schema_of("spec")) | {"recovery.mode": mode}
@@ -465,9 +465,9 @@ _SPEC = TypeAdapter(JobSpec)
 # --- size limits: the operator keeps every job in memory, and users choose how large they are
 
 LARGEST_TEXT, MOST_VALUES = 256 * 1024, 5000
-"""Maximum number of characters in all names and texts of a spec, and of values (mappings, lists,
-texts and numbers) in it. Values are limited too, because an empty mapping takes 3 bytes in etcd and
-72 in the operator."""
+"""Maximum number of characters in all names and texts of a spec, and maximum number of values
+(mappings, lists, texts and numbers) in it. Values are limited too, because an empty mapping takes 3
+bytes in etcd and 72 in the operator."""
 _SMALL_TEXT, _SMALL_VALUES = 4096, 100
 
 
@@ -478,11 +478,11 @@ def oversized(spec: Mapping[str, Any]) -> str:
 
 
 def without_large_fields(spec: Mapping[str, Any]) -> Json:
-    """Return the fields of ordinary size of an oversized spec."""
+    """Return an oversized spec without its large fields."""
     return {name: value for name, value in spec.items() if not exceeds(value, _SMALL_TEXT, _SMALL_VALUES)}
 
 
 def size_fault(path: str) -> str:
-    """Return the sentence about an oversized part of a spec."""
+    """Return the error message for an oversized part of a spec."""
     most = f"{LARGEST_TEXT // 1024} KiB of text or {MOST_VALUES} values"
     return f"{path}: has more than {most}, the operator's limit; move data into a ConfigMap"

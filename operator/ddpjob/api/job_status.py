@@ -1,6 +1,6 @@
 """`status` of a DDPJob as frozen dataclasses, which pydantic reads and writes.
 
-Why some of its names say node for a machine: docs/decisions/0022.
+docs/decisions/0022 explains why some names say "node" for a machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddpjob.api.job_spec import CONFIG, JobSpec, Json, NotifyEvent
 
 
 class SlotState(StrEnum):
-    """State of the pod of a slot's current attempt; see docs/architecture.md."""
+    """State of a slot's current pod; see docs/architecture.md."""
 
     PLANNED = "Planned"
     CREATED = "Created"
@@ -57,7 +57,7 @@ class ConditionType(StrEnum):
     ADMITTED = "Admitted"
     """Set only for a job in a Kueue queue: whether the queue has granted the quota to run."""
     NODES_HEALTHY = "NodesHealthy"
-    """Set only while a pod stays on a Kubernetes node that a health agent calls unhealthy."""
+    """Set only while a pod stays on a Kubernetes node that a health agent reports as unhealthy."""
     CHECKPOINTS_COPIED = "CheckpointsCopied"
     """Set only if checkpoints do not reach the bucket, although they should."""
     SNAPSHOTS_HELD = "SnapshotsHeld"
@@ -78,7 +78,7 @@ class NotificationState(StrEnum):
 
 
 class Phase(StrEnum):
-    """Summary of the conditions for display; no decision depends on it."""
+    """Summary of the conditions, only for display. Decisions do not depend on it."""
 
     QUEUED = "Queued"
     PENDING = "Pending"
@@ -101,9 +101,9 @@ def parse_time(text: str | None) -> datetime | None:
 
 
 def known_time(text: Any) -> datetime | None:
-    """Return the time in a text of unknown origin.
+    """Parse a time from untrusted text.
 
-    None if it is not a time that can be computed with.
+    Return None if it is not a usable time (no time zone, or out of range).
     """
     try:
         return _computable(datetime.fromisoformat(text))
@@ -126,7 +126,7 @@ _OMIT_EMPTY = Field(exclude_if=not_)
 """Omits a field that is None, empty or 0 when the status is written."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""Maximum of a count or a number in a status. One more than the maximum can still be written."""
+"""Maximum value of a count or a number in a status. A value one above it can still be written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Moment = Annotated[datetime, AfterValidator(_computable)]
 _Time = Annotated[_Moment, PlainSerializer(format_time)]
@@ -162,10 +162,10 @@ class Slot:
     state: SlotState = SlotState.PLANNED
     node: Annotated[str, _OMIT_EMPTY] = ""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
-    """The job's round when the pod was created. The pod has no part in breaks of earlier rounds."""
+    """The job's round when the pod was created. The pod was not part of any earlier round."""
     reason: Annotated[str, _OMIT_EMPTY] = ""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """How many of its pods in a row ended for `reason` soon after their start."""
+    """How many consecutive pods of the slot ended for `reason` soon after their start."""
     not_before: _OptionalTime = None
     lost_since: _OptionalTime = None
 
@@ -176,12 +176,12 @@ class RendezvousStatus:
     attempt: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of coordinators of this generation before the current one."""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """How many coordinators in a row ended soon after their start."""
+    """How many consecutive coordinators ended soon after their start."""
     not_before: _OptionalTime = None
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
     nodes: _Number = 0
-    """The number of nodes that the slots were last laid out for."""
+    """The number of nodes for which the slots were last laid out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +189,14 @@ class GangStatus:
     """The gang of a generation, as it was decided when the generation began."""
 
     nodes: _Number = 0
-    """Slots 0 to nodes - 1 are in it."""
+    """Slots 0 to nodes - 1 are in the gang."""
     placed: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether all of it has been scheduled. Pods made later are scheduled one by one."""
+    """Whether the whole gang has been scheduled. Later pods are scheduled one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodChanges:
-    """Fields that the queue's flavor and its admission checks add to the pods of one kind."""
+    """Fields that the queue's flavor and its admission checks add to pods of one kind."""
 
     node_selector: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     tolerations: Annotated[tuple[Json, ...], _OMIT_EMPTY] = ()
@@ -206,7 +206,7 @@ class PodChanges:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueStatus:
-    """The quota that Kueue has granted to the job, with which it runs."""
+    """The quota from Kueue with which the job runs."""
 
     workload: str
     """Name of the Workload that holds the quota."""
@@ -214,7 +214,7 @@ class QueueStatus:
     """UID of the Workload."""
     cluster_queue: Annotated[str, _OMIT_EMPTY] = ""
     pods: _Number = 0
-    """Number of slots' pods that the quota covers, in addition to the coordinator's own pod."""
+    """Number of the slots' pods that the quota covers, not counting the coordinator's own pod."""
     node: PodChanges = field(default_factory=PodChanges)
     coordinator: PodChanges = field(default_factory=PodChanges)
 
@@ -224,7 +224,7 @@ class ClassLimits:
     """Limits for every job of a class; None or empty: no limit."""
 
     max_nodes: Annotated[_Number | None, _OMIT_NONE] = None
-    """Limit for nodes and spares together."""
+    """Maximum number of nodes and spares together."""
     max_gpus_per_node: Annotated[_Number | None, _OMIT_NONE] = None
     images: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
     """Allowed images of all containers; a final `*` makes an entry a prefix."""
@@ -232,7 +232,7 @@ class ClassLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class JobClass:
-    """What the platform team gives to the jobs of a class, and withholds from them."""
+    """The values and restrictions that the platform team sets for jobs of a class."""
 
     name: str
     mark: str
@@ -269,10 +269,10 @@ class Restart:
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether it was caused by another failure of the same round."""
+    """Whether another failure in the same round caused it."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether ranks of other pods (or the other ranks of the only pod) failed in that round with
-    the same error."""
+    """Whether ranks of other pods (or other ranks of the only pod) failed with the same error in
+    that round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,14 +281,14 @@ class Restarts:
     """Counted restarts since the budget was last reset."""
     uncounted: _Number = 0
     total: _Number = 0
-    """All restarts since the job began."""
+    """All restarts since the job started."""
     last_counted: _OptionalTime = None
     seen_generation: Annotated[_Number, _below("seen", "generation")] = 0
     seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
-    """Its limit is that of an incident's number in a report: a larger number could not be stored,
-    and the incident would be new in each reconcile."""
+    """It has the same limit as an incident's number in a report. A larger number could not be
+    stored, so the incident would look new at each reconcile."""
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
-    """The round that the last incident belongs to."""
+    """The round of the last incident."""
     repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
     """Complete steps that were made twice, as far as known, since the job began."""
     repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
@@ -304,7 +304,7 @@ class Restarts:
     def limit(self, most: int) -> int:
         """Return recovery.maxRestarts for `display`.
 
-        It is `most`, the spec's value, if the status does not have it.
+        If the status does not have it, return `most`, the spec's value.
         """
         return most if self.allowed is None else self.allowed
 
@@ -320,15 +320,15 @@ class AvoidedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Notification:
-    """One entry of `status.notifications`: the latest one of its kind."""
+    """One entry of `status.notifications`: the latest of its kind."""
 
     event: NotifyEvent
     id: str
-    """Unique to this notification, and the same whenever it is sent again."""
+    """Unique to this notification. A retry has the same id."""
     time: _Time
     state: NotificationState = NotificationState.PENDING
     message: Annotated[str, _OMIT_EMPTY] = ""
-    """The reason why it was given up."""
+    """The reason why the notification was given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,9 +349,10 @@ class JobStatus:
     gang: Annotated[GangStatus | None, _OMIT_EMPTY] = None
     """None: the generation's pods are scheduled one by one."""
     queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
-    """None: the job has no quota, because it is in no queue or still waits in one."""
+    """None: the job has no quota, because it is not in a queue or is still waiting in one."""
     job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
-    """The class as it was when the job started or was last resumed; None: none has been taken."""
+    """The class as it was when the job started or was last resumed; None: no class has been
+    taken."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
     """Number of pods that exist and have not ended, spares excluded."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
@@ -369,20 +370,21 @@ class JobStatus:
     notifications: Annotated[tuple[Notification, ...], _OMIT_EMPTY] = ()
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     trained: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the job has made a step, or has run long enough that this must be assumed."""
+    """Whether the job has made a step, or has run so long that it must be assumed to have made
+    one."""
     claim_made: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the claim of its claimTemplate has ever existed. If it is gone after that, the
+    """Whether the claim of the job's claimTemplate has ever existed. If so and it is now gone, the
     checkpoints are lost."""
 
     def slot(self, index: int | None) -> Slot | None:
-        """Return the slot of an index, or None.
+        """Return the slot with an index, or None.
 
-        The index may be out of range, because reports are written in the user's image.
+        The index may be out of range, because reports come from code in the user's image.
         """
         return self.slots[index] if index is not None and 0 <= index < len(self.slots) else None
 
     def condition(self, kind: ConditionType) -> Condition | None:
-        """Return the condition of a type, if it was ever set."""
+        """Return the condition of a type; None if it was never set."""
         return next((c for c in self.conditions if c.type == kind), None)
 
     def holds(self, kind: ConditionType) -> bool:
@@ -399,7 +401,7 @@ class JobStatus:
     def _wanted(self, spec: JobSpec) -> int:
         """Return the number of nodes wanted.
 
-        Once the job has ended, changes of its spec no longer count.
+        Once the job has ended, changes to its spec are ignored.
         """
         return self.rendezvous.nodes if self.terminal and self.rendezvous.nodes else spec.nodes
 
@@ -411,7 +413,7 @@ class JobStatus:
     def ended_without_recovery(self, restart: Restart) -> bool:
         """Whether a suspension cut this restart short.
 
-        It then never recovered, and ended with the job's pods.
+        It then never recovered but ended with the job's pods.
         """
         return restart.seconds is None and (self.start_time is None or restart.time < self.start_time)
 
@@ -422,16 +424,16 @@ class JobStatus:
 
     @classmethod
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
-        """Read a `status`, also one of a different release: unknown fields are ignored.
+        """Read a `status`, possibly from a different release: unknown fields are ignored.
 
-        An empty one is a new job's. Raises an error if it is not a JSON object. A field that cannot
-        be read is left out, and so is an object that lacks a required field: the CRD admits some of
-        these, and a file with a job's record may hold anything.
+        An empty status belongs to a new job. Raises an error if `status` is not a JSON object.
+        Fields that cannot be read and objects that lack a required field are ignored, because the
+        CRD admits some of them and a file with a job's record may hold anything.
         """
         return _validated({**status, "slots": _expanded(status.get("slots") or ())})
 
     def write(self, spec: JobSpec) -> Json:
-        """Return the object's `status`, with the fields that are derived for display."""
+        """Return the object's `status`, including fields that are derived for display."""
         written: Json = _STATUS.dump_python(self, mode="json", by_alias=True)
         if len(self.slots) >= COMPACT_FROM:
             written["slots"] = _compact(written["slots"])
@@ -456,8 +458,8 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""Number of slots from which equal slots in a row are written as one entry. 1,024 single entries
-would be 100 KB at each write."""
+"""Number of slots from which consecutive equal slots are written as one entry. 1,024 separate
+entries would be 100 KB per write."""
 _MOST_SLOTS = 4096
 
 
@@ -477,9 +479,9 @@ def _compact(slots: list[Json]) -> list[Json]:
 
 
 def _expanded(entries: Any) -> Any:
-    """Return one entry for each slot, for at most _MOST_SLOTS.
+    """Return one entry for each slot, up to _MOST_SLOTS.
 
-    A compact entry that this operator has not written counts as one.
+    A compact entry that this operator did not write counts as one slot.
     """
     if not isinstance(entries, list | tuple):
         return ()
@@ -501,7 +503,7 @@ def _expanded(entries: Any) -> Any:
 def _validated(status: Json) -> JobStatus:
     """Read a status without its invalid parts.
 
-    The invalid fields are left out, and then the objects that lack required fields.
+    Invalid fields are dropped first, then objects that lack required fields.
     """
     try:
         return _STATUS.validate_python(status)
@@ -515,7 +517,7 @@ def _validated(status: Json) -> JobStatus:
 
 
 def _leave_out(here: Any, path: tuple[int | str, ...]) -> None:
-    """Delete the value at the path, unless a part of the path is gone already."""
+    """Delete the value at the path, unless part of the path is already gone."""
     for position, key in enumerate(path, 1):
         if key not in (range(len(here)) if isinstance(here, list) else here):
             return

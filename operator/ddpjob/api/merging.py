@@ -18,12 +18,12 @@ CLASS_FIELDS = (
     *("scheduling.gang", "network.interface", "storage.data", "runPolicy.activeDeadlineSeconds"),
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )
-"""Fields below spec that a class of jobs may set. The CRD has no default for any of them, so a
-field that the job has not written is absent or empty, whatever the API server has added. env is
-fixed by name."""
+"""Fields below spec that a class of jobs may set. The CRD has no defaults for them, so a field that
+the job has not set is absent or empty, whatever the API server has added. env is fixed by variable
+name."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
-"""What a class may set and fix in addition to these fields: the queue that a job's label names."""
+"""A class may also set and fix the queue that a job's label names."""
 
 _LIST_KEYS = {
     **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets", "resourceClaims"), "name"),
@@ -38,15 +38,15 @@ _HANDLED = ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postS
 _HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc", "sleep"}
 """A probe or a hook has exactly one of these."""
 _TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
-"""Lists of affinity terms that must all hold or that all add weight: the overlay's terms are
+"""Lists of affinity terms that must all hold or that all add weight. The overlay's terms are
 appended to the base's."""
 
 
 def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collection[str] = ()) -> Json:
-    """Return a job's spec with the fields that its class gives.
+    """Return a job's spec with the fields from its class.
 
     The job's own fields take precedence, unless they are fixed. podTemplate and resources merge.
-    The trainer's environment and the lists of Secrets are joined, and if two entries have the same
+    The trainer's environment and the lists of Secrets are joined; if two entries have the same
     name, the job's is used. Any other field is taken from the class as a whole if the job does not
     set it.
     """
@@ -73,7 +73,7 @@ def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collecti
 
 
 def at(spec: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a path below spec; None if there is none."""
+    """Return the value at a path below spec; None if the path does not exist."""
     here: Any = spec
     for name in path.split("."):
         here = here.get(name) if isinstance(here, Mapping) else None
@@ -83,7 +83,7 @@ def at(spec: Mapping[str, Any], path: str) -> Any:
 def is_empty(path: str, value: Any) -> bool:
     """Whether a job has not written a field.
 
-    The two fields that merge are {} in that case, since the API server adds an empty object.
+    An unset podTemplate or resources is {}, since the API server adds an empty object.
     """
     return value is None or (path in _MERGED and not any(value.values()))
 
@@ -103,7 +103,7 @@ def _put(spec: Json, path: str, value: Any) -> None:
 def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
     """Return both lists as one.
 
-    If two items have the same name, the second's takes the place of the first's.
+    If two items have the same name, the item from `second` replaces the one from `first`.
     """
     later = {item["name"]: item for item in second}
     known = {item["name"] for item in first}
@@ -116,10 +116,10 @@ def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
 def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
     """Return a new, merged object.
 
-    Mappings merge, keyed lists merge by key, affinity terms are joined, everything else is
-    replaced. Fields that the overlay does not name are shared with `base`. If a list has items
-    without a key, as a user may write it, it replaces the other list, and validation reports its
-    faults in the result.
+    Mappings merge, keyed lists merge by key, affinity terms are joined, and everything else is
+    replaced. Fields that the overlay does not name are shared with `base`. A list with items that
+    lack a key, as a user may write it, replaces the other list. Validation then reports the faults
+    in the result.
     """
     merged = dict(base)
     for field, value in overlay.items():
@@ -148,7 +148,7 @@ def _has_keys(value: Any, field: str) -> bool:
 
 
 def _answered(toleration: Json, given: list[Json]) -> bool:
-    """Whether the overlay tolerates the same taint, and so replaces this toleration."""
+    """Whether the overlay tolerates the same taint, and therefore replaces this toleration."""
     return any(t.get("key") == toleration.get("key") for t in given)
 
 
@@ -166,7 +166,7 @@ def _merge_list(old: list[Json], new: list[Json], field: str) -> list[Json]:
 
 
 def _replaces(old: Json, new: Json, field: str) -> bool:
-    """Whether the overlay's item replaces the base's item of the same key and does not merge.
+    """Whether the overlay's item replaces the base's item of the same key instead of merging.
 
     A variable with a value replaces one with valueFrom, and a volume with a new source replaces the
     old volume, since neither can have both.

@@ -1,4 +1,4 @@
-"""Suggests the meaning of a refused field or value: other operators' words, units, shapes."""
+"""Suggests what a refused field or value means: other operators' words, units, shapes."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _OTHERS_WORDS = {
     "terminationGracePeriodSeconds",
     _TRAINER: "volumemounts ports lifecycle livenessprobe readinessprobe volumedevices",
 }
-"""Maps a place in this API to the names that PyTorchJob, TrainJob, JobSet, Volcano, Ray, torchrun,
-accelerate and Slurm have for it."""
+"""Maps a field of this API to its names in PyTorchJob, TrainJob, JobSet, Volcano, Ray, torchrun,
+accelerate and Slurm."""
 _PLACES = {word: place for place, words in _OTHERS_WORDS.items() for word in words.lower().split()}
 
 
 def belongs(name: str) -> str:
-    """Return where this API puts the thing that other APIs call `name`.
+    """Return the field of this API for what other APIs call `name`.
 
     Empty if it is not known.
     """

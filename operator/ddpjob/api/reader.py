@@ -14,22 +14,22 @@ from ddpjob.api.schema import MOST_PROBLEMS, Problem, apply_defaults, check_sche
 from ddpjob.api.yamltext import Document, YamlError, read_documents
 
 MAX_BYTES = 3 * 1024 * 1024
-"""The API server's limit for a request body."""
+"""The API server's size limit for a request body, in bytes."""
 
 CONVERTIBLE = ("PyTorchJob", "TrainJob")
 """Kinds that `ddpjob convert` reads."""
 
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
-"""The API server's alphabet for generateName. It has no vowels, so that no words appear."""
+"""The API server's alphabet for generateName. It has no vowels, to avoid forming words."""
 
 
 MOST_LINES = 21
-"""How many problems of one manifest are shown."""
+"""Maximum number of problems shown for one manifest."""
 _LONGEST_LINE = 1000
 
 
 def listed(problems: Sequence[Problem], line: Callable[[Problem], str] = str) -> str:
-    """Return a line for each of the first MOST_LINES problems, and one that counts the others."""
+    """Return a line for each of the first MOST_LINES problems, and one that counts the rest."""
     lines = [_without_middle(line(problem)) for problem in problems[:MOST_LINES]]
     if len(problems) > MOST_LINES:
         least = "at least " if len(problems) >= MOST_PROBLEMS else ""
@@ -44,7 +44,7 @@ def _without_middle(text: str) -> str:
 class ManifestError(ValueError):
     """An unusable manifest.
 
-    `problems` holds the errors; `str()` has one line for each of the first MOST_LINES.
+    `problems` holds the errors; `str()` gives one line for each of the first MOST_LINES.
     """
 
     def __init__(self, source: str, problems: Iterable[Problem], document: Document | None = None) -> None:
@@ -60,8 +60,8 @@ class ManifestError(ValueError):
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
     """Return the API server's reasons to reject a DDPJob; empty if it is valid.
 
-    The DDPJob is new, or replaces `old`. Both are taken as written; defaults are filled in here.
-    podTemplate.spec is checked in `ddpjob.objects`.
+    The DDPJob is new, or replaces `old`. Both are as written; defaults are filled in here.
+    `ddpjob.objects` checks podTemplate.spec.
     """
     from ddpjob.api.cel import check_rules
 
@@ -69,7 +69,7 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
     if wrong_kind:
         return wrong_kind
     stored = with_defaults(manifest)
-    # The rules assume an object that fits the schema. For others they would report the same error
+    # The rules assume an object that fits the schema. Otherwise they would report the same error
     # twice.
     return sorted(check_schema(stored) or check_rules(stored, None if old is None else with_defaults(old)))
 
@@ -77,7 +77,7 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
 def with_defaults(manifest: Mapping[str, Any]) -> Json:
     """Return the manifest as the API server would store it.
 
-    It has defaults and a name, and no status.
+    It has defaults and a name, but no status.
     """
     stored: Json = apply_defaults({key: value for key, value in manifest.items() if key != "status"}, object_schema())
     metadata = stored.setdefault("metadata", {})
@@ -112,7 +112,7 @@ class Manifest:
 
 
 def read_manifests(source: Path | str, label: str = "the manifest") -> list[Manifest]:
-    """Return the DDPJobs of a file (Path) or of YAML text (str), unchecked.
+    """Return the DDPJobs in a file (Path) or in YAML text (str), unchecked.
 
     A List counts as its items. Objects of other kinds are ignored. Raises ManifestError if there is
     no DDPJob, or if two have the same name.
@@ -179,7 +179,7 @@ def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:
-    """Whether this is clearly an object of another kind, and not a DDPJob with a typing error."""
+    """Whether this is clearly an object of another kind, not a DDPJob with a typo."""
     ours = str(manifest.get("apiVersion", "")).split("/")[0] == API_VERSION.split("/")[0]
     return not ours and str(manifest.get("kind", "")).lower() != KIND.lower()
 

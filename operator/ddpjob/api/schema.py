@@ -94,7 +94,7 @@ def default_of(path: str) -> Any:
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
     """Return a copy of `value` as the API server stores it.
 
-    Nulls are removed, defaults set, and 2.0 is stored as 2 in integer fields.
+    Nulls are removed, defaults are set, and 2.0 becomes 2 in integer fields.
     """
     if isinstance(value, Mapping) and "x-kubernetes-int-or-string" not in schema:
         return _default_object(value, schema)
@@ -123,8 +123,8 @@ def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json
 def without_nulls(value: Any) -> Any:
     """Return a copy without fields that are null, such as empty values of a rendered template.
 
-    Use it for parts that the schema does not describe. A null in a list stays, because it is a
-    fault.
+    Use it for parts that the schema does not describe. Nulls in lists stay, because they are
+    errors.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -132,9 +132,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def exceeds(value: Any, text: int, values: int) -> bool:
-    """Return whether a JSON value exceeds these limits of characters (names and texts) or values.
+    """Return whether a JSON value exceeds a limit on characters (in names and texts) or on values.
 
-    It stops counting at the limits, so that its cost is bounded too.
+    Counting stops at the limits, so that the cost is bounded too.
     """
     waiting = [value]
     while waiting:
@@ -196,12 +196,12 @@ def _validator() -> Any:
 
 
 MOST_PROBLEMS = 100
-"""How many problems of one manifest are explained at most, because each search for a suggestion
-takes a millisecond."""
+"""Maximum number of problems explained for one manifest, because each search for a suggestion takes
+a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return where a defaulted manifest violates the schema, at most MOST_PROBLEMS places."""
+    """Return up to MOST_PROBLEMS places where a defaulted manifest violates the schema."""
     errors = list(islice(_validator().iter_errors(manifest), 2 * MOST_PROBLEMS))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
@@ -290,7 +290,7 @@ def _near(name: str, known: Any) -> str:
 def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     """Return a suggestion for an unknown field.
 
-    It is a field of the same object, or one of the same name elsewhere.
+    It is a field of the same object, or a field of the same name elsewhere.
     """
     if name in ("true", "false"):
         return "; YAML reads on, yes and y without quotes as true, and off, no and n as false: quote the name"
@@ -299,14 +299,13 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     if "claimName" in known and re.sub("[-_]", "", name.lower()) in ("pvc", "claim", "persistentvolumeclaim"):
         return "; did you mean claimName?"
     other = near_misses.belongs(name)
-    # Only for fields of spec itself or of an object in it, where other APIs' words may appear.
+    # Only fields of spec itself or of an object in it may have other APIs' names.
     if other and path.count(".") < 2:
         return f"; {other}"
     elsewhere = _paths_by_name().get(name.lower(), [])
     below = [place for place in elsewhere if place.startswith(f"{path}.")]
     if below and name.lower() not in map(str.lower, known):
-        # The field is written one level too high, which is likelier than a misspelling of a similar
-        # name.
+        # The field is one level too high, which is likelier than a misspelling of a similar name.
         return f"; did you mean {' or '.join(below[:3])}?"
     near = _near(name, known)
     if near:
@@ -325,7 +324,7 @@ def _paths_by_name() -> dict[str, list[str]]:
     def walk(schema: Mapping[str, Any], path: str) -> None:
         for name, child in schema.get("properties", {}).items():
             found.setdefault(name.lower(), []).append(join(path, name))
-            if name != "dataSource":  # its `name` and `kind` are not what anybody means elsewhere
+            if name != "dataSource":  # nobody means its `name` and `kind` elsewhere
                 walk(child, join(path, name))
 
     walk(object_schema()["properties"]["spec"], "spec")
@@ -333,12 +332,12 @@ def _paths_by_name() -> dict[str, list[str]]:
 
 
 def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Yield items of a list whose map keys equal those of an earlier item.
+    """Yield list items whose map keys equal those of an earlier item.
 
-    Only lists with x-kubernetes-list-map-keys have them.
+    Only lists with x-kubernetes-list-map-keys have map keys.
     """
     if not schema:
-        return  # Nothing below is described.
+        return  # The schema describes nothing below.
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _duplicates(item, schema.get("properties", {}).get(name, {}), join(path, name))
@@ -357,7 +356,7 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
 def list_key(schema: Mapping[str, Any], item: Any) -> tuple[str, ...] | None:
     """Return the key of an item of a list with map keys.
 
-    None for other lists, and for an item without its key.
+    Return None for other lists and for an item without its key.
     """
     keys = schema.get("x-kubernetes-list-map-keys")
     if not keys or not isinstance(item, Mapping) or any(key not in item for key in keys):

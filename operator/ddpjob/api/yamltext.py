@@ -1,7 +1,7 @@
 """Reads YAML as kubectl does, with the line of every field, and writes what kubectl reads back.
 
-PyYAML differs: it converts dates and 1:30, which kubectl reads as text, reads 1e5 as text, and
-silently drops one of two equal keys.
+PyYAML differs: it converts dates and 1:30 (text for kubectl), reads 1e5 as text, and silently drops
+one of two equal keys.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any
 import yaml
 
 MAX_NODES = 200_000
-"""Maximum number of values in one document with its aliases expanded: far more than in any
-manifest, far fewer than in an alias bomb."""
+"""Maximum number of values in one document after aliases are expanded: far more than any manifest
+has, but far fewer than an alias bomb."""
 
 MAX_DEPTH = 100
 
 MAX_DIGITS = 100
-"""Maximum number of characters of a number: 64 bits in base 2 with a few underscores, or any
-float."""
+"""Maximum number of characters in a number: enough for 64 bits in base 2 with a few underscores, or
+for any float."""
 
 MAX_SHOWN = 200
-"""How many characters of a manifest's value or field name a message repeats. Longer ones are cut in
-the middle."""
+"""Maximum number of characters that a message quotes from a manifest's value or field name. The
+middle of a longer text is cut out."""
 
 MAX_MESSAGE = 2_000
-"""Maximum number of characters of one line about a manifest."""
+"""Maximum number of characters in one message line about a manifest."""
 
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
-"""Tags of plain scalars. They map a scalar's first letter to the patterns to try."""
+"""Tags of plain scalars: a scalar's first letter, mapped to the patterns to try."""
 _MERGE = "tag:yaml.org,2002:merge"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """Return the text, or its beginning and end if it is too long.
+    """Return the text, or only its beginning and end if it is too long.
 
-    Between them is the number of omitted characters.
+    The number of omitted characters stands in between.
     """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...({len(text) - 2 * half} more)...{text[-half:]}"
@@ -96,10 +96,10 @@ def join(path: str, key: str | int) -> str:
 class _Loader(yaml.SafeLoader):
     """Resolves plain scalars as kubectl's reader does.
 
-    It reads YAML 1.1 without dates and base 60, and floats without a dot.
+    It reads YAML 1.1 without dates and base 60, but with floats that lack a dot.
     """
 
-    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (the way PyYAML wants it)
+    yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (as PyYAML expects)
     depth = 0
     merged = 0
 
@@ -114,7 +114,7 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Replace `<<` by what it merges, within the limits of a document.
 
-        There are limits because each level of aliases multiplies the document's size.
+        The limits are needed because each level of aliases multiplies the document's size.
         """
         line = node.start_mark.line + 1
         self.depth += 1
@@ -160,20 +160,20 @@ def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text such as 1e-4, y and 0o17, which kubectl or PyYAML would not read as text."""
+    """Quotes text that kubectl or PyYAML would otherwise not read as text: 1e-4, y, 0o17."""
 
     yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
 
 
 def write_document(value: Any) -> str:
-    """Write YAML from which `read_documents`, kubectl and PyYAML read the same value."""
+    """Write YAML that `read_documents`, kubectl and PyYAML all read as the same value."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _without_tabs(text: str) -> str:
-    """Replace tabs that indent JSON by spaces, because YAML refuses tabs.
+    """Replace tabs that indent JSON with spaces, because YAML refuses tabs.
 
-    JSON's strings cannot contain any.
+    JSON strings cannot contain tabs.
     """
     if "\t" in text and text.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
@@ -185,8 +185,8 @@ def _without_tabs(text: str) -> str:
 def _characters(text: str, line: int) -> str:
     """Join surrogate pairs.
 
-    JSON writes a character beyond 16 bits as two escapes, which YAML reads as two halves. Raises
-    YamlError.
+    JSON writes a character beyond 16 bits as two escapes, which YAML reads as two separate halves.
+    Raises YamlError.
     """
     if text.isascii():
         return text
@@ -210,7 +210,7 @@ def read_documents(text: str) -> Iterator[Document]:
     try:
         while loader.check_node():
             node = loader.get_node()
-            assert node is not None  # because check_node returned True
+            assert node is not None  # check_node returned True
             builder = _Builder(loader)
             value = builder.build(node, "")
             if value is not None:
@@ -310,7 +310,7 @@ class _Builder:
         }.get(kind)
         if construct is None:
             raise YamlError(f"the tag {shown(node.tag)} is not supported in manifests; remove it", line)
-        # Python refuses to print the largest ones.
+        # Python refuses to print very large numbers.
         if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
             raise YamlError(f"{_field(path, node)}: a number of {len(node.value):,} characters; {_NUMBERS}", line)
         try:

@@ -1,4 +1,4 @@
 """The command `ddpjob`: arguments, output, and the display of a run.
 
-Its work is done in `client`.
+The work itself is done in `client`.
 """

@@ -14,7 +14,7 @@ def main() -> int:
     except KeyboardInterrupt:  # while it is imported
         return 130
     except ModuleNotFoundError as error:
-        # Also later, because some packages are imported only when they are used.
+        # This may happen late, because some packages are imported only when they are used.
         print(missing_package(error, "ddpjob", "cli"), file=sys.stderr)
         return 2
 

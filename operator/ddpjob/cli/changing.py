@@ -58,7 +58,7 @@ def resume(backend: Backend, job: str) -> None:
 
 
 class _Ended(Mistake):
-    """The job has ended before it was suspended."""
+    """The job ended before it could be suspended."""
 
 
 def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:

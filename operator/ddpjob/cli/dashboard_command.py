@@ -18,7 +18,7 @@ from ddpjob.dashboard.web_server import serve
 
 
 def serve_dashboard(backend: Backend, host: str, port: int) -> int:
-    """Serve the dashboard. Raises Mistake if the jobs cannot be read or the port is taken."""
+    """Serve the dashboard. Raises Mistake if jobs cannot be read or the port is in use."""
     token = secrets.token_urlsafe(24)
 
     def scoped(namespace: str) -> Backend:

@@ -46,7 +46,7 @@ def summary(job: DDPJob, status: JobStatus) -> str:
 
 
 def _figures(status: JobStatus) -> list[str]:
-    """Return the known ones of progress, loss, time left, speed and accuracy."""
+    """Return progress, loss, time left, speed and accuracy, as far as they are known."""
     shown = (("", "display"), ("loss ", "lossDisplay"), ("eta ", "eta"), ("", "speedDisplay"))
     words = [f"{label}{status.progress[name]}" for label, name in shown if name in status.progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
@@ -69,8 +69,8 @@ def event_line(happened: TimedEvent) -> str:
 def recoveries(status: JobStatus) -> list[str]:
     """Return a line for each restart that is over, once it is known or unknowable what it repeated.
 
-    It shows what broke the group, and after how long the group ran again. There are none for a job
-    that has made or reported no step, because it may run again only to fail again.
+    It shows what broke the group and how long the group took to run again. A job that has not made
+    or reported a step has no such lines, because it may run again only to fail again.
     """
     if not status.progress:
         return []
@@ -86,12 +86,12 @@ def recoveries(status: JobStatus) -> list[str]:
 
 
 def stall_line(seconds: float) -> str:
-    """Return a line on the time without training."""
+    """Return a line about the time without training."""
     return f"Training: from the break to the next step {seconds:.1f} s"
 
 
 class NewLines:
-    """Lines for events, recoveries and stalls that were not shown before."""
+    """Lines for events, recoveries and stalls that have not been shown yet."""
 
     def __init__(self) -> None:
         self._events = self._recovered = self._stalls = 0
@@ -113,12 +113,12 @@ class NewLines:
         self._stalls = len(shown.stalls)
 
     def _new_trace(self, happened: TimedEvent) -> list[str]:
-        """Return the traceback of an event, unless it has been shown.
+        """Return the traceback of an event, unless it has already been shown.
 
-        An error may repeat, and end the job.
+        The same error may recur and then end the job.
         """
         trace = happened.event.message.splitlines()[1:]
-        # The place, and the error.
+        # The location and the error.
         known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])
         if known in self._traces:
             return []
@@ -127,9 +127,9 @@ class NewLines:
 
 
 class PlainLines:
-    """A display for logs: it prints a line at each change of the phase.
+    """A display for logs, which prints a line whenever the phase changes.
 
-    It prints progress at most every PLAIN_SECONDS.
+    Progress is printed at most once per PLAIN_SECONDS.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class PlainLines:
         for _, line in self._new.lines(shown):
             self.note(line)
         line, now = summary(shown.job, shown.status), shown.now.timestamp()
-        recent = 0 <= now - self._printed < PLAIN_SECONDS  # the clock may be set back meanwhile
+        recent = 0 <= now - self._printed < PLAIN_SECONDS  # the clock may have been set back
         due = not recent or shown.status.phase is not self._phase
         if line != self._last and due:
             self.note(line)

@@ -73,7 +73,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
 
 
 def _format_body(body: Json, output: str | PathTemplate) -> str:
-    """Return a job, or a list of jobs, in a form that is not a table."""
+    """Return a job, or a list of jobs, in any format except the table."""
     if isinstance(output, PathTemplate):
         return printable(output.text(body))
     return f"ddpjob.ddpjob.io/{body['metadata']['name']}\n" if output == "name" else document(body, output)
@@ -197,7 +197,7 @@ def show(folder: Path) -> None:
         try:
             for line in curves(found.metrics, found.name):
                 print_line(line)
-        except Mistake:  # Of a job that runs: it may be waited for.
+        except Mistake:  # The job is running, and may be waited for.
             print_line(f"{found.name}: its metrics contain no step")
 
 
@@ -313,7 +313,7 @@ def logs(
 
 
 def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
-    """(job, pod); the pod is empty where the name is a job's."""
+    """Return (job, pod); the pod is empty if the name is a job's."""
     try:
         return backend.job(name), ""
     except NoSuchJob as missing:
@@ -321,7 +321,7 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
     try:
         jobs = backend.jobs()
     except Mistake as mistake:
-        if mistake.denied:  # Who may not list jobs has mistyped the name all the same.
+        if mistake.denied:  # The name may be mistyped even if the user may not list jobs.
             raise why from mistake
         raise
     for body in jobs:

@@ -73,20 +73,20 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 def _place_last(words: list[str]) -> list[str]:
-    """Options of the place may stand before the command too, as kubectl's."""
+    """Move the place's options behind the command; like kubectl, accept them before it."""
     before: list[str] = []
     while words and (words[0].startswith("-n") or words[0].partition("=")[0] in PLACE_OPTIONS):
-        size = PLACE_OPTIONS.get(words[0], 1)  # In one word with its value: -nNAMESPACE, --context=CONTEXT
+        size = PLACE_OPTIONS.get(words[0], 1)  # One word with its value: -nNAMESPACE, --context=CONTEXT
         before, words = [*before, *words[:size]], words[size:]
     return [*words[:1], *before, *words[1:]] if words else before
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of an output that accepts nothing more."""
+"""Errors of an output that accepts no more text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command line and return the exit code."""
     usable_streams()
     name = PLUGIN if PLUGIN in Path(sys.argv[0]).name else "ddpjob"
     if "NO_COLOR" in os.environ:
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return int(code or 0)
     except Mistake as mistake:
-        for line in str(mistake).split("\n"):  # A manifest's texts in it may have any length.
+        for line in str(mistake).split("\n"):  # Its quotes from a manifest may have any length.
             print_note(shown(line, MAX_MESSAGE))
         return exit_code(mistake)
     except click.exceptions.Exit as ended:

@@ -1,4 +1,4 @@
-"""Output of commands: objects as YAML, JSON or by kubectl's path templates, and rows of jobs."""
+"""Output of commands: objects as YAML, JSON or kubectl's path templates, and rows of jobs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ddpjob.client.texts.job_text import header, row, table
 
 
 def printable(text: str) -> str:
-    """Return the text without characters that command a terminal.
+    """Return the text without characters that control a terminal.
 
-    A job's owner writes its messages and progress.
+    A job's owner controls its messages and progress.
     """
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def usable_streams() -> None:
-    """Make sure that printing no text fails.
+    """Make sure that printing never fails, whatever the text.
 
-    It could fail for a character that the output's encoding lacks, or if a stream was closed
-    (`<&-`, `>&-`).
+    It could fail because of a character that the output's encoding lacks, or because a stream was
+    closed (`<&-`, `>&-`).
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - no path of ours, open to the end
@@ -43,7 +43,7 @@ def usable_streams() -> None:
 def abandon_output() -> None:
     """Discard standard output from here on.
 
-    Otherwise Python fails at exit with text that could not be written.
+    Otherwise Python fails at exit because of text that could not be written.
     """
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - no path of ours
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
@@ -58,9 +58,9 @@ def document(body: Json, kind: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    """Return a character of JSON's text, escaped if it could command a terminal.
+    """Return a character of JSON text, escaped if it could control a terminal.
 
-    JSON itself escapes only those below 32.
+    JSON itself escapes only characters below 32.
     """
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
@@ -68,7 +68,7 @@ def _escaped(character: str) -> str:
 def documents(bodies: Sequence[Json], kind: str) -> str:
     """Return several objects as documents of YAML, or as a List in JSON.
 
-    JSON has no documents. A single object is returned as it is.
+    JSON has no separate documents. A single object is returned as it is.
     """
     if kind == "json" and len(bodies) > 1:
         return document(make_list(bodies), kind)
@@ -83,8 +83,8 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 class PathTemplate:
     """A template of `-o jsonpath=TEMPLATE`, as in kubectl.
 
-    It has text, and in braces paths, quoted text, range and end. Raises ValueError for a template
-    that cannot be read; the message shows what is wrong.
+    It consists of text and, in braces, paths, quoted text, range and end. Raises ValueError, which
+    says what is wrong, if the template cannot be read.
     """
 
     def __init__(self, template: str) -> None:
@@ -96,7 +96,7 @@ class PathTemplate:
         self._steps = self._read(iter(parts), within=False)
 
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
-        """Return text to print, or (path, the steps for each of its values, None: print them)."""
+        """Return texts to print and pairs (path, steps for each value; None: print it)."""
         steps: list[str | tuple[Any, Any]] = []
         for part in parts:
             inner = (part[1] or "").strip()
@@ -117,7 +117,7 @@ class PathTemplate:
         return steps
 
     def text(self, body: Json) -> str:
-        """Return the text, filled in from an object. Missing values are empty."""
+        """Return the template filled in from an object. Missing values are empty."""
         return self._filled(self._steps, body)
 
     def _filled(self, steps: list[str | tuple[Any, Any]], value: Any) -> str:
@@ -136,7 +136,7 @@ class PathTemplate:
 
 
 def _unquoted(text: str) -> str:
-    """Return the content of a text in either kind of quotes, with the escapes of JSON."""
+    """Return the content of a text in single or double quotes, with JSON's escapes."""
     try:
         inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
         return str(json.loads(f'"{inner}"'))
@@ -145,7 +145,7 @@ def _unquoted(text: str) -> str:
 
 
 def _path(text: str) -> Any:
-    import jsonpath  # It takes long to import, and is seldom needed.
+    import jsonpath  # It is slow to import and seldom needed.
 
     rest = text.removeprefix("$").removeprefix("@")
     if rest and rest[0] not in ".[":
@@ -158,7 +158,7 @@ def _path(text: str) -> Any:
 
 
 def make_list(bodies: Sequence[Json]) -> Json:
-    """Return several objects as `kubectl get -o yaml` prints them."""
+    """Return several objects as one List, as `kubectl get -o yaml` prints them."""
     return {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": list(bodies)}
 
 
@@ -166,9 +166,9 @@ def format_rows(
     bodies: Sequence[Json], now: datetime, *,
     wide: bool = False, namespaces: bool = False, widths: list[int] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Return a line of titles and one for each job.
+    """Return a header line and a line for each job.
 
-    `widths` are those of earlier lines, which only grow.
+    `widths` are the widths of earlier lines, which only grow.
     """
     rows = [row(body, now, wide=wide, namespaces=namespaces) for body in bodies]
     return table([header(wide=wide, namespaces=namespaces), *rows], widths)

@@ -1,4 +1,4 @@
-"""The options that choose jobs of this machine or of a cluster, and exit codes."""
+"""Options that choose between jobs of this machine and of a cluster, and exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Place:
     local: bool | None
 
     def is_local(self) -> bool:
-        """Return whether jobs are on this machine.
+        """Return whether the jobs are on this machine.
 
         --local and --cluster decide; otherwise the options of a cluster, the name `kubectl ddp`,
         and what is found here.
@@ -48,11 +48,11 @@ class Place:
         return has_jobs()
 
     def backend(self, *, everywhere: bool = False) -> Backend:
-        """Return the backend of the jobs that the command means."""
+        """Return the backend of the jobs that the command acts on."""
         return ProcessBackend() if self.is_local() and not everywhere else self.cluster(everywhere=everywhere)
 
     def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
-        """Return the cluster, whatever is_local returns."""
+        """Return the cluster's backend, whatever is_local returns."""
         if self.local:
             raise Mistake("--local: -A, --server and `ddpjob doctor` ask a cluster; leave --local out")
         from ddpjob.client.backends.api_server import ApiServer
@@ -70,17 +70,17 @@ _OPTIONS = (
 
 PLACE_NAMES = ("namespace", "context", "kubeconfig", "local")
 PLACE_OPTIONS = {"-n": 2, "--namespace": 2, "--context": 2, "--kubeconfig": 2, "--local": 1, "--cluster": 1}
-"""Maps an option to the number of its words."""
+"""Maps an option to its number of words."""
 
 
 def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose the place; the command gets a Place first."""
+    """Add the options that choose the place, and pass a Place as the first argument."""
 
     @functools.wraps(command)
     def wrapped(
         namespace: str | None, context: str | None, kubeconfig: str | None, local: bool | None, **rest: Any
     ) -> Any:
-        namespace = namespace and namespace.removeprefix("=")  # kubectl takes -n=NAMESPACE, too
+        namespace = namespace and namespace.removeprefix("=")  # kubectl accepts -n=NAMESPACE too
         return command(Place(namespace, context, kubeconfig, local), **rest)
 
     for option in reversed(_OPTIONS):
@@ -89,7 +89,7 @@ def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_backend(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose the place; the command gets the backend of its jobs first."""
+    """Add the options that choose the place, and pass its backend as the first argument."""
 
     @functools.wraps(command)
     def wrapped(place: Place, **rest: Any) -> Any:

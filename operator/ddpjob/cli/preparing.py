@@ -122,7 +122,7 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
 
 
 def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
-    """The namespace whose API server finds nothing wrong. Raises BadInput."""
+    """Return the namespace for which the API server accepts the manifest. Raises BadInput."""
     from ddpjob.client.backends.cluster_backend import ClusterBackend
     from ddpjob.client.manifests.manifest_sources import BadInput
     from ddpjob.client.manifests.server_check import server_problems
@@ -241,7 +241,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
                 )
             if _keeps_sigterm(bodies[-1]["spec"]):
                 print_note(f"note: {_NO_SIGTERM}")
-    finally:  # Also of the first ones, when a later one is refused.
+    finally:  # Also for the first jobs if a later one is refused.
         if shown:
             click.echo(documents(shown, str(output)), nl=False)
     codes = [wait_for(backend, name, "end", None) for backend, name in created] if options["waits"] else []
@@ -255,7 +255,7 @@ def _is_manifest(program: str) -> bool:
 
 
 def _keeps_files(spec: dict[str, Any]) -> bool:
-    """Whether files of the job may outlive its pods, or its pods copy them from each other, as the trainer's do."""
+    """Whether the job's files outlive its pods or, as with the trainer, are copied between pods."""
     volumes = ((spec.get("podTemplate") or {}).get("spec") or {}).get("volumes") or ()
     lasting = any(not {"configMap", "secret", "projected", "downwardAPI", "emptyDir"} & it.keys() for it in volumes)
     twice = spec.get("module") == "ddpjob_trainer" and spec.get("nodes", 1) > 1
@@ -269,7 +269,7 @@ _NO_SIGTERM = (
 
 
 def _keeps_sigterm(spec: dict[str, Any]) -> bool:
-    """Whether a shell that never replaces itself by its last program is the first process of the pods' containers."""
+    """Whether the containers' first process is a shell that never execs its last program."""
     match (*(spec.get("command") or ()), *(spec.get("args") or ())):
         case (str(shell), "-c" | "-ec" | "-euc" | "-lc", str(script), *_):
             return Path(shell).name in ("sh", "dash", "ash") and not re.search(r"\b(exec|trap)\b", script)
@@ -277,7 +277,7 @@ def _keeps_sigterm(spec: dict[str, Any]) -> bool:
 
 
 def _refuse_options_of_scripts() -> None:
-    """Raises UsageError for options that describe the job, which a manifest describes already."""
+    """Raise UsageError for options that describe the job, because a manifest already does."""
     context = click.get_current_context()
     for option in context.command.params:
         given = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
@@ -286,7 +286,7 @@ def _refuse_options_of_scripts() -> None:
 
 
 def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
-    """The objects of each job that is to be created."""
+    """Return the objects of each job to create."""
     from ddpjob.client.manifests.build_manifest import JobRequest, build, read_settings
     from ddpjob.client.manifests.manifest_sources import BadInput, check_made, checked, manifests
 
@@ -355,7 +355,8 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
             checked(read_manifests(text, "the DDPJob")[0])
         except BadInput as error:
             faulty = True
-            # The note on the missing image says what to do; the check of its place holder would guess a name.
+            # The note on the missing image says what to do; the check of its placeholder would
+            # guess a name.
             lines = [line for line in str(error).splitlines() if not line.startswith("spec.image: 'IMAGE' ")]
             for line in lines:
                 print_note(f"# {line}")
@@ -365,12 +366,12 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
-    except OSError:  # Too long for a name.
+    except OSError:  # It is too long for a file name.
         return False
 
 
 def _foreign(source: str) -> list[Any]:
-    """The manifests that can be converted; those that cannot are named."""
+    """Return the manifests that can be converted, and print the names of the others."""
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.api.yamltext import YamlError, read_documents
     from ddpjob.client.manifests.manifest_sources import refuse_address, standard_input
@@ -382,7 +383,7 @@ def _foreign(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        if not text.startswith("#!"):  # Else it is a script, such as one for Slurm, and not wrong YAML.
+        if not text.startswith("#!"):  # Otherwise it is a script, such as one for Slurm, not wrong YAML.
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         items = []
     except UnicodeDecodeError as error:

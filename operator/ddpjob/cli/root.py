@@ -1,4 +1,4 @@
-"""The root command `ddpjob`: what its commands share, and how they are grouped."""
+"""The root command `ddpjob`: how its commands are grouped, and what they share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MEANT = {
 
 
 class _Commands(click.Group):
-    """Commands in the order of their definition, with the near misses of unknown ones."""
+    """Lists commands in the order of their definition, and suggests one for an unknown command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -77,7 +77,10 @@ class _Commands(click.Group):
 
 
 class SystemFault(Exception):
-    """A file or the output cannot be read or written. Where a reader is gone, click ends with 1: a failed job."""
+    """A file or the output cannot be read or written.
+
+    If the output's reader is gone, click would exit with 1, which means a failed job.
+    """
 
     def __init__(self, error: OSError) -> None:
         self.error = error
@@ -85,14 +88,14 @@ class SystemFault(Exception):
 
 _BEHIND = {"submit": "train.py --", "convert": "-- torchrun"}
 _OF_TORCHRUN = {"nprocpernode": "--procs", "nnodes": "--nodes", "maxrestarts": "--set recovery.maxRestarts=N"}
-"""What torchrun calls that which `submit` has an option for."""
+"""Maps torchrun's options to those of `submit`."""
 
 
 class BeforeArguments(click.Command):
-    """A command whose last arguments are another program's, behind --."""
+    """A command whose last arguments, after --, belong to another program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)  # click takes them out
+        given = list(args)  # click removes them
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -122,7 +125,7 @@ _KINDS = ("ddpjob.ddpjob.io/", "ddpjobs.ddpjob.io/", "ddpjob/", "ddpjobs/", "ddp
 
 
 def bare(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Names as `-o name` prints them, and as kubectl takes them, without their kind."""
+    """Remove the kind from names, which `-o name` prints and kubectl accepts with it."""
     if isinstance(value, tuple):
         return tuple(bare(ctx, parameter, each) for each in value)
     kind = next((kind for kind in _KINDS if value and value.startswith(kind)), "")
@@ -148,7 +151,7 @@ def command_of_job(command: Callable[..., Any]) -> click.Command:
 
 
 def say(text: str, place: Backend) -> None:
-    """One line on success."""
+    """Print one line on success."""
     click.echo(f"{text} ({place.where})")
 
 

@@ -37,7 +37,7 @@ class Ready:
 
 
 def ready(file: str, name: str | None, options: Options) -> Ready:
-    """Make all checks that need no folder. Raises BadInput."""
+    """Make all checks that do not need a folder. Raises BadInput."""
     if platform.system() != "Linux":
         raise BadInput(
             f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` and the commands "
@@ -82,7 +82,8 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
                 " choose a different metadata.name, or remove its folder there and"
                 f" {shortest(job.folder.checkpoints)} here"
             )
-        # Before checkpoints are set aside, because nothing begins without ports.
+        # First get the ports, before checkpoints are set aside, because no run can start without
+        # them.
         ports = free_ports()
         holding.callback(ports[1].close)
         template = storage.claim_template

@@ -1,4 +1,4 @@
-"""Curves of a training in a terminal, and as a picture by the trainer's own plots."""
+"""Training curves in a terminal, and as a picture made with the trainer's own plots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpjob.missing_package import INSTALL
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
-"""Ratio of the largest to the smallest loss from which the scale is logarithmic."""
+"""The scale is logarithmic from this ratio of the largest to the smallest loss."""
 CUT = f"the beginning is not shown because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
 
 
@@ -37,7 +37,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
     """Return rows of blocks, the uppermost first.
 
-    The smallest value has one eighth of a row, the largest all rows.
+    The smallest value fills one eighth of a row, the largest fills all rows.
     """
     shown = means(values, width)
     low, high = min(shown), max(shown)
@@ -56,14 +56,14 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether the metrics are only the end of the file, as Backend.metrics reads it."""
+    """Return whether the metrics are only the end of the file that Backend.metrics reads."""
     return len(text.encode()) >= METRICS_BYTES
 
 
 def curves(text: str, job: str) -> Iterator[str]:
-    """Yield lines with the loss as a chart and the accuracy as a row.
+    """Yield lines that show the loss as a chart and the accuracy as a row.
 
-    Raises Mistake without a step.
+    Raises Mistake if there are no steps.
     """
     series = read_metrics(text)
     losses, accuracies, starts = points(series)

@@ -1,4 +1,4 @@
-"""`ddpjob top`: a job on a screen that is redrawn, from its status and pods alone."""
+"""`ddpjob top`: redraws a screen with a job, only from its status and pods."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from ddpjob.client.texts.job_text import (
 from ddpjob.core.status.messages import count
 
 _KEPT = 600
-"""Maximum number of points of a curve; of a longer one every other point is dropped."""
+"""Maximum number of points in a curve. Every other point of a longer curve is dropped."""
 _WIDTH = 60
 _RESTARTS = 5
 _PIPED_WIDTH = 200
 
 
 class StepCurve:
-    """Values of one number as they were reported, one per step."""
+    """Reported values of one number, one per step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -60,14 +60,14 @@ class StepCurve:
 
 
 class JobScreen:
-    """One job, drawn at each look."""
+    """The screen of one job, drawn at each refresh."""
 
     def __init__(self) -> None:
         self._loss, self._speed = StepCurve(), StepCurve()
         self._reported: object = None
 
     def frame(self, body: Json, pods: list[PodLine], now: datetime) -> RenderableType:
-        """Return the screen of this look."""
+        """Return the screen for this refresh."""
         with readable(body):
             job = DDPJob.read(body)
         status, progress = job.status, job.status.progress
@@ -136,7 +136,7 @@ def _text(line: str) -> Text:
 def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> None:
     """Show the screen until the job has ended.
 
-    Without a job, it is shown forever; if there is no terminal, once.
+    Without a job, show it forever; without a terminal, once.
     """
     console, screen = Console(), JobScreen()
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Wait for a job to be in a state, and say meanwhile what it does."""
+"""Waits for a job to reach a state, and reports meanwhile what the job does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ddpjob.client.backends.backend import ENDED, Backend
 from ddpjob.client.texts.job_text import phase, restart_line, why
 
 WAITING_SECONDS = 30.0
-"""Seconds between two lines of progress while waiting for a job."""
+"""Seconds between lines of progress while waiting for a job."""
 
 
 def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> int:
-    """The exit code of `wait`. Standard error shows what happens meanwhile: states, restarts, now and then progress."""
+    """Return the exit code of `wait`.
+
+    Meanwhile, standard error shows states, restarts and, now and then, progress.
+    """
     state, shown, shown_at, widths = "", ("", 0), 0.0, list[int]()
     for body, gone in backend.changes(job, seconds):
         state = phase(body)

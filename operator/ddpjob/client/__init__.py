@@ -1,5 +1,5 @@
-"""The user's view of jobs, on a cluster or this machine: shared by `ddpjob` and `Client`.
+"""The user's view of jobs on a cluster or this machine, shared by `ddpjob` and `Client`.
 
-It acts with the user's rights: on the cluster it writes what `kubectl` would, and never anything
+It acts with the user's rights. On the cluster it writes what `kubectl` would, but never anything
 that belongs to the operator (a job's status, its pods' specs).
 """

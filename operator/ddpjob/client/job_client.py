@@ -113,8 +113,9 @@ class Job:
 
 
 def change(backend: Backend, name: str, spec: Json) -> None:
-    """Merges into the spec of a job that has not ended: no change takes effect in one that has.
-    Raises Mistake.
+    """Merge into the spec of a job.
+
+    Raises Mistake, also if the job has ended, because the change would have no effect.
     """
     state = phase(backend.job(name))
     if state in FINISHED:
@@ -126,8 +127,9 @@ _Item = TypeVar("_Item")
 
 
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
-    """What is read of a job; nothing where the user may not, and `faults` says so: its status says
-    most of it.
+    """Read something of a job.
+
+    If the user may not, return nothing and add to `faults`: the status shows most of it anyway.
     """
     try:
         return read(job)
@@ -361,12 +363,12 @@ def _name(job: str | Job) -> str:
 
 
 def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Iterator[tuple[str, str]]:
-    """`named`: whether a rank was asked for, which has lines or does not exist."""
+    """Yield (pod, line). If a rank is `named`, it has lines or does not exist."""
     try:
         for line in follower.lines():
             yield line.pod.name, line.text.decode(errors="replace")
     finally:
-        stop.set()  # Whoever breaks off leaves no reader behind.
+        stop.set()  # A caller that stops early leaves no reader behind.
     if not follower.seen:
         why = "\n".join(follower.notes) or (follower.why_nothing() if named else follower.missing_slots())
         if why:

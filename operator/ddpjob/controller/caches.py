@@ -1,29 +1,28 @@
-"""The objects of all jobs as the watches show them: what a reconcile reads instead of asking the
-API server.
+"""Caches the objects of all jobs from watches, so that a reconcile need not ask the API server.
 
-Asking the API server for everything took some 240 requests per job and minute. One `Informer` per
-kind (and watched namespace) keeps what decisions need. While nothing changes there are no requests.
+Asking the API server for everything took some 240 requests per job and minute. Instead, one
+`Informer` per kind (and watched namespace) keeps what decisions need. No requests are made while
+nothing changes.
 
-- Views are kept, not objects. A pod is a `PodView`; of services, ConfigMaps, policies and budgets
-  only the metadata is read; of a job that has ended the parts of its spec that make pods are
-  dropped. Users choose how large their objects are, so this bounds the operator's memory.
-- An object belongs to a job by the job's uid in its labels or owner references, never by a name: a
-  job that is deleted and created again under its name owns nothing of the first one.
+- Views are kept, not objects. A pod is a `PodView`; only the metadata of services, ConfigMaps,
+  policies and budgets is read; and an ended job's spec loses the parts that pods are made from.
+  Users choose how large their objects are, so this bounds the operator's memory.
+- An object belongs to the job whose uid is in its labels or owner references. Names do not count,
+  because a job that is deleted and recreated under its name owns nothing from the first one.
 - A change wakes the job that it concerns. It is urgent if a user has changed the job, if a pod has
-  ended, is about to, or is gone, or if Kueue has changed a Workload. What the operator writes
-  itself wakes nobody (`_writing`), since otherwise each status write would cause the next
-  reconcile.
-- The last state of a pod that is gone is kept for DEPARTED_FOR. It may say why the pod ended, to a
-  reconcile that comes after its deletion.
+  ended, is about to end or is gone, or if Kueue has changed a Workload. The operator's own writes
+  do not wake jobs (`_writing`), since otherwise each status write would cause the next reconcile.
+- A deleted pod's last state is kept for DEPARTED_FOR, because it may show a later reconcile why
+  the pod ended.
 
 Example: a node is drained, and its pod is deleted before the job is reconciled.
 
     watch: pod train-1-0, disruption=EvictionByEvictionAPI   the job is woken, urgently
-    watch: pod train-1-0 DELETED                             it moves to `departed` for 30 s
+    watch: pod train-1-0 DELETED                             the pod moves to `departed` for 30 s
     reconcile: `departed` has it, `pods` does not            its cause is Evicted, not counted
 
-A leader lists everything after it has taken the Lease (`complete`), so it never decides on what is
-older than its predecessor's writes.
+A leader lists everything after it has taken the Lease (`complete`), so its decisions are never
+based on data older than its predecessor's writes.
 
 Why: docs/decisions/0013.
 """
@@ -61,13 +60,14 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 
 log = logging.getLogger("ddpjob.caches")
 Wake = Callable[[JobKey, bool], None]
-"""Called with (job, whether its reconcile is urgent)."""
+"""Called with (job, whether to reconcile it urgently)."""
 
 DEPARTED_FOR = 30.0
-"""Seconds for which the last state of a deleted pod is kept, because it may show a late operator
-why the pod ended."""
+"""Seconds for which a deleted pod's last state is kept. It may show a late operator why the pod
+ended."""
 MOST_REFERENCES = 2000
-"""How many owners of an object are read. Objects of many jobs have up to a thousand."""
+"""Maximum number of owners read from an object. Objects shared by many jobs have up to a
+thousand."""
 _View = TypeVar("_View", PodView, WorkloadView)
 
 _ROOTS = {
@@ -85,12 +85,12 @@ _ROOTS = {
 }
 
 WATCHED = tuple(kind for kind in _ROOTS if kind not in ("Secret", "PersistentVolumeClaim"))
-"""The watched kinds. The operator may not read Secrets, and it reads claims one by one before a
-job's first pod."""
+"""The watched kinds. The operator may not read Secrets, and reads claims one by one before a job's
+first pod."""
 
 
 def watches(namespaces: int) -> int:
-    """Return how many watches are open for this many watched namespaces (0: all).
+    """Return the number of open watches for this many watched namespaces (0: all).
 
     Each watch has its own connection.
     """
@@ -100,7 +100,7 @@ def watches(namespaces: int) -> int:
 def collection(kind: str, namespace: str) -> str:
     """Return the path of a collection.
 
-    With an empty namespace, it is the collection of all namespaces.
+    With an empty namespace, the collection covers all namespaces.
     """
     root, plural = _ROOTS[kind]
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
@@ -120,7 +120,7 @@ class Owned:
     owner_uids: frozenset[str] = frozenset()
     """UIDs of all owners, jobs or not."""
     leaving: bool = False
-    """Whether its deletion was requested."""
+    """Whether the object's deletion was requested."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class Caches:
     """One `Informer` per kind, or per kind and watched namespace, and one for Kubernetes nodes.
 
     `wake` is called with each job that a change concerns, except for the operator's own writes.
-    `namespaces` are the watched ones (empty: all). The caches hold only objects of namespaces for
-    which `keep` is true. `on_job(before, after)` is called with each change of a job, whatever
+    `namespaces` are the watched ones (empty: all). The caches hold only objects in namespaces for
+    which `keep` is true. `on_job(before, after)` is called for each change of a job, whatever
     caused it.
     """
 
@@ -153,28 +153,28 @@ class Caches:
     ) -> None:
         self._on_job = on_job
         self.restored = asyncio.Event()
-        """Set if the jobs' versions have gone back, after which kopf's watch shows nothing."""
+        """Set if the jobs' versions have gone back, because kopf's watch then shows nothing."""
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
         """Pods by namespace and the job's uid, then by name."""
         self._departed: dict[tuple[str, str], dict[str, tuple[float, PodView]]] = {}
-        """Deleted pods by the same keys, with the time (monotonic seconds) at which they were
-        gone."""
+        """Deleted pods by the same keys, with the time (monotonic seconds) of their
+        disappearance."""
         self._departures = deque[tuple[float, tuple[str, str], str]]()
         """Time, job and name of each departure in `_departed`, oldest first."""
         self._workloads: dict[tuple[str, str], dict[str, WorkloadView]] = {}
         """Workloads by namespace and the job's uid, then by name."""
         self._gangs: dict[str, dict[str, str]] = {}
-        """PodGroups by their job's uid: their uids by name."""
+        """PodGroups by job uid; the inner mapping has their uids by name."""
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
         more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
             "Pod": (partial(_read_labelled, read_pod), self._pod_changed, {"selector": ours}),
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # Without the right to list policies, jobs run without them, and their condition Isolated
-        # shows it.
+        # Without the right to list policies, jobs run without them, which their condition Isolated
+        # shows.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
         # Most clusters do not serve these.
         for kind in (GANG, VOLCANO_GANG):
@@ -207,14 +207,14 @@ class Caches:
         return *self._jobs.values(), *self._informers.values(), self.hosts
 
     async def run(self) -> None:
-        """Follow the API server, until cancelled."""
+        """Follow the API server until cancelled."""
         async with asyncio.TaskGroup() as group:
             for cache in self._all():
                 group.create_task(cache.run())
 
     @property
     def complete(self) -> bool:
-        """Whether every permitted collection has been read, and one namespace completely."""
+        """Whether every permitted collection has been read, and one namespace in full."""
         answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
 
@@ -225,7 +225,7 @@ class Caches:
     def complete_in(self, namespace: str) -> bool:
         """Whether everything in a namespace has been read.
 
-        A namespace that may not be read does not hold up the others.
+        A namespace that may not be read does not delay the others.
         """
         return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 
@@ -239,14 +239,14 @@ class Caches:
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
-        """Return the job's pods, by name.
+        """Return the job's pods, sorted by name.
 
         As with a ReplicaSet, a pod whose labels are removed is released.
         """
         return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
 
     def departed(self, job: DDPJob) -> tuple[PodView, ...]:
-        """Return the last state of the job's pods that were deleted a moment ago."""
+        """Return the last state of the job's recently deleted pods."""
         known = self._departed.get((job.namespace, job.uid), {})
         return tuple(pod for gone, pod in known.values() if time.monotonic() - gone < DEPARTED_FOR)
 
@@ -259,27 +259,27 @@ class Caches:
         return found if found is not None and job.uid in found.job_uids else None
 
     def known(self, kind: str, namespace: str, name: str) -> Owned | None:
-        """Return an object of a kind of which only the metadata is read."""
+        """Return an object of a kind whose metadata alone is read."""
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found
 
     def serves_gangs(self, job: DDPJob) -> bool:
         """Whether the API server serves the PodGroups of the job's scheduler.
 
-        The operator must be allowed to read them, too.
+        The operator must also be allowed to read them.
         """
         return self._of(kind_for(job), job.namespace).served
 
     def gangs(self, job: DDPJob) -> dict[str, str]:
-        """Return the uids of the job's PodGroups by name; empty for one that is being deleted."""
+        """Return the uids of the job's PodGroups by name; empty if one is being deleted."""
         return dict(self._gangs.get(job.uid, {}))
 
     def serves_queues(self, namespace: str) -> bool:
-        """Whether the API server serves Kueue's Workloads, and lets the operator read them."""
+        """Whether the API server serves Kueue's Workloads and lets the operator read them."""
         return self._of(WORKLOAD, namespace).served
 
     def workloads(self, job: DDPJob) -> tuple[WorkloadView, ...]:
-        """Return the job's Workloads, by name."""
+        """Return the job's Workloads, sorted by name."""
         return tuple(workload for _, workload in sorted(self._workloads.get((job.namespace, job.uid), {}).items()))
 
     def jobs_on(self, hosts: frozenset[str]) -> set[JobKey]:
@@ -290,17 +290,17 @@ class Caches:
     # --- what the operator writes or reads itself
 
     def take(self, kind: str, body: Json) -> None:
-        """Take an object from the API server's answer to a write of this operator.
+        """Take an object from the API server's response to a write by this operator.
 
-        It needs no reconcile.
+        It does not need a reconcile.
         """
         with self._writing():
             self._of(kind, body["metadata"]["namespace"]).take(body)
 
     def take_job(self, job: DDPJob) -> DDPJob:
-        """Take a job from such an answer.
+        """Take a job from the API server's response to a write.
 
-        Returns what is kept of it, whether or not a later version is known.
+        Return the part that is kept, whether or not a later version is known.
         """
         kept = _kept(job)
         with self._writing():
@@ -316,11 +316,11 @@ class Caches:
             self._own_write = False
 
     def forget(self, kind: str, namespace: str, name: str) -> None:
-        """Remove an object, because the API server has just answered that it is gone."""
+        """Remove an object because the API server has just reported that it is gone."""
         self._of(kind, namespace).forget(namespace, name)
 
     def seen_by_kopf(self, event: str | None, body: Json) -> None:
-        """Take note of an event of kopf's watch, which is the only watch of the jobs."""
+        """Take note of an event from kopf's watch, the only watch of the jobs."""
         self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
 
     def writing(self, job: DDPJob) -> AbstractContextManager[None]:
@@ -330,7 +330,7 @@ class Caches:
     # --- changes
 
     def _read_job(self, body: Json) -> DDPJob:
-        """Read a job. The spec, which costs most, is read once per generation and class."""
+        """Read a job. The spec, the most expensive part, is read once per generation and class."""
         return _kept(self._read_changed(body))
 
     def _read_changed(self, body: Json) -> DDPJob:
@@ -405,9 +405,9 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return a job without the fields that pods are made from, if it has ended.
+    """Return a job, without the fields that pods are made from if it has ended.
 
-    An ended job makes no pods.
+    An ended job does not make pods.
     """
     if not job.status.terminal:
         return job
@@ -420,7 +420,7 @@ _NOBODY = Owned("", "", (), frozenset())
 def _move(
     found: dict[tuple[str, str], dict[str, _View]], before: OwnedView[_View] | None, after: OwnedView[_View] | None
 ) -> None:
-    """Replace a view, by its job and its name."""
+    """Replace a view, given its job and its name."""
     if before is not None:
         job = before.job.namespace, before.job_uid
         del found[job][before.view.name]
@@ -436,7 +436,7 @@ def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View
 
 
 def _asked(job: DDPJob) -> tuple[object, ...]:
-    """Return what a job's users have set: labels do not change its generation."""
+    """Return what a job's users have set, including labels, which do not change its generation."""
     return job.generation, job.queue, job.queue_priority
 
 
@@ -455,5 +455,5 @@ def _read_owned(body: Json) -> Owned:
 
 
 def _end(pod: PodView) -> tuple[object, ...]:
-    """Return the parts of a pod whose change cannot wait: it has ended, or is about to."""
+    """Return the parts of a pod whose change cannot wait, because it has ended or is about to."""
     return pod.ended, pod.deleted_at, pod.disruption

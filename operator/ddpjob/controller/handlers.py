@@ -1,8 +1,8 @@
-"""The part of kopf: the watch of the DDPJobs, in a separate thread.
+"""Runs kopf, which watches the DDPJobs in a separate thread.
 
-No other watch shows that a user has changed a job. Only `kopf.on.event` is used, because timers,
-daemons and change handlers would add finalizers and annotations to the jobs. `job_cache.py` makes
-up for what kopf cannot do.
+Only this watch shows that a user has changed a job. It uses only `kopf.on.event`, because timers,
+daemons and change handlers would add finalizers and annotations to jobs. `job_cache.py` makes up
+for what kopf cannot do.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ddpjob.controller.operator_settings import Settings
 
 log = logging.getLogger("ddpjob.kopf")
 Seen = Callable[[str | None, Json], None]
-"""Called with (event, object). The event is ADDED, MODIFIED, DELETED, or None for a listed
-object."""
+"""Called with (event, object). The event is ADDED, MODIFIED, DELETED or, for a listed object,
+None."""
 
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
 RETRY = 2.0
-"""Seconds after kopf has ended until it is run again."""
+"""Seconds until kopf is restarted after it has ended."""
 
 
 class Patience:
-    """Endless sequence of the seconds between kopf's tries of a request.
+    """Endless sequence of seconds between kopf's attempts at a request.
 
-    It restarts with every iteration. kopf's own delays are finite. With them, it would end after
-    the API server has answered with 5xx for a minute, as it does while a control plane is upgraded.
+    It restarts with every iteration. kopf's own delays are finite, so kopf would end once the API
+    server has responded with 5xx for a minute, as happens during a control plane upgrade.
     """
 
     def __iter__(self) -> Iterator[float]:
@@ -46,7 +46,7 @@ class Patience:
 
 
 def build_registry(seen: Seen) -> kopf.OperatorRegistry:
-    """Return handlers that call `seen` with each event of a job."""
+    """Return handlers that call `seen` for each event of a job."""
     registry = kopf.OperatorRegistry()
 
     async def job_changed(event: Any, **_: Any) -> None:
@@ -60,7 +60,7 @@ def build_registry(seen: Seen) -> kopf.OperatorRegistry:
 class NoDifferences(kopf.DiffBaseStorage):
     """Switches off kopf's comparison of each object with its previous state.
 
-    kopf would keep copies for handlers that do not exist.
+    kopf would keep copies for handlers that are not in use here.
     """
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
@@ -74,11 +74,11 @@ class NoDifferences(kopf.DiffBaseStorage):
 
 
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
-    """Return settings of kopf for lists in pages, and for watches that detect a dead peer."""
+    """Return kopf settings for paged lists and for watches that detect a dead peer."""
     chosen = kopf.OperatorSettings()
     chosen.posting.enabled = False
     chosen.scanning.disabled = bool(settings.namespaces)
-    # It would kill the process after the end of one watch.
+    # kopf would otherwise kill the process after one watch ends.
     chosen.process.ultimate_exiting_timeout = None
     chosen.persistence.diffbase_storage = NoDifferences()
     watching = chosen.watching
@@ -92,8 +92,8 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
 async def follow_jobs(settings: Settings, seen: Seen) -> None:
     """Run kopf until cancelled, and restart it whenever it exits with an error.
 
-    kopf does so on watch errors. It has its own thread, because at its end it cancels all younger
-    tasks of its event loop.
+    kopf exits so on watch errors. It has its own thread, because on exit it cancels all newer tasks
+    in its event loop.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -106,7 +106,7 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
         stop = asyncio.Event()
         running[:] = [(asyncio.get_running_loop(), stop)]
         if ended.is_set():
-            return  # It was set before there was anything to stop.
+            return  # The stop was requested before there was anything to stop.
         await kopf.operator(
             registry=build_registry(hand_over),
             settings=kopf_settings(settings),

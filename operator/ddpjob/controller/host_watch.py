@@ -1,4 +1,4 @@
-"""Watches Kubernetes nodes, and reports changes of their readiness, health, taints or existence."""
+"""Watches Kubernetes nodes and reports changes in their readiness, health, taints or existence."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Changed = Callable[[Hosts | None, frozenset[str]], None]
 
 NODES = "/api/v1/nodes"
 _FORBIDDEN_RETRY = 600.0
-"""Seconds until the API server is asked again whether nodes may be read."""
+"""Seconds between attempts to read nodes while that is forbidden."""
 
 
 class HostWatch(Informer[HostView]):
     """Keeps a `HostView` of every Kubernetes node.
 
-    It calls `on_hosts(hosts, changed)` when some of them change. Heartbeats change no view. `hosts`
-    is None while nodes are not known yet, or if they may not be read.
+    It calls `on_hosts(hosts, changed)` when some of them change. Heartbeats do not change a view.
+    `hosts` is None if nodes are not known yet or may not be read.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
         super().__init__(rest, NODES, partial(HostView.read, signals=signals), self._changed)
         self.on_hosts = on_hosts
         self.hosts: Hosts | None = None
-        """An immutable mapping, so a reconcile that holds it sees a single moment."""
+        """An immutable mapping, so that a reconcile that holds it sees one consistent moment."""
         self._pending: set[str] = set()
         self._listing = False
 
@@ -45,9 +45,9 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     async def list(self) -> None:
-        """List the nodes, and report all changes of one list together.
+        """List the nodes and report all changes of one list together.
 
-        So 1,000 new nodes are one change.
+        1,000 new nodes are then a single change.
         """
         self._listing = True
         try:
@@ -58,9 +58,9 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     def gone(self, name: str) -> None:
-        """Take note that the API server has no Kubernetes node of this name.
+        """Take note that the API server has no Kubernetes node with this name.
 
-        A pod is bound to it nevertheless.
+        A pod is nevertheless bound to it.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}
@@ -82,7 +82,7 @@ class HostWatch(Informer[HostView]):
                 "nodes, grant the operator get, list and watch of nodes by a ClusterRole",
                 error,
             )
-        self.listed.set()  # There is nothing to wait for without them.
+        self.listed.set()  # If nodes may not be read, there is nothing to wait for.
         if self.hosts is not None:
             self.hosts = None
             self.on_hosts(None, frozenset())

@@ -1,21 +1,23 @@
-"""The DDPJobs, which kopf watches, as caches that a reconcile reads.
+"""Caches the DDPJobs, which kopf watches, for reconciles to read.
 
-kopf shows that a job has changed, and to which version (`handlers.py`); the job itself is then read here. So nothing
-that a user writes passes through kopf, and what the operator has written is not read again: the answer to its own
-write holds that version already.
+kopf shows that a job has changed and its new version (`handlers.py`); the job itself is then read
+here. User data therefore never passes through kopf. The operator's own writes are not read again,
+because the response to a write already holds that version.
 
-Three things kopf does not do:
+Three things that kopf does not do are done here:
 
-- It never shows what was deleted while its watch was interrupted: it lists the jobs again and shows those that are
-  there. Whenever it does, and once a minute, the names of all jobs are listed here, and what is not among them is gone.
-- It does not say when its first list is over. The cache is complete when all jobs of the first list of names have been
-  read because kopf has shown them.
-- After a restore from a backup it keeps watching from a version that the API server's store no longer has. The
-  list of names shows that; `restored` is set, and kopf is run again.
+- It never shows deletions during an interruption of its watch, but lists the jobs again and shows
+  the existing ones. Whenever it does, and once a minute, the names of all jobs are listed here; a
+  job not on this list is gone.
+- It does not report the end of its first list. The cache is complete once all jobs in the first
+  list of names have been read because kopf has shown them.
+- After a restore from a backup it keeps watching from a version that the API server's store no
+  longer has. The list of names shows that. `restored` is then set and kopf is restarted.
 
-Example: with 300 jobs kopf's first list shows 300 versions, all later than what is known (nothing). As more than FEW
-are due, the jobs are read in pages. A user then changes one: kopf shows its version, one GET reads it, and a reconcile
-begins. The operator writes its status: kopf shows a version that is known, and nothing follows.
+Example: with 300 jobs, kopf's first list shows 300 versions, all of them new. As more than FEW are
+due, the jobs are read in pages. A user then changes one: kopf shows its version, one GET reads it,
+and a reconcile begins. When the operator writes the job's status, kopf shows a version that is
+already known, so nothing follows.
 
 See docs/decisions/0020.
 """
@@ -37,23 +39,23 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.jobs")
 
 JOBS_PAGE = 100
-"""Jobs in one page of a list, because a user may make a DDPJob as large as 1.5 MB."""
+"""Number of jobs in one page of a list. It is small because a DDPJob may be as large as 1.5 MB."""
 FEW = 20
-"""Up to this many jobs are read one by one. If more are due, all are listed."""
+"""Up to this many due jobs are read one by one. If more are due, all jobs are listed."""
 AT_A_TIME = 4
-"""How many jobs are read at the same time, one by one."""
+"""Maximum number of single jobs read at the same time."""
 NAMES_SECONDS = 60.0
-"""Seconds from one list of the names to the next one."""
+"""Seconds between lists of the names."""
 SETTLE_SECONDS = 1.0
-"""Seconds from a reason to list the names to the list, because kopf shows all jobs of its own list
+"""Delay in seconds before the names are listed early, because kopf shows all jobs of its own list
 at once."""
 RETRY = 1.0
 
 
 class JobCache(Cache[DDPJob]):
-    """The jobs of one namespace, or of all.
+    """The jobs of one or of all namespaces.
 
-    `seen` has to be called with each event of kopf's watch.
+    `seen` must be called for each event of kopf's watch.
     """
 
     def __init__(
@@ -68,21 +70,22 @@ class JobCache(Cache[DDPJob]):
     ) -> None:
         super().__init__(rest, collection(namespace), read, on_change, keep)
         self._collection, self._restored = collection, restored
-        """`_restored`: to be set if kopf's watch is later than the store. It shows nothing then."""
+        """`_restored` is set if kopf's watch is ahead of the store, because the watch then shows
+        nothing."""
         self._due: dict[Id, int] = {}
-        """Jobs that have to be read, with the version that kopf has shown."""
+        """Jobs that must be read, with the version that kopf has shown."""
         self._busy: set[Id] = set()
         """Jobs that are being read or written."""
         self._some_due = asyncio.Event()
         self._look = asyncio.Event()
-        """Set if the names have to be listed early."""
+        """Set if the names must be listed early."""
         self._awaited: set[Id] | None = None
-        """Jobs of the first list of names that have not been read yet."""
+        """Jobs in the first list of names that have not been read yet."""
 
     def seen(self, event: str | None, body: Json) -> None:
         """Take note of an event.
 
-        It is ADDED, MODIFIED, DELETED, or None for a job that kopf has listed.
+        It is ADDED, MODIFIED, DELETED or, for a job that kopf has listed, None.
         """
         key, version = id_of(body), version_of(body)
         self._latest = max(self._latest, version)
@@ -98,16 +101,16 @@ class JobCache(Cache[DDPJob]):
             self._some_due.set()
 
     def take(self, body: Json) -> None:
-        """Take a job as the API server has answered, unless a later version is known."""
+        """Take a job from the API server's response, unless a later version is known."""
         super().take(body)
         if version_of(body) < self._versions.get(id_of(body), 0):
-            self._look.set()  # The answer is stale, or the store was restored from a backup.
+            self._look.set()  # The response is stale, or the store was restored from a backup.
 
     @contextlib.contextmanager
     def writing(self, key: Id) -> Iterator[None]:
         """Mark a job as being written.
 
-        kopf may show the new version before the answer to the write arrives.
+        kopf may show the new version before the response to the write arrives.
         """
         self._busy.add(key)
         try:
@@ -119,7 +122,7 @@ class JobCache(Cache[DDPJob]):
     async def run(self) -> None:
         """Run until cancelled.
 
-        While the API server is unavailable it is asked again, and the known state stays.
+        While the API server is unavailable, keep the known state and retry.
         """
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_A_TIME):
@@ -142,7 +145,8 @@ class JobCache(Cache[DDPJob]):
                 else:
                     log.warning("%s is read again in %s s: %s", self.path, pause, error)
             except Exception as error:
-                # For instance a proxy's page. The process stays, whatever it is.
+                # The response may be a proxy's page, for instance. The process continues in any
+                # case.
                 log.warning("%s is read again in %s s: an answer cannot be read: %r", self.path, pause, error)
             self._errors.inc()
             await asyncio.sleep(pause)
@@ -150,7 +154,7 @@ class JobCache(Cache[DDPJob]):
     # --- what kopf has shown
 
     async def _read_next(self) -> None:
-        """Read a job that is due, or all of them if many are."""
+        """Read a due job, or list all jobs if many are due."""
         await self._some_due.wait()
         self._due = {key: version for key, version in self._due.items() if self._versions.get(key, 0) < version}
         waiting = [key for key in self._due if key not in self._busy]
@@ -163,7 +167,7 @@ class JobCache(Cache[DDPJob]):
             await (self._read_all() if len(chosen) > 1 else self._read(*chosen))
         finally:
             self._busy.difference_update(chosen)
-            for key in chosen:  # A job that could not be read waits for the others.
+            for key in chosen:  # A job that could not be read moves behind the others.
                 if key in self._due:
                     self._due[key] = self._due.pop(key)
             self._some_due.set()
@@ -177,7 +181,7 @@ class JobCache(Cache[DDPJob]):
                 raise
             self.forget(*key)
             return
-        if key in self._due:  # Otherwise kopf has shown its deletion meanwhile.
+        if key in self._due:  # Otherwise kopf has meanwhile shown its deletion.
             self.take(body)
         if self._due.get(key) == version:
             del self._due[key]

@@ -1,8 +1,8 @@
-"""Prometheus metrics of jobs, taken from the statuses that the operator writes and reads anyway.
+"""Prometheus metrics of jobs, from the statuses that the operator writes and reads anyway.
 
-Events are counted when the cache changes from one status of a job to the next: once for each status
-that the API server has stored, whether its own answer or a watch showed it. Events before this
-replica read the job, or while no replica acted, are not counted: counters begin at 0 with the
+Events are counted when a job's status in the cache changes: once for each status that the API
+server has stored, whether its response or a watch showed it. Events are not counted if they
+happened before this replica read the job or while no replica acted. Counters start at 0 with the
 process, as Prometheus expects.
 """
 
@@ -33,10 +33,10 @@ from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
 
 MOST_JOBS = 5000
-"""How many jobs have their own series: jobs that have not ended come first, and each namespace in
-turn."""
+"""Maximum number of jobs with their own series. Jobs that have not ended come first, and namespaces
+take turns."""
 OTHER = "Other"
-"""The label of an unknown reason, because the writer of a status must not be able to create
+"""The label of any unknown reason, because the writer of a status must not be able to create
 series."""
 FAILURES = frozenset(
     {
@@ -87,7 +87,7 @@ LOST_STEPS = Histogram(
 
 
 def _begin_at_0() -> None:
-    """Create all series at 0, because a series whose first value is 1 shows no increase."""
+    """Create all series at 0, because a series that starts at 1 does not show an increase."""
     for cause in sorted(_CAUSES):
         RESTARTS.labels(cause, "false")
         if cause not in PLANNED:
@@ -102,14 +102,14 @@ _begin_at_0()
 
 @dataclass
 class _Account:
-    """Sums for one job since this replica has read it."""
+    """Sums for one job since this replica read it."""
 
     job: DDPJob
     since: float
     pod_seconds: float = 0.0
     useful_seconds: float = 0.0
     step_at_break: int | None = None
-    """The last step before a break; None if no break is waiting for the next step."""
+    """The last step before a break; None if no step is awaited after a break."""
 
     def at(self, now: float) -> tuple[float, float]:
         """Return pod seconds and useful seconds up to `now`."""
@@ -120,22 +120,22 @@ class _Account:
 
 
 class JobAccounts:
-    """The jobs of one term as the leader of a shard.
+    """The jobs during one term as a shard's leader.
 
-    `changed` is called for each change of a job in the cache.
+    `changed` must be called for each change of a job in the cache.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[JobKey, _Account] = {}
         self._ours: set[JobKey] = set()
-        """Jobs on which this operator acts; a different operator counts the others."""
+        """Jobs on which this operator acts. Other operators count the other jobs."""
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
         """Take note whether this operator acts on the job.
 
-        Each reconcile finds that out before it writes. It never acts on a job that its spec gives
-        to another controller, since that job's fate is unknown here.
+        Each reconcile finds this out before it writes. A job whose spec names another controller is
+        never counted, since its fate is unknown here.
         """
         account = self._accounts.get(key)
         if acts and account is not None and not account.job.spec.managed_elsewhere:
@@ -146,7 +146,7 @@ class JobAccounts:
     def changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
         """Count a job's change from one version to the next.
 
-        `before` is None if it is not known yet, `after` if it is gone.
+        `before` is None for a new job, `after` for a deleted job.
         """
         job = after or before
         assert job is not None
@@ -173,7 +173,7 @@ class JobAccounts:
         return [account for key, account in list(self._accounts.items()) if key in self._ours]
 
     def now(self) -> float:
-        """Return seconds by the clock of the accounts."""
+        """Return the seconds of the accounts' clock."""
         return self._clock()
 
 
@@ -218,7 +218,7 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
     start = new.start_time
     if start is None:
         return
-    # A start that broke is measured by `ddpjob_recovery_seconds`.
+    # `ddpjob_recovery_seconds` measures starts that broke.
     first = not any(restart.time >= start for restart in new.restarts.recent)
     for kind, histogram in ((ConditionType.SCHEDULED, TO_PODS), (ConditionType.RUNNING, TO_RUNNING)):
         condition = new.condition(kind)
@@ -231,7 +231,7 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
 
 
 def _between(begin: datetime, end: datetime) -> float:
-    """Return the seconds between two times; 0 if a clock was set back."""
+    """Return the seconds between two times; 0 if the clock was set back."""
     return max(0.0, (end - begin).total_seconds())
 
 
@@ -242,13 +242,13 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
         position, reason = new.restarts.total - number, _known_cause(restart)
         if number < fresh:
             RESTARTS.labels(reason, str(restart.counted).lower()).inc()
-        # The loss of a coordinator in mode Fast begins no round, because training continued.
+        # Losing a coordinator in mode Fast does not start a round, because training continues.
         before = known.get(position)
         timed = restart.seconds is not None and (number < fresh or (before is not None and before.seconds is None))
         if timed and restart.round and restart.reason not in PLANNED:
             RECOVERY.labels(reason).observe(max(0.0, restart.seconds or 0.0))
     unseen = fresh - len(new.restarts.recent)
-    if unseen > 0:  # More at once than a status lists.
+    if unseen > 0:  # More restarts at once than a status lists.
         RESTARTS.labels(OTHER, "false").inc(unseen)
     _count_lost_steps(old, new, new.restarts.recent[-fresh:] if fresh else (), account)
 
@@ -258,7 +258,7 @@ def _known_cause(restart: Restart) -> str:
 
 
 def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
-    """Count lost steps: the first step reported after a break shows how far training fell back."""
+    """Count lost steps. The first step reported after a break shows how far training fell back."""
     before, step = _step(old), _step(new)
     if any(restart.round and restart.reason not in PLANNED for restart in fresh):
         known = [s for s in (before, step, account.step_at_break) if s is not None]
@@ -329,9 +329,9 @@ _OF_METRICS = {
 
 
 class JobSeries(Collector):
-    """The series of single jobs, made at each scrape from the current state.
+    """The series of single jobs, created from the current state at each scrape.
 
-    A deleted job therefore has none.
+    A deleted job therefore has no series.
     """
 
     def __init__(self) -> None:
@@ -358,8 +358,8 @@ class JobSeries(Collector):
             terms = list(self._terms)
         found = [(account, *account.at(term.now())) for term in terms for account in term.jobs()]
         found.sort(key=lambda each: (each[0].job.status.terminal, each[0].job.namespace, each[0].job.name))
-        # The first job of each namespace comes first, so one namespace cannot take away another's
-        # series.
+        # The first job of each namespace comes first, so that one namespace cannot displace
+        # another's series.
         turns = defaultdict[tuple[bool, str], Iterator[int]](itertools.count)
         found.sort(key=lambda each: (ended := each[0].job.status.terminal, next(turns[ended, each[0].job.namespace])))
         families = _make_families()

@@ -75,32 +75,32 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 log = logging.getLogger("ddpjob.cluster")
 NAMESPACE_RETRY = 5.0
 REPORT_RETRY = 1.0
-"""Seconds until a job is reconciled again if its report is pending. The report's arrival wakes the
-job earlier."""
+"""Seconds until a job with a pending report is reconciled again. The report's arrival wakes the job
+earlier."""
 CREATIONS = 16
-"""How many objects of all jobs are created at the same time, plus as many slow creations (`Turns`),
-so that a burst does not monopolize the API server."""
+"""Maximum number of objects created at the same time for all jobs, plus as many slow creations
+(`Turns`), so that a burst does not monopolize the API server."""
 LONGEST_PAUSE = 60.0
-"""Maximum of the seconds between two tries of a refused request."""
+"""Maximum number of seconds between attempts at a refused request."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 FOUND_FOR = 30.0
-"""Seconds for which a made or found object is assumed to exist although no watch shows it."""
+"""Seconds for which a created or found object is assumed to exist although no watch shows it."""
 LOOK_AGAIN = 5.0
-"""Seconds for which the answer about a Kubernetes node that seems lost is believed."""
+"""Seconds for which the state read for an apparently lost Kubernetes node is trusted."""
 _MOST_CHECKED = 5000
-"""Maximum number of checked ConfigMaps. Each namespace with jobs has one or two, but a user may
-delete them at will, and they are made again."""
+"""Maximum number of ConfigMaps noted as checked. Each namespace with jobs has one or two, but users
+may delete them at will, after which new ones are created."""
 LARGE_TEMPLATE = 16 * 1024, 300
-"""Characters and values of a podTemplate beyond which a thread looks for its faults, and not the
-event loop."""
+"""Numbers of characters and of values in a podTemplate beyond which a thread, not the event loop,
+looks for its faults."""
 MOST_OWNERS = 1000
-"""How many jobs a shared ConfigMap names as owners. With that many, it stays long enough without
-the others."""
+"""Maximum number of jobs that a shared ConfigMap names as owners. With that many, it lasts long
+enough for the other jobs too."""
 
 
 @dataclass(frozen=True)
 class _Pause:
-    """A refused request is not tried again before `until` (monotonic seconds)."""
+    """A refused request is not retried before `until` (monotonic seconds)."""
 
     until: float
     seconds: float
@@ -111,15 +111,15 @@ class _Pause:
     def holds(self, now: float, generation: int, living: int) -> bool:
         """Whether to wait.
 
-        A change of the job by its user, or a smaller number of living pods, ends the wait, since
-        there may be room.
+        A user's change to the job ends the wait, and so does a drop in the number of living pods,
+        since there may be room.
         """
         return now < self.until and generation == self.generation and living >= self.living
 
 
 @dataclass
 class _Shared:
-    """The turn of jobs that become owners of a ConfigMap, and the jobs that wait for it.
+    """The turn of jobs that become owners of a ConfigMap, and the jobs waiting for it.
 
     Waiting jobs are kept as their owner references by uid.
     """
@@ -135,7 +135,7 @@ class _Collected(NameTaken):
 class KubernetesCluster:
     """Implements `ddpjob.engine.ports.Cluster` for every job.
 
-    `creating` are the turns for the creation of objects. `instance` names this replica in events.
+    `creating` are the turns for creating objects. `instance` names this replica in events.
     """
 
     def __init__(
@@ -154,25 +154,24 @@ class KubernetesCluster:
         self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
         self.creating, self.instance = creating, instance
         self._unsure: set[JobKey] = set()
-        """Jobs whose status may have been written by an unanswered request, or by others. They are
-        read again."""
+        """Jobs whose status may have been written by a request without a response, or by others.
+        They are read again."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
-        """Pauses by job (with its uid), then by kind and role of a refused object, or by a pod's
-        uid and the refused change."""
+        """Pauses by job (with its uid), then by a refused object's kind and role, or by a pod's uid
+        and the refused change."""
         self._tokens: dict[JobKey, str] = {}
         """Names of Secrets that are known to exist."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
-        """Objects that exist although nothing shows them, by the job, and by uid, kind and name:
-        until when that is believed (monotonic seconds)."""
+        """Objects that exist although no watch shows them, by job, then by uid, kind and name. The
+        value is the time until which this is assumed (monotonic seconds)."""
         self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
         """Faults of a job's podTemplate, with the job's uid and the template's hash."""
         self._looked: dict[str, float] = {}
-        """When a Kubernetes node that seemed lost was read, by name."""
+        """When each apparently lost Kubernetes node was last read, by name."""
         self._checked: dict[str, bool] = {}
-        """Whether a ConfigMap of the runtime has the right content, by uid. The content never
-        changes."""
+        """Whether a runtime ConfigMap has the right content, by uid. The content never changes."""
         self._shared: dict[tuple[str, str], _Shared] = {}
-        """ConfigMaps of which a job is becoming an owner, by namespace and name."""
+        """ConfigMaps that are getting a job as an owner, by namespace and name."""
 
     # --- reading
 
@@ -181,7 +180,8 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            # Not read again: the role that allows it may be gone together with its namespace.
+            # Not read again, because the role that allows it may be gone together with its
+            # namespace.
             self._unsure.discard(key)
             for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
@@ -213,7 +213,7 @@ class KubernetesCluster:
         self._unsure.discard(key)
 
     async def _find(self, kind: str, namespace: str, name: str) -> Json | None:
-        """Return an object, or None if there is none."""
+        """Return an object, or None if it does not exist."""
         try:
             return await self.rest.request("GET", _path(kind, namespace, name))
         except ApiError as error:
@@ -235,9 +235,9 @@ class KubernetesCluster:
         return self.report_watch.report(key)
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
-        """Read those of these Kubernetes nodes that seem lost.
+        """Read these Kubernetes nodes if they seem lost.
 
-        Otherwise their pods would be replaced, although only the watch may lag.
+        Otherwise their pods would be replaced even if only the watch was lagging.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -245,7 +245,7 @@ class KubernetesCluster:
             await asyncio.gather(*(self._look_at(host) for host in lost))
 
     async def _look_at(self, host: str) -> HostView | None:
-        """Return a Kubernetes node as it was at most LOOK_AGAIN seconds ago.
+        """Return a Kubernetes node as it was no more than LOOK_AGAIN seconds ago.
 
         None if it does not exist.
         """
@@ -264,7 +264,7 @@ class KubernetesCluster:
         return self.caches.hosts.get("", host)
 
     def _known_world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
-        """Return what needs no request, which is all that a job that has ended needs."""
+        """Return what is known without requests, which is all that an ended job needs."""
         return World(
             pods=pods,
             deletion_refused=self._deletion_refused(job, pods),
@@ -280,7 +280,7 @@ class KubernetesCluster:
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         faults = await self._template_faults(job)
-        # Nothing is awaited after this point. A host that changes later wakes the job again.
+        # Nothing is awaited after this point. A later change of a host wakes the job again.
         return replace(
             self._known_world(job, pods),
             departed=self.caches.departed(job),
@@ -304,9 +304,9 @@ class KubernetesCluster:
         )
 
     async def _template_faults(self, job: DDPJob) -> tuple[str, ...]:
-        """Return the faults of a podTemplate, unless the job already has pods of it.
+        """Return the faults of a podTemplate, unless the job already has pods made from it.
 
-        It is searched once, and a large one in a thread, because everything else waits for the
+        It is searched once, and in a thread if it is large, because everything else waits for the
         event loop.
         """
         if job.oversized:
@@ -328,7 +328,7 @@ class KubernetesCluster:
     async def _with_flavors(self, job: DDPJob, workload: WorkloadView) -> WorkloadView:
         """Return an admitted Workload with the fields that its flavors add to pods.
 
-        They are read once, since the status keeps them.
+        The flavors are read once, since the status keeps the fields.
         """
         grant, known = workload.grant, job.status.queue
         if grant is None or workload.evicted:
@@ -350,18 +350,18 @@ class KubernetesCluster:
         return replace(workload, grant=replace(grant, node=changes[0], coordinator=changes[1]))
 
     def _check_runtime(self, body: Json) -> None:
-        """Note whether a ConfigMap of the runtime has the right content.
+        """Note whether a runtime ConfigMap has the right content.
 
-        If there are too many, the oldest note is dropped.
+        If there are too many notes, the oldest one is dropped.
         """
         while len(self._checked) >= _MOST_CHECKED:
             del self._checked[next(iter(self._checked))]
         self._checked[body["metadata"]["uid"]] = holds_runtime(body)
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
-        """Return `name` if this ConfigMap exists and is usable; otherwise an empty text.
+        """Return `name` if this ConfigMap exists and is usable, otherwise an empty text.
 
-        It has to have the job as an owner, and the right content.
+        It must have the job as an owner, and the right content.
         """
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
@@ -385,9 +385,9 @@ class KubernetesCluster:
         meta = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
-        # It is stored only if the rest of the object is still that of `job`, so up to 1.5 MB of
-        # that need not come back. But a different class in the status changes the meaning of the
-        # spec.
+        # The write succeeds only if the rest of the object is still that of `job`, so those up to
+        # 1.5 MB need not be returned. But a different class in the status changes the meaning of
+        # the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -399,12 +399,12 @@ class KubernetesCluster:
                     raise Conflict from error
                 if not Rejection(object=KIND, status=error.status, message=error.message).final:
                     raise Refused(error.status, error.message) from error
-                raise  # The status is invalid, which is a defect of this program.
+                raise  # The status is invalid, which is a bug in this program.
             self._unsure.discard(key)
             version = answer["metadata"]["resourceVersion"]
             written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
             result = self.caches.take_job(written)
-        # The coordinator may run from now on, and nothing else may change for a long time.
+        # The coordinator may run from now on, but nothing else may change for a long time.
         self._follow(key, result)
         return result
 
@@ -418,10 +418,11 @@ class KubernetesCluster:
         content_type: str = JSON,
         accept: str = JSON,
     ) -> Json:
-        """Send a change. Raises the errors of `Rest.request`.
+        """Send a change. Raises the same errors as `Rest.request`.
 
-        Also raises ApiError if an admission webhook fails or cannot be called: that may last, and
-        must not hold up the rest of the job's work. Any other 500 comes from the API server itself.
+        Also raises ApiError if an admission webhook fails or cannot be called, because that may
+        last and must not hold up the rest of the job's work. Any other 500 comes from the API
+        server itself.
         """
         try:
             return await self.rest.request(
@@ -436,7 +437,7 @@ class KubernetesCluster:
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)
         if kind == "Secret" and self._is_found(job, kind, manifest["metadata"]["name"]):
-            return  # For a pod that lacks it: the kubelet has not looked again yet.
+            return  # A pod lacks the Secret only because its kubelet has not looked again yet.
         user = manifest.get("spec", {}).get("securityContext", {}).get("runAsNonRoot")
         what = f"{kind} {manifest['metadata'].get('labels', {}).get(LABEL_ROLE)} {user}"
         before = pauses.get(what)
@@ -451,7 +452,7 @@ class KubernetesCluster:
                 async with self.creating.turn(job.namespace):
                     await self._create(job, manifest)
         except (Refused, NameTaken) as refusal:
-            # Refusals at the same time count as one.
+            # Simultaneous refusals count as one.
             pauses[what] = self._pause(job, refusal, before)
             raise
         pauses.pop(what, None)
@@ -459,7 +460,7 @@ class KubernetesCluster:
     def _pauses_of(self, job: DDPJob) -> dict[str | tuple[str, str], _Pause]:
         key = JobKey(job.namespace, job.name)
         uid, pauses = self._pauses.get(key, ("", {}))
-        if uid != job.uid:  # Refusals of an earlier job of this name do not apply to this one.
+        if uid != job.uid:  # Refusals for an earlier job of this name do not apply.
             pauses = {}
             self._pauses[key] = job.uid, pauses
         return pauses
@@ -474,7 +475,7 @@ class KubernetesCluster:
         return _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
 
     async def _with_priority(self, manifest: Json) -> Json:
-        """Return the Workload with the value of the priority class that it names.
+        """Return the Workload with the value of its priority class.
 
         Raises Refused if the class does not exist.
         """
@@ -504,12 +505,12 @@ class KubernetesCluster:
             elif error.status == 403 and "being terminated" in error.message:
                 raise NamespaceEnding(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
             elif error.status == 409:
-                # Two requests collided at a ResourceQuota.
+                # Two requests collided on a ResourceQuota.
                 raise Unavailable(str(error)) from error
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD) and "namespace" not in error.message:
                 raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
             elif error.status == 404:
-                # The namespace is gone, so the job is gone too or soon will be.
+                # The namespace is gone, so the job is gone too or will be soon.
                 raise Conflict from error
             else:
                 raise Refused(error.status, error.message) from error
@@ -521,17 +522,17 @@ class KubernetesCluster:
     def _has_token(self, job: DDPJob, secret: Json, error: ApiError) -> bool:
         """Whether the Secret exists although the API server refuses to create it.
 
-        The operator may not read it. A used-up quota is checked before the name, so it refuses a
-        Secret that already exists.
+        The operator may not read Secrets. A ResourceQuota is checked before the name, so if it is
+        used up, it refuses even a Secret that already exists.
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
-            self._take_token(job, name)  # It is this job's, by its name.
+            self._take_token(job, name)  # Its name shows that it belongs to this job.
             return True
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
         if self._tokens.get(key) == name:
-            return False  # A pod lacks it, so it was deleted.
+            return False  # A pod lacks the Secret, so the Secret was deleted.
         same_key = job.status.template_hash.split("-")[1:2] == [self.platform.key_mark]
         generation = job.status.rendezvous.generation
         made_for = same_key and any(pod.generation == generation for pod in self.caches.pods(job))
@@ -541,7 +542,7 @@ class KubernetesCluster:
 
     def _take_token(self, job: DDPJob, name: str) -> None:
         key = JobKey(job.namespace, job.name)
-        if self._tokens.get(key) == name:  # It was made again.
+        if self._tokens.get(key) == name:  # The Secret was created again.
             self._note_found(job, "Secret", name)
         self._tokens[key] = name
 
@@ -566,7 +567,7 @@ class KubernetesCluster:
             raise NameTaken("an object with this name existed a moment ago")
         self._made(kind_of(manifest), found)
         if manifest["kind"] == "ConfigMap":
-            return  # `_share` judges it.
+            return  # `_share` decides.
         labels = found["metadata"].get("labels", {})
         if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
             return  # It may be a claim without an owner.
@@ -588,8 +589,8 @@ class KubernetesCluster:
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
         """Create a ConfigMap that the jobs of a namespace share, with the job as an owner.
 
-        Jobs take turns, because concurrent writes would collide. The first one writes for all that
-        wait.
+        Jobs take turns, because concurrent writes would collide. The first job writes for all
+        waiting jobs.
         """
         key = job.namespace, manifest["metadata"]["name"]
         shared = self._shared.setdefault(key, _Shared())
@@ -600,8 +601,8 @@ class KubernetesCluster:
                     try:
                         return await self._share(job, manifest, await self._become_owner(job, shared.waiting))
                     except _Collected:
-                        # It went with the last of its jobs, and a watch will show that. It may
-                        # happen twice in a row.
+                        # The ConfigMap was deleted with the last of its jobs, as a watch will show.
+                        # This may happen twice in a row.
                         if not left:
                             raise
         finally:
@@ -610,9 +611,9 @@ class KubernetesCluster:
                 self._shared.pop(key, None)
 
     async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
-        """Make the job an owner of the ConfigMap of the namespace's jobs.
+        """Make the job an owner of the ConfigMap that the namespace's jobs share.
 
-        Returns a reference to it.
+        Return a reference to it.
         """
         name = runtime_jobs_name(runtime_name())
         found = self.caches.known("ConfigMap", job.namespace, name)
@@ -639,14 +640,14 @@ class KubernetesCluster:
         if self.caches.known("ConfigMap", job.namespace, name) is None:
             await self._create(job, manifest)
         found = self.caches.known("ConfigMap", job.namespace, name)
-        if found is None:  # It has no label of ours.
+        if found is None:  # It does not have the operator's label.
             raise NameTaken(_NOT_THE_RUNTIME)
         return found
 
     async def _add_owners(self, job: DDPJob, name: str, found: Owned, owners: Sequence[Json]) -> None:
-        """Add owners by a strategic merge patch.
+        """Add owners with a strategic merge patch.
 
-        It keeps owners that others add at the same time.
+        Such a patch keeps owners that others add at the same time.
         """
         body = {"metadata": {"uid": found.uid, "ownerReferences": owners}}
         path = _path("ConfigMap", job.namespace, name)
@@ -662,7 +663,7 @@ class KubernetesCluster:
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
         """Return owner references of other jobs in the namespace that will use the runtime.
 
-        So one write covers all of them.
+        One write then covers all of them.
         """
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
         known = found.job_uids if found is not None else frozenset[str]()
@@ -685,7 +686,7 @@ class KubernetesCluster:
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
-            # It ran nowhere, or nobody waits for its host.
+            # The pod never ran on a host, or its host is not waited for.
             self.caches.forget("Pod", job.namespace, name)
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
@@ -695,7 +696,7 @@ class KubernetesCluster:
     def _keep(self, job: DDPJob, of: str, uid: str, what: str, error: ApiError) -> None:
         """Note a refused change.
 
-        It must not hold up others, and is tried again at growing intervals.
+        It must not hold up other changes, and is retried at growing intervals.
         """
         pauses = self._pauses_of(job)
         before = pauses.get((uid, what))
@@ -704,7 +705,7 @@ class KubernetesCluster:
         pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
-        """Return why the last deletion of an existing pod was refused; empty if none was."""
+        """Return why the last deletion of an existing pod was refused; empty if it was not."""
         pauses = self._pauses_of(job)
         refusals = (pauses[pod.uid, _DELETION].refusal for pod in pods if (pod.uid, _DELETION) in pauses)
         return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
@@ -720,9 +721,9 @@ class KubernetesCluster:
         return host is None or not host.ready
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
-        """Delete an object, and record an event if it is refused.
+        """Delete an object, and record an event if the deletion is refused.
 
-        No condition shows that such an object stays.
+        Conditions do not show that such an object remains.
         """
         if self._waits(job, uid, _DELETION):
             return
@@ -735,7 +736,7 @@ class KubernetesCluster:
             event = Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
             await self.record(job, event)
         elif kind != KIND and answer is not None and answer.get("kind") == kind:
-            self.caches.take(served, answer)  # A finalizer keeps it, or a pod of the gang that runs.
+            self.caches.take(served, answer)  # A finalizer or a running pod of the gang keeps the object.
         elif kind != KIND:
             self.caches.forget(served, job.namespace, name)
 
@@ -744,7 +745,7 @@ class KubernetesCluster:
     ) -> None:
         """Write the Workload that `change` returns for the current one.
 
-        None means that it needs no change.
+        None means that it does not need a change.
         """
         path = _path(WORKLOAD, job.namespace, name)
         if self._waits(job, uid, _CHANGE):
@@ -762,13 +763,13 @@ class KubernetesCluster:
             if error.status == 409:
                 raise Conflict from error
             if error.status != 404:
-                # It is only Kueue's record, and the job runs anyway.
+                # This is only Kueue's record; the job runs anyway.
                 self._keep(job, f"Workload {name}", uid, _CHANGE, error)
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Set a pod's role.
 
-        The uid in the patch makes the API server reject it for a different pod of the same name.
+        The uid in the patch makes the API server reject it if a different pod now has this name.
         """
         body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
         path = _path("Pod", job.namespace, name)
@@ -778,15 +779,15 @@ class KubernetesCluster:
             self.caches.take("Pod", await self._change("PATCH", path, body=body, content_type=MERGE_PATCH))
         except ApiError as error:
             if error.status not in (404, 409):
-                self._keep(job, f"pod {name}", uid, _LABEL, error)  # It trains anyway.
+                self._keep(job, f"pod {name}", uid, _LABEL, error)  # The pod trains anyway.
 
     async def _try_to_delete(
         self, job: DDPJob, kind: str, of: str, name: str, uid: str, options: Json
     ) -> tuple[Json | None, ApiError | None]:
-        """Return the answer, and the error if the deletion is refused.
+        """Return the response, and the error if the deletion is refused.
 
-        The answer is None if the object is gone or has been replaced. After a refusal each try
-        waits longer than the one before.
+        The response is None if the object is gone or has been replaced. After a refusal, each
+        attempt waits longer than the previous one.
         """
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
         answer = None
@@ -809,7 +810,7 @@ class KubernetesCluster:
     async def record(self, job: DDPJob, event: Event) -> None:
         """Record an event.
 
-        If it cannot be written it is only logged, since it repeats the status.
+        An event that cannot be written is only logged, since it repeats the status.
         """
         now = utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         content = f"{job.uid} {event.reason} {event.message}"
@@ -838,7 +839,7 @@ class KubernetesCluster:
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
     """Whether an object stays long enough.
 
-    The job is one of its owners, or it has as many owners as it may have.
+    Either the job is one of its owners, or it has the maximum number of owners.
     """
     return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 

@@ -1,8 +1,9 @@
-"""Credentials for kopf: the service account's, otherwise the kubeconfig's.
+"""Credentials for kopf, from the service account or otherwise from the kubeconfig.
 
-kopf gets only names and versions of jobs, because it keeps the objects of a whole list, and each
-changed one for seconds. Users choose how large a DDPJob and its metadata are. So kopf's session
-asks for metadata, in pages of bounded size, and hands over only the fields that identify an object.
+kopf gets only the names and versions of jobs, because it keeps all objects of a list, and each
+changed object for seconds, while users choose how large a DDPJob and its metadata are. kopf's
+session therefore requests metadata, in pages of bounded size, and passes on only the fields that
+identify an object.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from ddpjob.controller.kube.informer import PAGE_BYTES
 from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, loads
 
 WATCH_PAUSE = 1.0
-"""Seconds from the beginning of a watch to the next one. Without it kopf asks again at once,
-whatever ended the last one."""
+"""Minimum number of seconds between the starts of two watches. Without it kopf would retry at once,
+whatever ended the last watch."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
 class Connection(kopf.ConnectionInfo):
-    """Trusts the certificates that kubectl trusts.
+    """Trusts the same certificates as kubectl.
 
-    Since Python 3.13 the default context rejects certificates without key identifiers (RFC 5280),
-    which Go accepts and which the authorities of many older clusters have issued.
+    Since Python 3.13 the default context rejects certificates without key identifiers (RFC 5280).
+    Go accepts them, and the authorities of many older clusters have issued them.
     """
 
     def as_ssl_context(self) -> ssl.SSLContext:
@@ -73,7 +74,8 @@ def _is_of_jobs(response: Any) -> bool:
 class _Requests:
     """Asks for the metadata of jobs.
 
-    If a list is asked for, the API server ends a watch at its first event.
+    Watches must not request the type of a list, because the API server would end them at the first
+    event.
     """
 
     def __init__(self) -> None:
@@ -92,9 +94,9 @@ class _Requests:
 
 
 def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
-    """Return the class of a session's answers.
+    """Return the response class for a session.
 
-    A page that is too large makes the pages of the next try smaller.
+    A page that is too large makes the pages of the next attempt smaller.
     """
 
     class Answer(aiohttp.ClientResponse):
@@ -130,7 +132,7 @@ class _Events:
         return getattr(self.stream, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """Yield lines; `size` applies to the reads from the connection."""
+        """Yield lines; `size` applies to reads from the connection."""
         rest = bytearray()
         async for part in self.stream.iter_chunked(size):
             *lines, last = part.split(b"\n")

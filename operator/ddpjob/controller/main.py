@@ -1,4 +1,4 @@
-"""The operator's process: leader election, caches, a work queue of jobs, probes.
+"""The operator's process: leader election, caches, a work queue of jobs, and probes.
 
 Run it with `python -m ddpjob.controller`.
 """
@@ -44,22 +44,21 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob")
 
 GARBAGE_OBJECTS = 50_000
-"""Number of new objects after which Python looks for cycles among them. Parsed JSON has none, and
-consists of so many objects that Python's default of 700 doubles the processor time of a list of
-pods."""
+"""Number of new objects after which Python looks for cycles among them. Parsed JSON has no cycles,
+but so many objects that Python's default of 700 doubles the CPU time for a list of pods."""
 OTHERS_SECONDS = 10.0
-"""Seconds until a job on which another operator seems to act is reconciled again."""
+"""Seconds until the next reconcile of a job on which another operator seems to act."""
 
 INCOMPLETE_SECONDS = 1.0
-"""Seconds until a job in a namespace that has not been read completely is reconciled again."""
+"""Seconds until the next reconcile of a job whose namespace has not been read completely."""
 CONNECTIONS = 64
-"""Connections for requests, in addition to those of the watches."""
+"""Number of connections for requests, in addition to those of the watches."""
 
 
 class Leader:
     """One term as the leader of a shard.
 
-    It follows the API server and reconciles the jobs of the shard's namespaces. No part of it
+    It follows the API server and reconciles the jobs in the shard's namespaces. Nothing in it
     outlives the term.
     """
 
@@ -68,8 +67,8 @@ class Leader:
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
-        # Each namespace has its share of the workers; see `_rank` for the order. Pods come before
-        # statuses that only report that they exist.
+        # Each namespace has its share of the workers; see `_rank` for the order. Creating pods
+        # comes before statuses that only report them.
         self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
@@ -89,9 +88,9 @@ class Leader:
         return shard_of(namespace, self.settings.shards) == self.shard
 
     def _rank(self, key: JobKey) -> int:
-        """Return a job's rank: ended jobs come last.
+        """Return a job's rank. Ended jobs come last.
 
-        At first, jobs that seem well come after jobs that lack something.
+        At the start of a term, jobs that lack something come before jobs that seem well.
         """
         job = self.caches.job(key)
         if job is None:
@@ -104,30 +103,30 @@ class Leader:
         return int(living >= job.spec.pods)
 
     def wake(self, key: JobKey, urgent: bool) -> None:
-        """Queue a job. Called for every change of a job or its objects that others have made."""
+        """Queue a job. Called whenever others change a job or its objects."""
         self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
-        """Queue the jobs with pods on changed hosts at once. Called by the host watch."""
+        """Queue jobs with pods on changed hosts at once. Called by the host watch."""
         for key in self.caches.jobs_on(changed):
             self.queue.add(key)
 
     async def reconcile_one(self, key: JobKey) -> float | None:
-        """Reconcile one job and measure it; return the seconds until its next reconcile."""
+        """Reconcile one job and measure that. Return the seconds until its next reconcile."""
         began = time.perf_counter()
         known = self.caches.job(key) is not None
         (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
-            # A job that is not known is forgotten, whoever acts in its namespace. If it exists, it
-            # comes back with its next event.
+            # An unknown job is forgotten, whichever replica acts in its namespace. If it exists,
+            # its next event brings it back.
             pause = await self._find_pause(key) if known else 0.0
             if pause:
                 outcomes.append("left")
                 return pause
             return await reconcile(self.cluster, key, outcome=outcomes.append)
         except asyncio.CancelledError:
-            # The term is over, which is not a defect: another replica reconciles the job.
+            # The term is over, which is not an error: another replica reconciles the job.
             outcomes.append("left")
             raise
         finally:
@@ -135,7 +134,7 @@ class Leader:
             metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
 
     async def _find_pause(self, key: JobKey) -> float:
-        """Return for how many seconds this replica leaves a job alone; 0 if it acts on it."""
+        """Return how many seconds this replica must leave a job alone; 0 if it may act."""
         if not self.caches.complete_in(key.namespace) or not self.schema.fits:
             return INCOMPLETE_SECONDS
         ours = await self._is_ours(key)
@@ -143,7 +142,7 @@ class Leader:
         return 0.0 if ours else OTHERS_SECONDS
 
     async def _is_ours(self, key: JobKey) -> bool:
-        """Whether this operator, and no other one, acts on the job."""
+        """Whether this operator and no other acts on the job."""
         try:
             return self.claims is None or await self.claims.mine(key.namespace)
         except Unavailable as error:
@@ -153,7 +152,7 @@ class Leader:
     async def _follow_by_kopf(self) -> None:
         """Run kopf until cancelled.
 
-        Restarts it if the API server's store was restored from a backup.
+        Restart kopf if the API server's store was restored from a backup.
         """
         watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
         while True:
@@ -170,14 +169,14 @@ class Leader:
                 following.result()
 
     async def act(self) -> None:
-        """Read everything, then work on the queue, until cancelled."""
+        """Read everything, then work on the queue until cancelled."""
         log.info("%s acts for shard %s of %s", self.settings.identity, self.shard, self.settings.shards)
         metrics.LEADING.inc()
         SERIES.begin(self.accounts)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.caches.run())
-                if self.caches.namespaces:  # Otherwise none of the watched ones is in this shard.
+                if self.caches.namespaces:  # Otherwise none of the watched namespaces is in this shard.
                     group.create_task(self._follow_by_kopf())
                 await self.caches.answered()
                 await self.queue.work(self.reconcile_one, self.settings.workers)
@@ -191,7 +190,7 @@ class Leader:
 class Operator:
     """One replica: the leader of each shard whose Lease it holds.
 
-    Without a Lease it waits, and requests nothing else.
+    Without a Lease it only waits and makes no other requests.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class Operator:
             metrics.COORDINATORS.labels(state).set_function(functools.partial(self._coordinators, answers=answers))
 
     def _terms(self) -> list[Leader]:
-        """Return the current terms. Also called by the thread that answers Prometheus."""
+        """Return the current terms. Also called by the thread that serves Prometheus."""
         return list(self.leaders.values())
 
     def _coordinators(self, *, answers: bool) -> int:
@@ -216,7 +215,8 @@ class Operator:
     async def act(self, shard: int) -> None:
         """Act for one term.
 
-        It starts without the previous term's state, which another replica may have changed.
+        It starts without the previous term's state, because another replica may have changed
+        things.
         """
         leader = self.leaders[shard] = Leader(self.settings, self.rest, self.coordinators, shard, self.schema)
         try:
@@ -227,8 +227,8 @@ class Operator:
     async def act_when_elected(self) -> None:
         """Act while this replica holds a Lease, or always if there are no Leases.
 
-        Ends only by an error. A replica that is newer than the CRD leaves the Leases to replicas of
-        the previous release, which it would otherwise replace.
+        Ends only with an error. A replica that is newer than the CRD leaves the Leases to replicas
+        of the previous release, which it would otherwise replace.
         """
         looking = asyncio.create_task(self.schema.run())
         try:
@@ -245,7 +245,7 @@ class Operator:
     def ready(self) -> bool:
         """Whether this replica does its work.
 
-        A leader must have read everything, and any other replica the Leases lately.
+        A leader must have read everything; any other replica must have read the Leases recently.
         """
         if not self.schema.fits:
             return False
@@ -256,7 +256,7 @@ class Operator:
 
 @asynccontextmanager
 async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIterator[None]:
-    """Serve `/healthz` (the event loop turns) and `/readyz` (this replica does its work)."""
+    """Serve `/healthz` (the event loop is alive) and `/readyz` (this replica does its work)."""
     app = web.Application()
 
     async def healthz(request: web.Request) -> web.Response:
@@ -283,7 +283,7 @@ async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIter
 
 
 async def run(settings: Settings) -> None:
-    """Run the operator, until cancelled."""
+    """Run the operator until cancelled."""
     async with AsyncExitStack() as stack:
         watching = settings.shards * watches(len(settings.namespaces))
         rest, coordinators = await Rest.connect(CONNECTIONS + watching), CoordinatorClient()
@@ -316,7 +316,7 @@ async def run_until_signal(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Return the exit code: 2 for wrong settings, or without credentials."""
+    """Run the operator and return the exit code: 2 for wrong settings or missing credentials."""
     try:
         settings = Settings.from_environment()
     except SettingsError as error:
@@ -325,7 +325,7 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    # Signals are ours, and kopf runs in a thread.
+    # This process handles signals itself, and kopf runs in a thread.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     raise_open_files()  # Each running job has a connection.
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Claims namespaces: of two operators that watch the same one, only the first acts on its jobs.
+"""Claims namespaces: if two operators watch the same one, only the first acts on its jobs.
 
-Otherwise each would take the other's key for a change of its own, and restart every job forever.
-Helm refuses most such installations, but not all of them.
+Otherwise each would mistake the other's key for a change of its own and restart every job forever.
+Helm refuses most such installations, but not all.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Namespace:
 
 
 class NamespaceClaims:
-    """The claims of a release, which all its replicas share.
+    """The claims of a release, shared by all its replicas.
 
-    `release` is the name of their own Lease.
+    `release` is the name of the replicas' own Lease.
     """
 
     def __init__(self, rest: Rest, release: str) -> None:
@@ -50,10 +50,10 @@ class NamespaceClaims:
     async def mine(self, name: str) -> bool:
         """Whether this release acts in a namespace.
 
-        It claims a namespace that nobody has. Raises Unavailable.
+        An unclaimed namespace is claimed. Raises Unavailable.
         """
         if name not in self._namespaces:
-            # Namespaces that nobody has asked for lately have no jobs left, and may be gone.
+            # Namespaces without recent calls have no jobs left and may be gone.
             left = time.monotonic() - CLAIM_SECONDS
             self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}
             self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))

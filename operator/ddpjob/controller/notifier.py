@@ -1,8 +1,8 @@
 """Posts notifications to receivers: webhooks named by the platform team, with their URLs in files.
 
-A job only names a receiver and chooses no part of the request's address, so nobody who creates jobs
-can make the operator send somewhere else. Each receiver has its own workers, which its namespaces
-share, so one that hangs delays no other.
+A job only names a receiver and cannot influence the request's address, so nobody who creates jobs
+can make the operator send elsewhere. Each receiver has its own workers, shared by its namespaces,
+so a receiver that hangs does not delay the others.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ddpjob.engine.ports import JobKey
 log = logging.getLogger("ddpjob.notify")
 
 SECONDS = 10.0
-"""Timeout of one try, from the name's lookup to the head of the answer. Its body is not read."""
+"""Timeout of one attempt, from the DNS lookup to the response headers. The body is not read."""
 TRIES = 10
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
-"""Seconds between two tries: doubled each time, or as long as the receiver asks for. All tries take
-about 10 minutes."""
+"""Seconds between attempts: doubled each time, or as long as the receiver asks for. All attempts
+together take about 10 minutes."""
 WORKERS = 2
-"""Workers of each receiver. If two namespaces use it, each has one."""
+"""Number of workers per receiver. If two namespaces use a receiver, each has one."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
 """Stands for all namespaces in a receiver's list."""
 
 
 class Unsent(Exception):
-    """A try failed. `pause` is the number of seconds that the receiver asks for.
+    """An attempt failed. `pause` is the number of seconds that the receiver asks for.
 
-    The message contains no URL, because that is a credential.
+    The message does not contain the URL, because that is a credential.
     """
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
@@ -52,9 +52,9 @@ class Unsent(Exception):
 
 @dataclass(frozen=True)
 class Receivers:
-    """The receivers, and the namespaces that may use each.
+    """The receivers, and the namespaces that may use each one.
 
-    `folder` holds a file per receiver, with its URL.
+    `folder` holds a file with the URL for each receiver.
     """
 
     namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -69,8 +69,8 @@ class Receivers:
     def url(self, name: str) -> str:
         """Read a receiver's URL.
 
-        It is read at each try, since a mounted Secret changes while the operator runs. Raises
-        Unsent.
+        It is read for each attempt, since a mounted Secret may change while the operator runs.
+        Raises Unsent.
         """
         try:
             with (self.folder / name).open() as file:
@@ -117,7 +117,7 @@ class Notifier:
     async def close(self) -> None:
         """Stop sending.
 
-        Unsent notifications stay pending in their status, and the next leader sends them.
+        Unsent notifications stay pending in the jobs' statuses, and the next leader sends them.
         """
         tasks = [task for _, task in self._queues.values()]
         for task in tasks:
@@ -129,7 +129,7 @@ class Notifier:
     def send(self, key: JobKey, id: str, receiver: str, body: Json) -> None:
         """Begin to send.
 
-        A known id changes nothing, unless the job names a different receiver by now.
+        A known id is ignored, unless the job now names a different receiver.
         """
         known = self._sending.setdefault(key, {}).get(id)
         if known is not None and (known.receiver == receiver or known.outcome is not None):
@@ -162,7 +162,7 @@ class Notifier:
         return self._queues[receiver][0]
 
     async def _attempt(self, receiver: str, id: _Id) -> float | None:
-        """Try once; return the seconds until the next try, None if there is none."""
+        """Try once. Return the seconds until the next attempt; None if there will be none."""
         key, name = id
         sending = self._sending.get(key, {}).get(name)
         if sending is None or sending.outcome is not None or sending.receiver != receiver:
@@ -210,6 +210,6 @@ class Notifier:
                 connector=aiohttp.TCPConnector(force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                trust_env=True,  # receivers are often behind a proxy: HTTPS_PROXY and NO_PROXY
+                trust_env=True,  # receivers are often behind a proxy (HTTPS_PROXY, NO_PROXY)
             )
         return self._session

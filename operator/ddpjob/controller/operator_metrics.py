@@ -67,22 +67,22 @@ BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 # --- the event loop ---------------------------------------------------------------------------------------------
 
 TURNS_SECONDS = 60.0
-"""Seconds for which a turn is remembered, up to twice as long."""
+"""Minimum number of seconds for which a turn is remembered; the maximum is twice that."""
 
 
 class TurnMeter(selectors.DefaultSelector):
-    """The selector of an event loop, which measures the loop's turns.
+    """An event loop's selector that measures the loop's turns.
 
-    A turn is the time between two of its calls.
+    A turn is the time between two calls of the selector.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self._clock = clock
         self._began: float | None = None
-        """When the running turn began; None while the loop waits."""
+        """When the current turn began; None while the loop waits."""
         self._kept = 0, 0.0, 0.0
-        """The number of a period, and the longest turns of it and of the previous period."""
+        """A period's number, and the longest turns of that period and the previous one."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events, which ends one turn and begins the next."""
@@ -97,7 +97,7 @@ class TurnMeter(selectors.DefaultSelector):
             self._began = self._clock()
 
     def longest(self) -> float:
-        """Return the seconds of the longest recent turn, including the running one.
+        """Return the seconds of the longest recent turn, including the current one.
 
         May be called from any thread.
         """
@@ -115,18 +115,18 @@ class TurnMeter(selectors.DefaultSelector):
 # --- the port ---------------------------------------------------------------------------------------------------
 
 CONNECTIONS = 16
-"""How many scrapes are served at the same time. More are refused, because anybody may connect."""
+"""Maximum number of simultaneous scrapes. More are refused, because anybody may connect."""
 PATIENCE = 10.0
-"""Seconds for which a client may be silent."""
+"""Maximum number of seconds that a client may be silent."""
 FRESH_SECONDS = 0.5
-"""Seconds for which a text is served again."""
+"""Seconds for which the same text is served again."""
 SHARE = 0.1
-"""Share of a CPU's time that making texts may take. A text about many jobs, which takes long, is
-served again for longer."""
+"""Share of a CPU's time that creating texts may take. A text about many jobs takes long to create,
+so it is served for longer."""
 
 
 class Page:
-    """The text of all metrics as a WSGI application, made once for all clients within a moment."""
+    """The text of all metrics as a WSGI application, cached for a moment for all clients."""
 
     def __init__(self, render: Callable[[], bytes] = generate_latest) -> None:
         self._render = render
@@ -134,7 +134,7 @@ class Page:
         self._text, self._until = b"", 0.0
 
     def text(self) -> bytes:
-        """Return the text. Raises the exceptions of a collector."""
+        """Return the text. Raises a collector's exceptions."""
         with self._lock:
             if time.monotonic() >= self._until:
                 began = time.thread_time()
@@ -143,7 +143,7 @@ class Page:
             return self._text
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Serve the page. Any path and any method get it."""
+        """Serve the page for any path and method."""
         text = self.text()
         start_response("200 OK", [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)])
         return [text]
@@ -152,7 +152,7 @@ class Page:
 class MetricsServer(ThreadingMixIn, WSGIServer):
     """Serves each connection in a thread, with at most CONNECTIONS threads to limit their cost.
 
-    It answers while the event loop hangs.
+    It responds even while the event loop hangs.
     """
 
     daemon_threads = True
@@ -174,7 +174,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # No thread could be started.
+        except BaseException:  # A thread could not be started.
             self._free.release()
             raise
 
@@ -197,7 +197,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def serve(port: int, address: str, page: Page | None = None) -> MetricsServer:
-    """Answer Prometheus at the port, in threads, until `shutdown` is called or the process ends."""
+    """Serve Prometheus on the port, in threads, until `shutdown` is called or the process ends."""
     server = make_server(address, port, page or Page(), MetricsServer, _Handler)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

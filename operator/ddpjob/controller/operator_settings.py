@@ -1,4 +1,4 @@
-"""The operator's settings: environment variables, which the chart sets from its values."""
+"""The operator's settings: environment variables that the chart sets from its values."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ class Settings:
     """One field per variable `DDPJOB_OPERATOR_<FIELD>`."""
 
     key: bytes
-    """Secret of at least 16 bytes from which the jobs' tokens derive. Replicas share it."""
+    """Secret of at least 16 bytes, shared by all replicas. The jobs' tokens are derived from it."""
     namespaces: tuple[str, ...] = ()
     """Watched namespaces; empty: all."""
     peer: Json | None = None
-    """The operator's pods as the peer of a NetworkPolicy, in JSON. Without it, jobs get no
+    """The operator's pods as a NetworkPolicy peer, in JSON. Without it, jobs do not get a
     NetworkPolicy."""
     metrics_peers: tuple[Json, ...] = ()
-    """Peers that may reach the coordinators for their metrics: a list in JSON."""
+    """Peers that may reach the coordinators to read metrics: a list in JSON."""
     workers: int = 16
-    """How many jobs are reconciled at the same time."""
+    """Maximum number of jobs reconciled at the same time."""
     lease_namespace: str = ""
     """Namespace of the Lease for leader election; empty: no election (one replica)."""
     lease_name: str = "ddpjob-operator"
     shards: int = 1
-    """Number of shards into which the namespaces are divided, each with a Lease. That many replicas
-    act at the same time."""
+    """Number of shards into which the namespaces are divided, each with a Lease. Up to that many
+    replicas act at the same time."""
     identity: str = "ddpjob-operator"
     address: str = "0.0.0.0"
-    """The address that serves health and metrics: the pod's own, IPv4 or IPv6."""
+    """The address that serves health and metrics: the pod's own IPv4 or IPv6 address."""
     health_port: int = 8080
     metrics_port: int = 9090
-    """Port of the metrics; 0: no metrics."""
+    """Port for metrics; 0: no metrics."""
     log_level: str = "INFO"
     receivers: Receivers = field(default_factory=Receivers)
     """RECEIVERS is {NAME: [NAMESPACE, ...]} in JSON, "*" for all namespaces. RECEIVERS_FOLDER has a
     file per name, with its URL. NOTIFY_LINK is the URL of a page about a job, with {namespace} and
     {job}."""
     node_health: HealthSignals = field(default_factory=HealthSignals)
-    """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) of unhealthy nodes: lists in JSON. A
-    final * makes a prefix."""
+    """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) of unhealthy nodes, as lists in JSON. A
+    final * makes an entry a prefix."""
     classes: JobClasses = field(default_factory=JobClasses)
     """CLASSES is {NAME: {namespaces, spec, queue, fixed, limits}} in JSON."""
 
@@ -93,7 +93,7 @@ class Settings:
                 raise SettingsError(f"{PREFIX}{name} is {found!r}; it must be at most {MOST_SIGNALS} names")
             return tuple(found)
 
-        key = text("KEY", "").encode(errors="surrogateescape")  # A Secret may hold any bytes.
+        key = text("KEY", "").encode(errors="surrogateescape")  # A Secret may hold arbitrary bytes.
         if len(key) < 16:
             raise SettingsError(
                 f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start; with a different "
@@ -166,7 +166,7 @@ _OF_A_HEALTHY_NODE = {
 def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSignals:
     """Read the signals.
 
-    Raises SettingsError for one that is not a sign of an unhealthy node, or already has a different
+    Raises SettingsError if a signal does not show an unhealthy node or already has a different
     meaning.
     """
     pairs = []

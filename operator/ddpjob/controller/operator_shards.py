@@ -1,27 +1,26 @@
-"""Shards: the namespaces are dealt out by a hash of their names, and one replica acts for each
-shard.
+"""Divides namespaces into shards by a hash of their names; one replica acts for each shard.
 
-One process reconciles as many jobs as one processor can. Beyond that, several replicas act at the
-same time, and no job may ever have two of them. Each shard has a Lease with the election of
-`election`; the rules here only say who should take which.
+One process can reconcile only as many jobs as one CPU allows. With more jobs, several replicas act
+at the same time, but never two for the same job. Each shard has a Lease, elected as in `election`;
+the rules here only say which replica should take which Lease.
 
-- A replica takes a free Lease at once if it has none. With some already it waits until the Lease
-  has been free for PATIENCE per Lease that it holds, so that others have their chance first.
-- A replica with at least two fewer shards than another asks for one: it writes its name into an
-  annotation of the Lease. The holder stops acting for that shard and releases it.
-- The number of shards is in the Leases' names. As long as a Lease of a different number is held,
-  this replica takes none: two numbers deal the same namespace to different shards.
+- A replica without a Lease takes a free one at once. Otherwise it waits until the Lease has been
+  free for PATIENCE per Lease that it holds, so that others can take it first.
+- A replica with at least two fewer shards than another one asks that one for a shard by writing its
+  own name into an annotation of the Lease. The holder stops acting for that shard and releases it.
+- The number of shards is in the Leases' names. As long as any Lease of a different number is held,
+  this replica takes none, because the two numbers put the same namespace into different shards.
 
-Example, 4 shards:
+Example with 4 shards:
 
      0 s  A starts alone and takes shard 0
-     6 s  shard 1 has been free for 6 s, and A holds one: A takes it
+     6 s  shard 1 has been free for 6 s, and A holds one Lease, so A takes it
     12 s  A takes shard 2, and at 18 s shard 3
-    60 s  B starts, and nothing is free. A has 4, B has 0: B asks for one and gets it
-    75 s  A has 3, B has 1: B asks again, and both have 2. Nobody asks any longer
+    60 s  B starts when nothing is free. A has 4, B has 0: B asks for one and gets it
+    75 s  A has 3, B has 1: B asks again, and both have 2. Nobody asks again
 
-A replica asks at most once in LEASE_SECONDS. While an upgrade changes 4 shards to 8, the new
-replicas wait until the old ones have released all Leases of `-of-4`.
+A replica asks at most once in LEASE_SECONDS. While an upgrade changes 4 shards to 8, new replicas
+wait until the old ones have released all `-of-4` Leases.
 
 Why: docs/decisions/0015.
 """
@@ -44,16 +43,16 @@ from ddpjob.controller.kube.rest import ApiError, Rest
 log = logging.getLogger("ddpjob.election")
 
 WANTED_BY = "ddpjob.io/wanted-by"
-"""Annotation of a Lease: the replica for which its holder is asked to release it."""
+"""Annotation of a Lease with the name of a replica that asks the holder to release it."""
 PATIENCE = 3 * RETRY_SECONDS
-"""Seconds for which a Lease must have been free, per Lease that a replica already has, before it
-takes this one too."""
+"""Seconds for which a Lease must have been free, per Lease that a replica already holds, before the
+replica takes it too."""
 
 
 def shard_of(namespace: str, count: int) -> int:
     """Return the shard of a namespace, 0 to `count` - 1.
 
-    It is the same at every replica and in every version.
+    The result is the same in every replica and version.
     """
     return zlib.crc32(namespace.encode()) % count
 
@@ -75,25 +74,25 @@ class Shards:
 
     @property
     def held(self) -> int:
-        """How many Leases this replica holds."""
+        """Number of Leases that this replica holds."""
         return sum(lease.held for lease in self.leases)
 
     def asks(self, holder: str) -> bool:
         """Whether to ask `holder` for one of its shards now.
 
-        Afterwards it would still have at least as many as this replica.
+        The holder must still have at least as many as this replica afterwards.
         """
         theirs = Counter(lease.holder for lease in self.leases)[holder]
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
 
     def has_asked(self) -> None:
-        """Take note of a request, so that the next one comes a while later."""
+        """Take note of a request, so that the next one waits for a while."""
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
         """Whether a replica acts with a different number of shards.
 
-        That happens while an upgrade changes it. Raises the errors of Rest.
+        This happens while an upgrade changes the number. Raises the errors of Rest.
         """
         try:
             found = (await self.rest.request("GET", self.leases[0].collection))["items"]
@@ -121,7 +120,7 @@ class ShardLease(Lease):
         super().__init__(rest, namespace, name, identity)
         self.shards = shards
         self.held, self.holder = False, ""
-        """Whether this replica holds it, and the last known holder (empty: nobody)."""
+        """Whether this replica holds the Lease, and the last known holder (empty: nobody)."""
         self._free_since: float | None = None
 
     async def hold(self) -> bool:
@@ -134,8 +133,8 @@ class ShardLease(Lease):
     async def _is_alone(self) -> bool:
         """Whether no Lease of a different shard count is held.
 
-        Otherwise release this one and wait a moment. Two replicas configured with different counts
-        may take Leases at once: each detects the other here, and retries later.
+        Otherwise release this Lease and wait a moment. Two replicas configured with different
+        counts may take Leases at the same time; each detects the other here and retries later.
         """
         if not await self.shards.another_number_is_held():
             return True
@@ -150,7 +149,7 @@ class ShardLease(Lease):
     def observe(self, found: Json | None) -> None:
         super().observe(found)
         if found is None and self.holder not in ("", self.identity) and time.monotonic() - self._seen < LEASE_SECONDS:
-            return  # It has been deleted, and its holder writes it again.
+            return  # The Lease was deleted; its holder will write it again.
         holder = (found or {}).get("spec", {}).get("holderIdentity") or ""
         free = holder != self.identity and not self.is_held_by_another(found)
         self.holder = "" if free else holder
@@ -166,7 +165,7 @@ class ShardLease(Lease):
             self.held = False
             raise LeadershipLost(f"the Lease {self.namespace}/{self.name} is held by {self.holder}")
         if self.held and not self.holder:
-            return True  # It has been deleted.
+            return True  # The Lease was deleted.
         if self.holder == self.identity:
             if self.held and wanted_by not in ("", self.identity) and self.shards.held > 1:
                 self.held = False

@@ -30,18 +30,18 @@ from ddpjob.objects.workload import COORDINATOR_SET, LABEL_SHAPE, NODE_SET
 
 _LONGEST_TEXT = 1000
 _LONGEST_ENDING = 4096
-"""Maximum number of characters that are read from a container's /dev/termination-log, as in
-Kubernetes."""
+"""Maximum number of characters read from a container's /dev/termination-log, as in Kubernetes."""
 _MOST_CONTAINERS = 64
-"""Maximum number of a pod's containers, its main container first."""
+"""Maximum number of containers read from a pod. Its main container is always included."""
 _LARGEST_LABEL = 2**31
 _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 
 
 def read_pod(body: Mapping[str, Any]) -> PodView:
-    """Read a Pod object of a job. Raises KeyError or ValueError if its labels are missing or wrong.
+    """Read a job's Pod object. Raises KeyError or ValueError if its labels are missing or wrong.
 
-    Anybody who may create pods can give them a job's labels, so the kept part of each is bounded.
+    Anybody who may create pods can give them a job's labels, so the part kept of each pod is
+    bounded.
     """
     meta, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     labels = meta.get("labels", {})
@@ -49,7 +49,7 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
     placed, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     prepared = conditions.get("PodReadyToStartContainers", {}).get("status")
     unplaced = placed.get("message", "") if placed.get("status") == "False" else ""
-    # Otherwise the reason is Unschedulable, or the scheduler's own SchedulerError.
+    # Otherwise the reason is Unschedulable or the scheduler's SchedulerError.
     gated = placed.get("reason") == "SchedulingGated"
     hit = disrupted.get("status") == "True"
     return PodView(
@@ -131,9 +131,9 @@ def read_claim(body: Mapping[str, Any]) -> ClaimView:
 
 
 def read_workload(body: Mapping[str, Any]) -> WorkloadView:
-    """Read a Workload object of a job, without the fields that its flavors add to pods.
+    """Read a job's Workload object, without the fields that its flavors add to pods.
 
-    Raises KeyError for one without a name.
+    Raises KeyError if it has no name.
     """
     meta, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
@@ -170,7 +170,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
 
 
 def _said(conditions: Mapping[str, Any], held: set[str], status: Mapping[str, Any]) -> str:
-    """Return why a Workload is evicted or waits, in Kueue's words."""
+    """Return why a Workload is evicted or waiting, in Kueue's words."""
     if "Evicted" in held and "QuotaReserved" in held:
         return str(conditions["Evicted"].get("message", ""))[:_LONGEST_TEXT]
     if "QuotaReserved" not in held:
@@ -185,7 +185,7 @@ def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
-    """Return what the passed admission checks add to the pods of a pod set."""
+    """Return the fields that passed admission checks add to the pods of a pod set."""
     changes = PodChanges()
     for check in status.get("admissionChecks") or ():
         for update in check.get("podSetUpdates") or ():
@@ -195,9 +195,9 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 
 
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
-    """Return the changes with those of a flavor or an admission check added.
+    """Return the changes together with those of a flavor or an admission check.
 
-    These are tolerations, labels and annotations in `more`, and the selector.
+    The latter are tolerations, labels and annotations in `more`, and the selector.
     """
     tolerations = [t for t in more.get("tolerations") or () if t not in changes.tolerations]
     return PodChanges(

@@ -1,26 +1,25 @@
-"""Follows the coordinators: one pending request per running job, the last report, and a wake of the
-job for news.
+"""Follows coordinators: one pending request per job, its last report, and a wake-up for news.
 
-A reconcile reads what is here and waits for no coordinator. Coordinators run the users' images, so
-one that hangs, floods or lies must cost its own job alone. At the same time a break should wake its
-job within a moment, for a thousand jobs at once.
+A reconcile reads the reports kept here and never waits for a coordinator. Coordinators run users'
+images, so one that hangs, floods or lies must harm only its own job. Still, a break should wake its
+job within a moment, even with a thousand jobs.
 
-- A request is held by the coordinator until it has news, or for `progress_seconds`. So a quiet job
-  costs one request in 10 s, and with more than JOBS jobs proportionally fewer.
-- News is what changes a decision (`_news`): a break, another state or round, members, not the step.
-  It wakes the job, but not twice within WAKE_SECONDS.
-- The first BURST requests follow each other by PAUSE, later ones by SLOW_PAUSE. A coordinator that
-  always has news is thus asked once a second.
-- Reports of all coordinators together stay below READ_BYTES per second. Only those with large
-  reports wait for that, for at most LONGEST_SHARE.
-- If a coordinator stops answering, its last report is valid for STALE_SECONDS, then there is none.
-  It is asked again after 0.5 s, then twice as long each time, up to LONGEST_RETRY.
+- The coordinator holds a request until it has news, or for `progress_seconds`. A quiet job thus
+  costs one request in 10 s, and proportionally fewer with more than JOBS jobs.
+- News is a change that affects decisions (`_news`): a break, a different state or round, or
+  different members, but not the step. It wakes the job, but not twice within WAKE_SECONDS.
+- The first BURST requests are PAUSE seconds apart, later ones SLOW_PAUSE. A coordinator that always
+  has news is thus asked once a second.
+- All coordinators' reports together stay below READ_BYTES per second. Only coordinators with large
+  reports wait to meet this limit, for at most LONGEST_SHARE.
+- If a coordinator stops responding, its last report is valid for STALE_SECONDS and is then dropped.
+  Retries follow after 0.5 s, then after twice as long each time, up to LONGEST_RETRY.
 
-Example, 200 jobs, and a rank of one of them fails:
+Example with 200 jobs, in one of which a rank fails:
 
     progress is at most 40 s old (10 x 200 / 50), which is 5 requests per second for all jobs
-    the coordinator answers the pending request at once: its job is woken after milliseconds
-    its next 9 answers follow each other by at least 0.1 s, and wake the job once a second
+    the coordinator responds to the pending request at once, so its job is woken within milliseconds
+    its next 9 responses are at least 0.1 s apart, and wake the job once a second
 """
 
 from __future__ import annotations
@@ -39,53 +38,55 @@ from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
 PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
-"""How long a coordinator holds a request without news, which limits the age of its progress.
-PROGRESS_SECONDS applies to at most JOBS jobs, and grows in proportion to more. The coordinators
-themselves have the upper limit."""
+"""Seconds for which a coordinator holds a request without news, which limits the age of its
+progress. PROGRESS_SECONDS applies to up to JOBS jobs and grows in proportion beyond that.
+Coordinators themselves enforce the upper limit."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
-"""Seconds between two requests to one coordinator: for the first BURST of them, and for later
-ones."""
+"""Seconds between requests to one coordinator: for the first BURST requests, and for later ones."""
 BURST = 10
 WAKE_SECONDS = 1.0
-"""Seconds between two wakes of one job. The first news after a quiet second wakes it at once."""
+"""Minimum number of seconds between wake-ups of one job. The first news after a quiet second wakes
+it at once."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
-"""Seconds between retries. The longest is how long a user waits for the current state after a
-network has recovered."""
+"""Seconds between retries. The longest one is also the time that a user waits for the current state
+after a network has recovered."""
 LONGEST_SHARE = 30.0
-"""Maximum seconds that a coordinator with a large report waits for the reports of others."""
+"""Maximum number of seconds that a coordinator with a large report waits for the reports of
+others."""
 STALE_SECONDS = 3.0
-"""Seconds without an answer after which a coordinator has no report."""
+"""Seconds without a response after which a coordinator's report is dropped."""
 READ_BYTES = 25_000_000
-"""Bytes per second of all coordinators' reports: about half of what one processor reads."""
+"""Maximum size of all coordinators' reports in bytes per second: about half of what one CPU can
+read."""
 
 
 @dataclass
 class FollowedCoordinator:
-    """A job whose coordinator is followed. Times are the event loop's."""
+    """A job whose coordinator is followed. Times are on the event loop's clock."""
 
     target: Target
     task: asyncio.Task[None] | None = None
     report: Report | None = None
     failing_since: float | None = None
-    """Since when it has not answered its requests; None if it answered the last one."""
+    """Since when the coordinator has not responded; None if it responded to the last request."""
     answered: float = field(default=float("-inf"))
     news: Any = None
     failures: int = 0
     size: int = 0
-    """Size of its last answer in bytes."""
+    """Size of its last response in bytes."""
     credit: float = BURST
     woken: float = field(default=float("-inf"))
     wake: asyncio.TimerHandle | None = None
     refusal: str = ""
-    """Why its last answer could not be used; empty if it could, or if there was none."""
+    """Why its last response could not be used; empty if it could, or if there was none."""
 
 
 class ReportWatch:
     """Follows coordinators.
 
-    `wake(job)` is called when there is news of the job's coordinator: a break, a different state,
-    its silence.
+    `wake(job)` is called for news of the job's coordinator: a break, a different state, or its
+    silence.
     """
 
     def __init__(self, wake: Callable[[JobKey], None], client: CoordinatorClient | None = None) -> None:
@@ -102,7 +103,7 @@ class ReportWatch:
         await self._client.close()
 
     def follow(self, key: JobKey, target: Target | None) -> None:
-        """Follow this coordinator instead of the job's previous one; None: follow none."""
+        """Follow this coordinator instead of the job's previous one; None: stop following."""
         before = self._followed.get(key)
         if (before.target if before is not None else None) == target:
             return
@@ -120,40 +121,40 @@ class ReportWatch:
     def report(self, key: JobKey) -> Report | None:
         """Return the job's last report.
 
-        None while its coordinator does not answer, or has not been asked.
+        None while its coordinator does not respond or has not been asked.
         """
         followed = self._followed.get(key)
         return followed.report if followed is not None else None
 
     def refusal(self, key: JobKey) -> str:
-        """Return why the coordinator's last answer could not be used.
+        """Return why the coordinator's last response could not be used.
 
-        Empty if it could, or if there was none.
+        Empty if it could be used, or if there was none.
         """
         followed = self._followed.get(key)
         return followed.refusal if followed is not None else ""
 
     def count(self, *, answers: bool) -> int:
-        """Return how many coordinators have (or have not) answered the last request.
+        """Return how many coordinators have (or have not) responded to the last request.
 
         May be called from any thread.
         """
         return sum((followed.failing_since is None) == answers for followed in list(self._followed.values()))
 
     def is_asking(self, key: JobKey) -> bool:
-        """Whether the coordinator was asked for the first time and may still answer."""
+        """Whether the coordinator was asked for the first time and may still respond."""
         followed = self._followed.get(key)
         return followed is not None and followed.report is None and followed.failing_since is None
 
     # --- one coordinator
 
     async def _run(self, key: JobKey, followed: FollowedCoordinator) -> None:
-        """Follow one coordinator, until cancelled."""
+        """Follow one coordinator until cancelled."""
         link = CoordinatorLink(self._client, followed.target)
         while True:
             try:
                 report = await link.report(followed.report, self.progress_seconds)
-            except Exception as error:  # whatever it has sent, the next answer may be usable
+            except Exception as error:  # whatever it sent, the next response may be usable
                 self._failed(key, followed, error)
                 await asyncio.sleep(min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(followed.failures - 1, 10)) * _jitter())
             else:
@@ -166,10 +167,10 @@ class ReportWatch:
         return min(LONGEST_WAIT, PROGRESS_SECONDS * max(1.0, len(self._followed) / JOBS))
 
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
-        """Return the seconds in which all coordinators may send their last amount.
+        """Return the seconds within which all coordinators may send as much as last time.
 
-        If it is less, return the seconds in which all may send as much as this one. So a large
-        report waits only if many are large, and a small one waits for none of them.
+        If it is less, return the seconds within which all may send as much as this one. A large
+        report thus waits only if many reports are large, and a small report never waits for them.
         """
         self._bytes += size - followed.size
         followed.size = size
@@ -178,7 +179,8 @@ class ReportWatch:
     def _pause(self, followed: FollowedCoordinator) -> float:
         """Return the pause.
 
-        A coordinator that always has news is asked once a second, as often as it can wake its job.
+        A coordinator that always has news is asked once a second, which is as often as it can wake
+        its job.
         """
         now = _now()
         followed.credit = min(BURST, followed.credit + now - followed.answered) - 1
@@ -237,13 +239,13 @@ def _jitter() -> float:
 def _news(report: Report) -> Any:
     """Return the parts of a report whose change is a reason to reconcile at once.
 
-    Of progress, only the set of reported figures counts.
+    For progress, only the set of reported figures counts.
     """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]
     settings = report.nodes, report.min_nodes, report.hang_after, report.backoff
     last = [i.id for i in report.incidents[-1:]]
     recovery = report.recovery.last_seconds, progress_news(report.progress)
-    # Each report's comparison of the clocks changes its time.
+    # The time changes with each report, because clocks are compared each time.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

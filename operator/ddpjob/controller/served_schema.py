@@ -1,8 +1,7 @@
-"""Checks that the served CRD holds the status fields that this operator writes.
+"""Checks that the served CRD has the status fields that this operator writes.
 
 The status is the operator's only memory, and the API server drops fields that the CRD does not
-describe. `helm upgrade` leaves the CRD as it is, so an operator may meet one that is older than
-itself.
+describe. `helm upgrade` does not update the CRD, so the CRD may be older than the operator.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ log = logging.getLogger("ddpjob.schema")
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
 UNKNOWN_SECONDS = 45.0
 """Seconds for which an unknown schema may keep the operator from acting; after that it acts
-unchecked. A schema is unknown after 429 and 5xx, if the index does not list it, or without an
-answer while the rest of the API server answers."""
+unchecked. A schema is unknown after 429 and 5xx, if the index does not list it, or if it gets no
+response while the rest of the API server responds."""
 INDEX = "/openapi/v3"
-"""The index of schemas. Every authenticated client may read it, so no right to read CRDs is
+"""The index of schemas. Every authenticated client may read it, so the right to read CRDs is not
 needed."""
 _API, _SCHEMA = f"apis/{GROUP}/{VERSION}", ".".join([*reversed(GROUP.split(".")), VERSION, KIND])
 _NOT_INSTALLED = ("status",)
@@ -36,18 +35,18 @@ REMEDY = "kubectl apply --server-side --force-conflicts --filename charts/ddpjob
 
 
 class ServedSchema:
-    """Looks at the API server's schema each minute.
+    """Looks at the API server's schema every minute.
 
-    While it lacks fields, it looks each RETRY_SECONDS.
+    While the schema lacks fields, it looks every RETRY_SECONDS.
     """
 
     def __init__(self, rest: Rest) -> None:
         self.rest = rest
         self.missing: tuple[str, ...] | None = None
-        """Status fields that the API server would drop; None if not known yet."""
+        """Status fields that the API server would drop; None: not known yet."""
         self._fits = asyncio.Event()
         self._seen = ""
-        """Address of the last read schema, which contains its hash."""
+        """Address of the last schema that was read. It contains the schema's hash."""
         self._logged = float("-inf")
         self._unknown_since: float | None = None
 
@@ -61,7 +60,7 @@ class ServedSchema:
         await self._fits.wait()
 
     async def run(self) -> None:
-        """Check the schema, until cancelled."""
+        """Check the schema until cancelled."""
         now = asyncio.get_running_loop().time
         while True:
             began = now()
@@ -77,13 +76,14 @@ class ServedSchema:
                 elif now() - self._unknown_since >= UNKNOWN_SECONDS:
                     self._judge(self.missing or ())
             except Exception as error:
-                # Without the right, or behind a proxy: the check is a help, not a requirement.
+                # The right may be missing, or a proxy in the way. The check is helpful but not
+                # required.
                 log.log(logging.DEBUG if self.missing == () else logging.INFO, "the schema is not checked: %r", error)
                 self._judge(self.missing or ())
             await asyncio.sleep(LOOK_SECONDS if self.fits else RETRY_SECONDS)
 
     async def look(self) -> None:
-        """Compare the served schema with what the operator writes, once."""
+        """Compare the served schema once with what the operator writes."""
         index = await self.rest.request("GET", INDEX)
         address = str(index["paths"].get(_API, {}).get("serverRelativeURL", ""))
         if not address:
@@ -104,7 +104,7 @@ class ServedSchema:
             self._judge(self.missing)
 
     async def _rest_answers(self) -> bool:
-        """Whether the API server answers requests for anything but a schema."""
+        """Whether the API server responds to requests for anything except a schema."""
         try:
             await self._is_served()
         except Unavailable as error:
@@ -114,7 +114,7 @@ class ServedSchema:
         return True
 
     async def _is_served(self) -> bool:
-        """Whether discovery knows the resource. The index may be late, or filtered by a proxy."""
+        """Whether discovery knows the resource. The index may be late or filtered by a proxy."""
         try:
             found = await self.rest.request("GET", f"/{_API}")
         except ApiError as error:
@@ -144,7 +144,7 @@ class ServedSchema:
 
 
 def lacking(ours: Mapping[str, Any], served: Any, path: str = "status") -> Iterator[str]:
-    """Yield paths of our schema's fields that the served one would drop."""
+    """Yield paths of fields in this release's schema that the served schema would drop."""
     served = served if isinstance(served, Mapping) else {}
     if served.get("x-kubernetes-preserve-unknown-fields"):
         return

@@ -1,4 +1,4 @@
-"""Decides a job's generation and slots when it begins, resumes, changes, or yields its room."""
+"""Decides a job's generation and slots when it begins, resumes, changes or yields its room."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Begun:
-    """The view with the slots that the job should have, and the events of a change."""
+    """The view with the slots that the job should have, and the events about a change."""
 
     view: View
     events: list[Event]
@@ -54,20 +54,20 @@ def begin(view: View) -> Begun:
 
 
 def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
-    """Return the status whose slots suit the spec, and the event of a change."""
+    """Return the status with slots that fit the spec, and the events about a change."""
     job, status = view.job, view.status
     if not status.slots:
         return begin_generation(view), []
     if view.world.problems:
-        return status, []  # nothing can be built from this spec
+        return status, []  # pods cannot be built from this spec
     suspended = status.holds(ConditionType.SUSPENDED)
     fitting = fits(view)
     if fitting and is_outdated(view):
         return begin_generation(view), []  # no part of it has been placed
     other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
     if (other_size or not fitting) and is_done(find_ends(view)):
-        # Other pods would have nothing to do: the job has finished unseen, or its last pods are
-        # ending.
+        # Other pods would have nothing to do, because the job has finished unseen or its last pods
+        # are ending.
         return status, []
     if not fitting:
         cause, message = _change(view)
@@ -84,7 +84,7 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _change(view: View) -> tuple[Cause, str]:
-    """Return why a job that is not suspended needs different pods."""
+    """Return why a job that has not been suspended needs different pods."""
     template, _, rest = view.status.template_hash.partition("-")
     if template != view.job.spec.template_hash:
         return Cause.SPEC_CHANGED, "the part of the spec that pods are made from has changed"
@@ -94,9 +94,9 @@ def _change(view: View) -> tuple[Cause, str]:
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
-    """Resize in place. More nodes join by a later restart of the coordinator.
+    """Resize in place. Additional nodes join through a later restart by the coordinator.
 
-    Fewer nodes are a restart now, and so are fewer spares if one of the removed pods has taken
+    Fewer nodes cause a restart now, and so do fewer spares if one of the removed pods has taken
     over.
     """
     job, status = view.job, view.status
@@ -112,7 +112,7 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
 def _restarted(view: View, cause: Cause, message: str) -> View:
     """Return the view with a planned restart.
 
-    A job that waits for its first group, for instance for room, restarts nothing.
+    A job that is still waiting for its first group, for instance for room, has nothing to restart.
     """
     status, report = view.status, view.report
     running = status.condition(ConditionType.RUNNING)
@@ -134,9 +134,9 @@ def _new_size(view: View) -> str:
 
 
 def yield_room(view: View) -> Begun:
-    """Begin a new generation that waits as a gang, if a job holds nodes and cannot train.
+    """Begin a new generation that waits as a gang, if a job holds nodes but cannot train.
 
-    It never counts.
+    This restart never counts.
     """
     why = explain_yield(view)
     if not why:

@@ -1,6 +1,6 @@
-"""The one decision about a job: from what was observed to what is written and done.
+"""Makes the one decision about a job: from what was observed, what to write and do.
 
-No I/O, no clock.
+It uses neither I/O nor a clock.
 """
 
 from __future__ import annotations
@@ -36,24 +36,23 @@ GATES: tuple[Callable[[View], View | Decision], ...] = (
     gates.pass_with_class,
     gates.pass_with_quota,
 )
-"""What a job passes before it may run, in this order. The first gate that returns a decision ends
-the reconcile; otherwise the next one gets its view."""
+"""The gates that a job passes before it may run, in this order. The first gate that returns a
+decision ends the reconcile; otherwise the next gate gets its view."""
 
 
 def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     """Return what a job's status should be and what should be done at `now` (timezone-aware UTC).
 
-    `job` holds the spec and the last written status; `world` is what was observed after it was
-    read.
+    `job` holds the spec and the last written status; `world` was observed after `job` was read.
 
-    The function is pure: the same arguments give the same decision, and nothing is remembered
-    between two calls except in the returned status. It is idempotent: an action may be performed
-    twice, since creations are named by index and attempt and deletions carry a uid. An operator
-    that dies after any part of a decision continues from a new observation.
+    The function is pure: the same arguments give the same decision, and only the returned status is
+    remembered between calls. It is idempotent: an action may be performed twice, since creations
+    are named by index and attempt and deletions carry a uid. An operator that dies partway through
+    a decision continues from a new observation.
 
-    A job that is being deleted, or that belongs to another controller, gets nothing. Otherwise the
-    order is that of GATES, and then of `_run`. Finally, whatever was decided, notifications for the
-    job's receiver are added.
+    Nothing is decided for a job that is being deleted or belongs to another controller. Otherwise
+    GATES come first, in order, and then `_run`. Finally, notifications for the job's receiver are
+    added to any decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
@@ -77,10 +76,11 @@ def _decide(view: View) -> Decision:
 
 
 def _run(view: View) -> Decision:
-    """Return the decision for a job that should run, in the order of these lines.
+    """Return the decision for a job that should run. The order of these lines matters.
 
-    The job may end after the group was followed: by what lies outside the group, or by the group's
-    failure or success. Otherwise actions, conditions and messages to the coordinator follow.
+    After the group was followed, the job may end, either for a reason outside the group or with the
+    group's failure or success. Otherwise actions, conditions and messages to the coordinator
+    follow.
     """
     begun = begin(view)
     followed = follow(begun.view)
@@ -99,7 +99,7 @@ def _run(view: View) -> Decision:
 
 
 def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
-    """Return the end of a job by its deadline, or by an object that the API server rejects."""
+    """Return the end of a job at its deadline, or because the API server rejects an object."""
     view = begun.view
     if _is_too_late(view) and not is_done(followed.ends):
         return fail(view, _deadline_exceeded(view.job))
@@ -112,25 +112,25 @@ def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
 
 
 def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
-    """Return the end of a job whose group has failed for good, or has finished."""
+    """Return the end of a job whose group has failed for good or has finished."""
     view = followed.view
     if followed.failure is not None:
         return fail(view, followed.failure, events)
     if followed.complete or (is_done(followed.ends) and _is_too_late(view)):
-        # A short training may begin and end between two looks.
+        # A short training may begin and end between two reconciles.
         return complete(view.with_status(judge_preflight(view, (), formed=True)), events)
     return None
 
 
 def _restart_events(followed: Followed) -> list[Event]:
     failure = followed.failure
-    # The failure has its own event.
+    # The failure gets its own event.
     restarts = tuple(r for r in followed.restarts if failure is None or r.reason != failure.reason)
     return restart_events(followed.view, restarts, followed.idle, failed=failure is not None)
 
 
 def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None) -> float:
-    """Return the seconds until the next reconcile. A `quiet` one had nothing to do."""
+    """Return the seconds until the next reconcile. A `quiet` reconcile had nothing to do."""
     world = view.world
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
     quiet = quiet and not followed.news and not followed.undecided and not _is_somebody_silent(view)
@@ -140,7 +140,7 @@ def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None)
 
 
 def _deadline(view: View) -> datetime | None:
-    """Return when the job must have finished."""
+    """Return the time by which the job must have finished."""
     seconds, start = view.job.spec.run_policy.active_deadline_seconds, view.status.start_time
     return start + timedelta(seconds=seconds) if seconds is not None and start else None
 
@@ -151,7 +151,7 @@ def _is_too_late(view: View) -> bool:
 
 
 def _deadline_exceeded(job: DDPJob) -> Failure:
-    """Return the failure, with what was last missing, so that a job that never began shows why."""
+    """Return the failure and what was last missing, so that a job that never began shows why."""
     message = f"not finished within runPolicy.activeDeadlineSeconds = {job.spec.run_policy.active_deadline_seconds}"
     known = (job.status.condition(kind) for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING))
     missing = next((c for c in known if c is not None and not c.status), None)
@@ -161,7 +161,7 @@ def _deadline_exceeded(job: DDPJob) -> Failure:
 
 
 def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
-    """Restore all of maxRestarts after enough training without a failure that counts."""
+    """Restore all of maxRestarts after enough training without a counted failure."""
     status = view.status
     running, counts = status.condition(ConditionType.RUNNING), status.restarts
     if running is None or not running.status or not counts.counted:
@@ -175,6 +175,6 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _is_somebody_silent(view: View) -> bool:
-    """Return whether time alone may decide that a pod or the coordinator is lost."""
+    """Return whether a pod or the coordinator may be declared lost merely because time passes."""
     world = view.world
     return bool(world.silent) or any(lost_since(pod, world, view.now) is not None for pod in world.pods)

@@ -1,4 +1,4 @@
-"""The outcome of a reconcile: the status to write, actions, events, and when to reconcile again."""
+"""The outcome of a reconcile: status to write, actions, events, and when to reconcile again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import Role
 
 POLL = 1.0
-"""Seconds between two reconciles of a job that is changing, or whose report nobody follows."""
+"""Seconds between reconciles of a job that is changing or whose report is not being followed."""
 BLOCKED_POLL = 10.0
-"""Seconds between two tries while something outside the job is missing (a claim, a quota)."""
+"""Seconds between attempts while something outside the job is missing (a claim, a quota)."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class CreateBudget:
 
 @dataclass(frozen=True)
 class CreatePolicy:
-    """Create the NetworkPolicy of the job's pods. The job runs without it if it is refused."""
+    """Create the NetworkPolicy of the job's pods. If it is refused, the job runs without it."""
 
 
 @dataclass(frozen=True)
 class CreateToken:
-    """Create the Secret with the token of the job's pods, which is never read."""
+    """Create the Secret with the job pods' token. The operator never reads it."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ class CreateGang:
 
 @dataclass(frozen=True)
 class CreateWorkload:
-    """Create the Workload by which the job asks Kueue for the quota of all its pods."""
+    """Create the Workload that asks Kueue for the quota of all the job's pods."""
 
     name: str
     replaces: str = ""
-    """Name of the Workload that holds the job's quota until this one, for a different number of
-    pods, is admitted."""
+    """Name of the Workload that holds the job's quota until this Workload, with a different number
+    of pods, is admitted."""
 
 
 @dataclass(frozen=True)
 class CreateCoordinator:
-    """Create the coordinator pod of the status' generation and attempt."""
+    """Create the coordinator pod for the status's generation and attempt."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class CreateNode:
 class DeletePod:
     """Delete a pod, with its uid as a precondition.
 
-    So it never hits a different pod of the same name.
+    It therefore never hits a different pod with the same name.
     """
 
     name: str
     uid: str
     grace: int | None = None
-    """Seconds; None: the pod's own grace period. 0 deletes it without waiting for its host's
+    """Seconds; None: the pod's own grace period. 0 deletes the pod without waiting for its host's
     confirmation."""
 
 
@@ -107,7 +107,7 @@ class DeleteWorkload:
 
 @dataclass(frozen=True)
 class MarkWorkload:
-    """Report to Kueue the state of a Workload: its pods run, or they have ended for good."""
+    """Report a Workload's state to Kueue: its pods run, or have ended for good."""
 
     name: str
     uid: str
@@ -119,7 +119,7 @@ class MarkWorkload:
 
 @dataclass(frozen=True)
 class ReleaseWorkload:
-    """Give back the quota of an evicted Workload, which then waits in its queue again."""
+    """Release the quota of an evicted Workload, which then waits in its queue again."""
 
     name: str
     uid: str
@@ -129,7 +129,7 @@ class ReleaseWorkload:
 class LabelPod:
     """Change the role label of a slot's pod.
 
-    The coordinator took the pod into the group or left it out.
+    The coordinator has included the pod in the group or excluded it.
     """
 
     name: str
@@ -139,14 +139,14 @@ class LabelPod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Delete the job itself, after its time to live."""
+    """Delete the job itself after its time to live."""
 
 
 @dataclass(frozen=True)
 class NotifyCoordinator:
     """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port).
 
-    Nothing depends on its arrival.
+    Nothing depends on the message's arrival.
     """
 
     endpoint: str
@@ -156,7 +156,7 @@ class NotifyCoordinator:
 
 @dataclass(frozen=True)
 class SendNotification:
-    """Post a notification to a receiver. Nobody waits for it: a later World holds the outcome."""
+    """Post a notification to a receiver without waiting for it: a later World holds the outcome."""
 
     id: str
     receiver: str
@@ -164,7 +164,7 @@ class SendNotification:
 
 
 Preparation = CreateService | CreateClaim | CreateRuntime | CreateBudget | CreatePolicy | CreateToken | CreateGang
-"""Creations of objects that pods need."""
+"""Actions that create objects that pods need."""
 Creation = Preparation | CreateWorkload | CreateCoordinator | CreateNode
 Queueing = DeleteWorkload | MarkWorkload | ReleaseWorkload
 Change = DeletePod | DeleteGang | DeleteJob | LabelPod | Queueing
@@ -179,12 +179,12 @@ class Event:
     reason: str
     message: str
     once: bool = False
-    """Whether one such event of the job is enough, for as long as it is kept."""
+    """Whether one such event is enough while the cluster keeps it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the job has failed: reason and message of its condition Failed."""
+    """Why the job failed: reason and message of its condition Failed."""
 
     reason: str
     message: str

@@ -1,6 +1,6 @@
-"""What a job passes before it may run. Each gate returns a view, or the decision that ends it.
+"""The gates that a job passes before it may run. Each returns a view, or a decision.
 
-A decision ends the reconcile: the job has ended, has faults, is suspended, or waits.
+A decision ends the reconcile: the job has ended, has faults, is suspended, or is waiting.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ddpjob.core.view import View
 
 
 def pass_unless_ended(view: View) -> View | Decision:
-    """A job that has ended is wound down."""
+    """Wind down a job that has ended."""
     if not view.status.terminal:
         return view
     return wind_down(view.with_status(replace(view.job.status, observed_generation=view.job.generation)))
 
 
 def pass_valid_template(view: View) -> View | Decision:
-    """A podTemplate with faults fails a job that has never run a pod.
+    """Fail a job that has a faulty podTemplate and has never run a pod.
 
-    Otherwise the pods stay as they are.
+    If the job has run pods, they stay as they are.
     """
     job, problems = view.job, view.world.problems
     # The class may provide what podTemplate lacks.
@@ -42,24 +42,24 @@ def pass_valid_template(view: View) -> View | Decision:
 
 
 def pass_unless_suspended(view: View) -> View | Decision:
-    """A suspended job loses its pods."""
+    """Remove the pods of a suspended job."""
     return suspend(view) if view.job.spec.run_policy.suspend else view
 
 
 def pass_with_class(view: View) -> View | Decision:
-    """A job that begins takes its class first: the class is written, and nothing else is done."""
+    """Make a job that begins take its class: write the class, and do nothing else."""
     fault, taken = find_class_fault(view), take_class(view)
     if fault is not None:
         return _without_class(view, *fault)
     if taken is not None:
-        return Decision(taken, wake=0.0)  # The next reconcile reads the job with it.
+        return Decision(taken, wake=0.0)  # The next reconcile reads the job with its class.
     return view.with_status(with_class_applied(view))
 
 
 def _without_class(view: View, reason: str, message: str) -> Decision:
     """Return the decision for a job that cannot have its class.
 
-    A new job that breaks the class's rules fails; others wait.
+    A new job that violates the class's rules fails; other jobs wait.
     """
     if reason == CLASS_REFUSED and not view.has_run:
         return fail(view, Failure(reason, message))
@@ -73,7 +73,7 @@ def _without_class(view: View, reason: str, message: str) -> Decision:
 
 
 def pass_with_quota(view: View) -> View | Decision:
-    """A job to which its queue grants no quota loses its pods. Others get the granted size."""
+    """Remove the pods of a job without quota from its queue. Give other jobs the granted size."""
     granted = with_grant(view)
     if not is_queued(granted.with_status(view.job.status)):
         return granted
@@ -82,16 +82,16 @@ def pass_with_quota(view: View) -> View | Decision:
 
 
 def _without_quota(view: View) -> Decision:
-    """Return the decision for a job that waits in its queue, or has lost its quota.
+    """Return the decision for a job that is waiting in its queue or has lost its quota.
 
-    It is treated as suspended.
+    Such a job is treated as suspended.
     """
     reason, message = explain_waiting(view)
     events, had = list[Event](), view.job.status.queue
     if had is not None:
         held = next((w for w in view.world.workloads if w.uid == had.uid), None)
         lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
-        # The label may name a different queue by now.
+        # The label may now name a different queue.
         queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
             why = f"the quota that queue {queue} has granted does not suit the job's spec any more"

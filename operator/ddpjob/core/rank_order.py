@@ -1,24 +1,23 @@
-"""Decides in which order the coordinator numbers the ranks by spec.rankOrder: nodes of one place
-are neighbours.
+"""Decides the order of ranks for spec.rankOrder, so that nodes in one place are neighbours.
 
-Rings and trees of NCCL and gloo connect ranks in their order, and know nothing of what lies between
+The rings and trees of NCCL and gloo connect ranks in order, without regard to the network between
 Kubernetes nodes. If neighbouring ranks are in different racks, every byte crosses the slow links
 several times. `spec.rankOrder` names labels of Kubernetes nodes, the widest place first. Only the
-operator can read them, so it sends the order to the coordinator as a list of pods.
+operator can read these labels, so it sends the order to the coordinator as a list of pods.
 
-- A node's place is its values of these labels, then its own name (`place_of`). If a label is
-  missing, the node is a place of its own from that level on.
-- Places are sorted by the lowest index in them, level by level, so index 0 always leads: its logs,
-  metrics and checkpoints stay where people look for them.
+- A node's place consists of its values for these labels and its own name (`place_of`). If a label
+  is missing, the node is a separate place from that level on.
+- Places are sorted by their lowest index, level by level, so index 0 is always first, and its logs,
+  metrics and checkpoints stay where users look for them.
 
-Example, rankOrder: [zone, rack]:
+Example with rankOrder: [zone, rack]:
 
     index   0       1       2       3       4
     place   z1/r1   z2/r9   z1/r2   z1/r1   z2/r9
     order   0, 3 (z1/r1), 2 (z1/r2), 1, 4 (z2/r9)
 
-Ranks follow the list, and the coordinator leaves out members that are not in the round. A part of
-the list still has each place in one run, so losses, spares and smaller groups need no new list.
+Ranks follow the list, and the coordinator skips pods that are not in the round. In any part of the
+list, each place is still contiguous, so losses, spares and smaller groups do not need a new list.
 
 Why: docs/decisions/0019.
 """
@@ -39,16 +38,16 @@ the first missing label on, the Kubernetes node's name replaces the unknown valu
 
 
 def order_pods(view: View) -> tuple[str, ...]:
-    """Return names of the pods of slots in the order of their ranks, if their places are known.
+    """Return the slots' pod names in rank order, if their places are known.
 
-    Empty without spec.rankOrder, because ranks then follow the indices.
+    The result is empty without spec.rankOrder, because ranks then follow the indices.
     """
     if not view.job.spec.rank_order:
         return ()
     hosts, places, names = view.world.hosts, dict[int, Place](), dict[int, str]()
     for index, pod in enumerate(view.pods):
-        # A node that the watch has not shown yet will be known in a moment. If no nodes are known,
-        # none will ever be.
+        # A node that the watch has not shown yet will be known soon. If no nodes are known, none
+        # ever will be.
         if pod is not None and pod.host and (hosts is None or pod.host in hosts):
             names[index] = pod.name
             places[index] = place_of(pod.host, (hosts or {}).get(pod.host), view.job.spec.rank_order)
@@ -58,8 +57,8 @@ def order_pods(view: View) -> tuple[str, ...]:
 def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool, str, str]:
     """Return whether a group's ranks follow spec.rankOrder, and why.
 
-    The reason is returned in one word, and in words. `group` are the names of its pods in the order
-    of their ranks.
+    The reason is returned as one word and as a text. `group` has the names of its pods in rank
+    order.
     """
     labels, hosts = view.job.spec.rank_order, view.world.hosts
     if hosts is None:
@@ -86,12 +85,12 @@ def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
     """Return the place of a Kubernetes node."""
     values = (host.labels.get(label, "") if host is not None else "" for label in labels)
     known = tuple(takewhile(bool, values))
-    # No label's value begins with a slash.
+    # Label values never begin with a slash.
     return (*known, *[f"/{name}"] * (len(labels) + 1 - len(known)))
 
 
 def in_order(places: dict[int, Place]) -> list[int]:
-    """Return the indices of `places`, with those of each place in a row.
+    """Return the indices of `places`, with each place's indices next to each other.
 
     Places are ordered by their lowest index, level by level.
     """

@@ -1,4 +1,4 @@
-"""Decides how a job loses its pods while it is suspended, or waits for a class or quota."""
+"""Decides how a job loses its pods when it is suspended or waits for a class or quota."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     """Delete all pods with their grace period, so that scripts can save.
 
     The slots are planned again for the resume. A job that has finished becomes complete anyway. The
-    coordinator is deleted last, because nodes need it until they have ended. `reason` and `waits`
-    are those of a job that its queue does not let run, with its `events`.
+    coordinator is deleted last, because nodes need it until they have ended. `reason`, `waits` and
+    `events` are for a job that its queue does not let run.
     """
     done = settle(view) if view.status.slots else None
     if done is not None:
-        # It finished unseen, for instance while no operator ran. Starting again at the resume would
-        # be pointless.
+        # It finished unseen, for instance while no operator was running. Restarting it at the
+        # resume would be pointless.
         return complete(done, [])
     if view.status.holds(ConditionType.SUSPENDED) and has_finished_while_ending(view):
         return complete(view, [])
@@ -38,8 +38,8 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
-        # Also for pods that no status shows yet, since their names are used up. The spec is checked
-        # when the job resumes.
+        # This also covers pods that no status shows yet, since their names are used up. The spec is
+        # checked when the job resumes.
         status = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
     leaving = [p for p in view.world.pods if is_left(p, view.world)]
     if events is None:
@@ -72,7 +72,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     lost = [p for p in leaving if is_given_up(view, p, lost_since(p, view.world, now))]
     alive = [p for p in leaving if p not in lost]
     nodes_first = [p for p in alive if p.role is not Role.COORDINATOR and not is_overdue(p, now)] or alive
-    # A host that does not answer will never confirm the end of its pods, so nothing waits for them.
+    # An unreachable host will never confirm the end of its pods, so nothing waits for them.
     actions: list[Action] = [DeletePod(p.name, p.uid, 0) for p in lost]
     actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
     if not leaving:
@@ -82,15 +82,15 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
 
 
 def is_left(pod: PodView, world: World) -> bool:
-    """Return whether any container of a pod still runs, and its host will end it.
+    """Return whether any container of a pod is still running and its host will end it.
 
-    It may be a sidecar of a program that has ended.
+    The container may be a sidecar of a program that has ended.
     """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 
 
 def _overdue(leaving: list[PodView], now: datetime) -> str:
-    """Return what keeps the first of the pods that should have ended."""
+    """Return what keeps the first pod that should have ended."""
     pod = next((p for p in leaving if is_overdue(p, now)), None)
     if pod is None:
         return ""

@@ -1,4 +1,4 @@
-"""The view of one reconcile: a job, its status so far, the world, the time, and derived values."""
+"""The view of one reconcile: a job, its status so far, the world, the time and derived values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ddpjob.core.world import PodView, World, coordinator_pod_name, node_pod_nam
 
 @dataclass(frozen=True)
 class View:
-    """An immutable view; derived values are computed once.
+    """An immutable view. Derived values are computed once.
 
-    A decision that changes the status continues with `with_status`.
+    A decision that changes the status uses `with_status` to continue.
     """
 
     job: DDPJob
@@ -29,21 +29,21 @@ class View:
     now: datetime
 
     def with_status(self, status: JobStatus) -> View:
-        """Return the same job, world and time after a change of the status.
+        """Return the same job, world and time with a changed status.
 
-        Returns the same view for the same status object.
+        If the status object is the same, return the same view.
         """
         if status is self.status:
             return self
         view = View(self.job, status, self.world, self.now)
         if status.slots is self.status.slots:
-            # A large job has many slots, so they are looked up once.
+            # Large jobs have many slots, so pods are looked up only once.
             kept = ("pods",) + (("current_names",) if status.rendezvous is self.status.rendezvous else ())
             view.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         return view
 
     def with_slots(self, slots: list[Slot]) -> View:
-        """Return the view after a change of slots; the same view if they are equal."""
+        """Return the view with changed slots; the same view if they are equal."""
         old = self.status.slots
         if len(old) == len(slots) and all(a is b for a, b in zip(old, slots, strict=True)):
             return self
@@ -51,16 +51,16 @@ class View:
 
     @cached_property
     def pods(self) -> tuple[PodView | None, ...]:
-        """The pod of every slot's current attempt, in the order of the slots.
+        """The pod of every slot's current attempt, in slot order.
 
-        None if there is none.
+        An entry is None if there is no such pod.
         """
         by_name = self.world.nodes_by_name
         return tuple(by_name.get(node_pod_name(self.job, i, slot.attempt)) for i, slot in enumerate(self.status.slots))
 
     @cached_property
     def coordinator(self) -> PodView | None:
-        """The pod that holds the current coordinator: its own, or slot 0's in placement Master."""
+        """The pod of the current coordinator: its own, or slot 0's in placement Master."""
         rendezvous = self.status.rendezvous
         if self.job.spec.rendezvous.placement is Placement.MASTER:
             name = node_pod_name(self.job, 0, self.status.slots[0].attempt) if self.status.slots else ""
@@ -83,7 +83,7 @@ class View:
 
     @cached_property
     def reported_progress(self) -> dict[str, Any]:
-        """The training script's last reported progress, whatever its generation.
+        """The training script's last reported progress, from any generation.
 
         Empty without a report.
         """
@@ -96,14 +96,14 @@ class View:
 
     @cached_property
     def has_run(self) -> bool:
-        """Whether the program of any pod of the job may ever have run."""
+        """Whether the program in any of the job's pods may ever have run."""
         status = self.status
         began = any(s.state not in (SlotState.PLANNED, SlotState.CREATED) for s in status.slots)
         return bool(status.slots) and (began or status.round > 0 or status.rendezvous.generation > 0)
 
     @cached_property
     def trained(self) -> bool:
-        """Whether the job has ever made a step, by its status or the last report."""
+        """Whether the job has ever made a step, according to its status or last report."""
         if self.status.trained:
             return True
         known = (self.status.progress, self.reported_progress)
@@ -112,5 +112,5 @@ class View:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a reported value is a finite number; JSON's true and NaN are not."""
+    """Whether a reported value is a finite number, which JSON's true and NaN are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

@@ -17,7 +17,7 @@ FIELD = "spec.storage.checkpoints.claimTemplate"
 
 @dataclass(frozen=True)
 class Unusable:
-    """Why no pod is created, and what to do."""
+    """Why pods are not created, and what to do."""
 
     reason: str
     message: str
@@ -26,7 +26,8 @@ class Unusable:
 def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     """Return the first claim that cannot serve the job's pods; None if all can.
 
-    A claim cannot serve if it does not exist, or if one host would hold it while several need it.
+    A claim cannot serve if it does not exist, or if only one host can hold it while several need
+    it.
     """
     template = job.spec.storage.claim_template
     for claim in world.claims:
@@ -69,9 +70,9 @@ def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]
     """Return names of the claims that this reconcile must know.
 
     These are the claims that a pod to be created would mount. A claim's access modes do not change,
-    but one that the job has made may be removed under it. So it is read again whenever a pod is
-    missing, since the next pod would train from nothing. All are read if a single pod is placed and
-    there should be more, because a claim that serves one may not serve two.
+    but a claim that the job made may be removed while the job runs. It is therefore read again
+    whenever a pod is missing, since the next pod would train from scratch. All claims are read if
+    only one of several pods is placed, because a claim that serves one pod may not serve two.
     """
     slots = job.status.slots
     wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
@@ -85,10 +86,10 @@ def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]
 
 
 def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Report a claim that would unexpectedly be removed with the job that made it.
+    """Report a claim that would unexpectedly be deleted with the job that made it.
 
-    The spec does not ask for its removal. A claimTemplate cannot change, but it can be removed and
-    written again. If others have given owners to their own claim, that is their decision.
+    The spec does not ask for the deletion. A claimTemplate cannot change, but it can be removed and
+    written again. If others have given their own claim owners, that is their decision.
     """
     template = job.spec.storage.claim_template
     delete = template is not None and template.when_deleted is WhenDeleted.DELETE and claim.name == job.made_claim
@@ -108,7 +109,7 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 
     It can if this job made it from an equal template, or if an earlier job of the same name did and
     kept it. Names are unique in a namespace, so the earlier job is gone. This job's own template
-    may be a different one by now, since it can be removed and written again.
+    may have changed since, because it can be removed and written again.
     """
     what = f"the claim {claim.name}, which {FIELD} makes,"
     if any(uid != job.uid for uid in claim.owners):
@@ -129,7 +130,7 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
     """Report that the claim with the job's checkpoints is gone.
 
-    Training must not start from nothing unnoticed.
+    Training must not start from scratch unnoticed.
     """
     if not (job.status.trained and job.status.claim_made):
         return None

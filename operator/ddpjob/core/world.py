@@ -1,6 +1,6 @@
-"""The state that a reconcile observes of one job, as frozen values.
+"""The state of one job that a reconcile observes, as frozen values.
 
-It has pods, hosts, claims and the coordinator's report.
+It includes pods, hosts, claims and the coordinator's report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAINER_CONTAINER = "trainer"
 COORDINATOR_CONTAINER = "coordinator"
 
 NAME_TAKEN = 409
-"""HTTP's Conflict: the `Rejection.status` if another owner's object has the name."""
+"""HTTP's Conflict, the `Rejection.status` if another owner's object has the name."""
 
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
 
@@ -39,9 +39,9 @@ LABEL_ROUND = "ddpjob.io/round"
 LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
-"""Annotation of a pod: the PodGroup that Volcano places it with."""
+"""Annotation of a pod with the PodGroup that Volcano places it in."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
-"""Annotation of a claim that a job has made: the mark of the claimTemplate."""
+"""Annotation of a claim that a job has made, with the mark of the claimTemplate."""
 
 
 class Role(StrEnum):
@@ -53,13 +53,12 @@ class Role(StrEnum):
 
 
 NODE_ROLES = (Role.NODE, Role.SPARE)
-"""Roles of slots' pods. The coordinator chooses which of them train, and the label follows its
-choice."""
+"""Roles of slots' pods. The coordinator chooses which of them train, and the label follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerView:
-    """A container's state. At most one of waiting, started and exit_code describes the present."""
+    """A container's state, described by at most one of waiting, started and exit_code."""
 
     waiting_reason: str = ""
     waiting_message: str = ""
@@ -83,7 +82,7 @@ _NO_CONTAINER = ContainerView()
 
 @dataclass(frozen=True, kw_only=True)
 class PodView:
-    """A pod, with the fields that decisions need."""
+    """A pod with the fields that decisions need."""
 
     name: str
     uid: str
@@ -97,18 +96,19 @@ class PodView:
     address: str = ""
     created: datetime | None = None
     deleted_at: datetime | None = None
-    """The moment by which the kubelet ends it; None while its deletion has not been requested."""
+    """The time by which the kubelet ends the pod; None while its deletion has not been
+    requested."""
     status_reason: str = ""
     status_message: str = ""
     unschedulable: str = ""
     """The scheduler's message while no host fits."""
     gated: str = ""
-    """Kubernetes' message while gates keep it from the scheduler."""
+    """Kubernetes' message while gates keep the pod from the scheduler."""
     scheduled: datetime | None = None
-    """When it was given its host."""
+    """When the pod was bound to its host."""
     prepared: bool | None = None
-    """Whether the kubelet has its volumes and its network ready; None: the kubelet does not report
-    it."""
+    """Whether the kubelet has the pod's volumes and network ready; None: the kubelet does not
+    report it."""
     disruption: str = ""
     """Reason of the condition DisruptionTarget, such as PreemptionByScheduler or
     EvictionByEvictionAPI."""
@@ -116,26 +116,25 @@ class PodView:
     containers: Mapping[str, ContainerView] = field(default_factory=dict)
     init_containers: Mapping[str, ContainerView] = field(default_factory=dict)
     initialized: bool = False
-    """Whether its init containers are done: ordinary ones have ended, and sidecars among them have
-    started."""
+    """Whether the init containers are done: ordinary ones have ended, and sidecars have started."""
     grace_seconds: int = 30
 
     @cached_property
     def main(self) -> ContainerView:
-        """The main container: the trainer's, or in a coordinator pod the coordinator's."""
+        """The main container: the trainer's or, in a coordinator pod, the coordinator's."""
         name = COORDINATOR_CONTAINER if self.role is Role.COORDINATOR else TRAINER_CONTAINER
         return self.containers.get(name, _NO_CONTAINER)
 
     @cached_property
     def ended(self) -> bool:
-        """Whether the main container has ended, or the pod as a whole."""
+        """Whether the main container or the whole pod has ended."""
         return self.main.ended or self.phase in ("Succeeded", "Failed")
 
     @cached_property
     def succeeded(self) -> bool:
-        """Whether it has finished its work.
+        """Whether the pod has finished its work.
 
-        An evicted program may end with 0 without having finished.
+        An evicted program may exit with 0 without having finished.
         """
         if self.disruption or self.status_reason:
             return False
@@ -143,25 +142,25 @@ class PodView:
 
 
 REMEMBERED = timedelta(hours=1)
-"""How long a deleted host is remembered, which is longer than pods outlive their host."""
+"""How long a deleted host is remembered. Pods do not outlive their host for that long."""
 
 
 @dataclass(frozen=True)
 class HealthSignals:
-    """The signals by which an agent reports a Kubernetes node as unhealthy.
+    """The signals with which an agent reports a Kubernetes node as unhealthy.
 
     A name that ends with `*` is a prefix.
     """
 
     conditions: tuple[tuple[str, str], ...] = ()
-    """Types with their bad statuses: ("AcceleratedHardwareReady", "False")."""
+    """Types with their bad statuses, such as ("AcceleratedHardwareReady", "False")."""
     taints: tuple[str, ...] = ()
     """Keys of taints."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
-        """Return the first sign in words; empty if there is none.
+        """Describe the first sign of a fault; empty if there is none.
 
-        Parts that change while the fault is the same are left out.
+        Parts that change while the fault stays the same are omitted.
         """
         for condition in conditions:
             kind, status = str(condition["type"]), str(condition.get("status"))
@@ -187,39 +186,39 @@ class HostView:
 
     name: str
     ready: bool
-    """Whether its Ready condition is True. Unknown, the state of a host without a network, is not
-    ready."""
+    """Whether its Ready condition is True. Unknown, which is the status of a host without a
+    network, counts as not ready."""
     since: datetime | None
-    """When the operator last saw `ready` change, by its own clock (see `remembered`). None: not
-    known."""
+    """When the operator last saw `ready` change, by its own clock (see `remembered`). None:
+    unknown."""
     out_of_service: bool
-    """Whether an administrator has marked it, by a taint, as down for good, so that nothing on it
-    runs."""
+    """Whether an administrator has marked the host with a taint as down for good, so that nothing
+    is running on it."""
     deleted: bool = False
-    """Whether it was seen, and its object has been deleted since."""
+    """Whether the host was seen but its object has since been deleted."""
     unhealthy: str = ""
-    """What a health agent reports against it, by a condition or a taint; empty: nothing."""
+    """The fault that a health agent reports with a condition or a taint; empty: none."""
     unhealthy_since: datetime | None = None
-    """When the operator saw that begin, by its own clock. None: it was there at the operator's
+    """When the operator saw the fault begin, by its own clock. None: it was there at the operator's
     first look."""
     schedulable: bool = True
-    """Whether it is not cordoned, and has at most as many taints as are looked at."""
+    """Whether the host is not cordoned and does not have more taints than are read."""
     taints: tuple[tuple[str, str, str], ...] = ()
-    """Key, value and effect of taints that keep pods away: NoSchedule and NoExecute."""
+    """Key, value and effect of taints that keep pods away (NoSchedule and NoExecute)."""
     devices: Mapping[str, int] = field(default_factory=dict)
-    """How many devices it offers to pods, by the names of their resources."""
+    """Number of devices that the host offers to pods, by resource name."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def well(self) -> bool:
-        """Whether it is ready, and no health agent reports anything against it."""
+        """Whether the host is ready and no health agent reports a fault."""
         return self.ready and not self.deleted and not self.unhealthy
 
     @classmethod
     def read(cls, body: Mapping[str, Any], signals: HealthSignals | None = None) -> HostView:
-        """Read a Node object, which is unhealthy by these signals.
+        """Read a Node object. The signals show whether it is unhealthy.
 
-        Raises KeyError for a body without a name.
+        Raises KeyError if the body has no name.
         """
         conditions = (body.get("status") or {}).get("conditions") or ()
         ready: Mapping[str, Any] = next((c for c in conditions if c["type"] == "Ready"), {})
@@ -239,9 +238,9 @@ class HostView:
 
 
 def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
-    """Return the devices of device plugins.
+    """Return the devices from device plugins.
 
-    Their resources have a domain, and are counted in whole numbers.
+    Such resources have a domain and are counted in whole numbers.
     """
     return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
@@ -249,11 +248,12 @@ def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
 def remembered(
     before: Mapping[str, HostView] | None, found: Mapping[str, HostView], now: datetime
 ) -> dict[str, HostView]:
-    """Return the hosts that were `found`, with what the operator remembers of those from `before`.
+    """Return the hosts that were `found`, with the operator's memory of them from `before`.
 
-    That is since when each is ready or is not, or is unhealthy, and which were deleted. A host that
-    was never seen may be newer than what was found, so it is unknown, not deleted. If a host is
-    unhealthy when it is first seen, nobody knows since when, or whether the signal is still valid.
+    The operator remembers since when each host has been ready, not ready or unhealthy, and which
+    hosts were deleted. A host that was never seen may be newer than the list, so it is unknown, not
+    deleted. If a host is unhealthy when it is first seen, it is unknown since when, and whether the
+    signal is still valid.
     """
     hosts = {}
     for name, host in (before or {}).items():
@@ -282,19 +282,19 @@ class ClaimView:
     exists: bool = True
     access_modes: tuple[str, ...] = ()
     made_by: str = ""
-    """UID of the job that has made it, which may be an earlier one; empty if no job has."""
+    """UID of the job that made the claim, which may be an earlier job; empty if no job made it."""
     made_for: str = ""
     """Name of that job."""
     template: str = ""
-    """The mark of the claimTemplate that it was made from."""
+    """The mark of the claimTemplate that the claim was made from."""
     owners: tuple[str, ...] = ()
-    """UIDs of the objects with which it is removed."""
+    """UIDs of the objects with which the claim is deleted."""
     deleting: bool = False
 
 
 _POLICY = re.compile(r"admission webhook|AdmissionPolicy|denied", re.IGNORECASE)
-"""Messages of the API server if a webhook or an admission policy rejects an object, or cannot be
-asked."""
+"""API server messages if a webhook or an admission policy rejects an object or cannot be
+reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,34 +305,35 @@ class Rejection:
     status: int
     message: str
     optional: bool = False
-    """Whether the job runs without it."""
+    """Whether the job runs without the object."""
 
     @property
     def final(self) -> bool:
         """Whether the same object will always be rejected, because its content is invalid.
 
-        A denial by an admission policy has the same HTTP statuses, and lasts as long as the policy.
+        A denial by an admission policy has the same HTTP statuses, but lasts only as long as the
+        policy.
         """
         return self.status in (400, 422) and not _POLICY.search(self.message)
 
     @property
     def is_claim(self) -> bool:
-        """Whether it is the claim of storage.checkpoints.claimTemplate."""
+        """Whether the object is the claim of storage.checkpoints.claimTemplate."""
         return self.object.startswith("PersistentVolumeClaim ")
 
     @property
     def of_gang(self) -> bool:
-        """Whether it is the PodGroup, without which the job can be made to run."""
+        """Whether the object is the PodGroup. The job can be changed to run without one."""
         return self.object.startswith("PodGroup ")
 
     @property
     def of_budget(self) -> bool:
-        """Whether it is the PodDisruptionBudget, which pods do not need to run."""
+        """Whether the object is the PodDisruptionBudget, which pods do not need in order to run."""
         return self.object.startswith("PodDisruptionBudget ")
 
     @property
     def of_queue(self) -> bool:
-        """Whether it is the request for quota. A job that has quota runs without another one."""
+        """Whether the object is the quota request. A job with quota runs without another one."""
         return self.object.startswith("Workload ")
 
     @property
@@ -346,36 +347,36 @@ class NotificationOutcome:
 
     delivered: bool
     message: str = ""
-    """Why it was given up."""
+    """Why the notification was given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadView:
-    """A Workload of Kueue: the job's request for quota, and its state."""
+    """A Kueue Workload: the job's quota request and its state."""
 
     name: str
     uid: str
     asks: tuple[str, str] = ("", "")
     """LocalQueue, and WorkloadPriorityClass or PriorityClass."""
     shape: str = ""
-    """The mark of what each of its pods needs, see `core.plan.queue`."""
+    """The mark of what each of its pods needs (see `core.plan.queue`)."""
     reserved: bool = False
     admitted: bool = False
     """Whether quota is reserved and every admission check has passed."""
     evicted: str = ""
-    """Kueue's reason why the quota must be given back; empty if it need not be."""
+    """Kueue's reason why the quota must be released; empty if it need not be."""
     finished: str = ""
-    """The reason why it has finished; empty: it has not."""
+    """The reason why the Workload has finished; empty: it has not."""
     ready: bool = False
-    """Whether Kueue knows that the pods run."""
+    """Whether Kueue knows that the pods are running."""
     leaving: bool = False
-    """Whether its deletion was requested."""
+    """Whether the Workload's deletion was requested."""
     message: str = ""
-    """Kueue's message: why it waits, or why it is evicted."""
+    """Kueue's message: why the Workload is waiting or evicted."""
     grant: QueueStatus | None = None
     """The grant of an admitted Workload."""
     flavors: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Names of the ResourceFlavors of the pods of slots, and of the coordinator's."""
+    """Names of the ResourceFlavors of the slots' pods, and of the coordinator's pod."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,69 +385,71 @@ class World:
 
     pods: tuple[PodView, ...] = ()
     departed: tuple[PodView, ...] = ()
-    """The last known state of pods that are gone, as the event of their deletion showed them."""
+    """The last known state of pods that are gone, from their deletion events."""
     has_service: bool = False
     has_budget: bool = False
     """Whether the job's PodDisruptionBudget (which has the job's name) exists."""
     runtime: str = ""
-    """Name of the ConfigMap with the runtime of the job's pods, if it exists; otherwise empty."""
+    """Name of the ConfigMap with the runtime of the job's pods; empty if it does not exist."""
     runtime_offered: str = ""
-    """Name of the runtime's ConfigMap that this version of the operator would create."""
+    """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """Identifies the key from which the jobs' tokens derive; pods with tokens of different keys
-    reject each other."""
+    """Identifies the key from which the jobs' tokens are derived. Pods with tokens from different
+    keys reject each other."""
     has_token: bool = False
-    """Whether the Secret with the token was seen to exist. It cannot be read, and may have been
+    """Whether the Secret with the token was found to exist. It cannot be read and may have been
     deleted since."""
     report: Report | None = None
     report_refused: str = ""
-    """Why the coordinator's last answer could not be used; empty if it could, or if there was
+    """Why the coordinator's last response could not be used; empty if it could, or if there was
     none."""
     report_seconds: float = 0.0
-    """Maximum age of a report whose news wake the job by themselves. 0: each reconcile reads it."""
+    """Maximum age in seconds of a report whose news wakes the job. 0: each reconcile reads the
+    report."""
     serves_gangs: bool = False
-    """Whether the cluster serves the PodGroups of the job's scheduler, and lets the operator list
+    """Whether the cluster serves the PodGroups of the job's scheduler and lets the operator list
     them."""
     gangs: Mapping[str, str] = field(default_factory=dict)
-    """The uids of the job's PodGroups by name; empty for one whose deletion was requested."""
+    """The uids of the job's PodGroups by name; empty if a PodGroup's deletion was requested."""
     serves_queues: bool | None = None
-    """Whether the cluster serves Kueue's Workloads, and lets the operator read them. None: nobody
-    queues jobs here."""
+    """Whether the cluster serves Kueue's Workloads and lets the operator read them. None: jobs are
+    not queued here."""
     workloads: tuple[WorkloadView, ...] = ()
-    """The job's Workloads, by name."""
+    """The job's Workloads, sorted by name."""
     claims: tuple[ClaimView, ...] = ()
     claim_template: str = ""
     """The mark of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
-    """Kubernetes nodes by name; nothing is known about a missing one. None: the state of hosts is
-    not known at all."""
+    """Kubernetes nodes by name; nothing is known about missing ones. None: the state of hosts is
+    entirely unknown."""
     problems: tuple[str, ...] = ()
     """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
-    """Objects that the API server rejected when this decision was last applied, without optional
+    """Objects that the API server rejected when this decision was last applied, except optional
     ones."""
     deletion_refused: str = ""
     """An existing pod whose deletion the API server has refused, and the reason; empty if there is
-    none."""
+    no such pod."""
     policy: str = ""
-    """Name of the NetworkPolicy that this operator makes for the job; empty if it makes none."""
+    """Name of the NetworkPolicy that this operator makes for the job; empty if it does not make
+    one."""
     has_policy: bool = False
-    """Whether that NetworkPolicy exists."""
+    """Whether the NetworkPolicy exists."""
     policy_refused: str = ""
-    """Why the API server rejected it when this decision was last applied."""
+    """Why the API server rejected the NetworkPolicy when this decision was last applied."""
     receivers: frozenset[str] = frozenset()
     """Names of the receivers that the job's namespace may use."""
     outcomes: Mapping[str, NotificationOutcome] = field(default_factory=dict)
-    """Outcomes of the job's notifications that were delivered or given up, by id."""
+    """Outcomes of the job's delivered or abandoned notifications, by id."""
     link: str = ""
-    """URL of a page about the job, for its notifications; empty if none is known."""
+    """URL of a page about the job, for its notifications; empty if unknown."""
     offer: Offer = field(default_factory=Offer)
-    """The class that the job would get if it began now."""
+    """The class that the job would get if it started now."""
     one_host: bool = False
-    """Whether all pods are on the only host, which none can avoid."""
+    """Whether there is only one host, which pods therefore cannot avoid."""
 
     def nodes(self) -> tuple[PodView, ...]:
-        """Return the pods of slots, spares included."""
+        """Return the slots' pods, including spares."""
         return self._nodes
 
     @cached_property
@@ -455,7 +458,7 @@ class World:
 
     @cached_property
     def nodes_by_name(self) -> Mapping[str, PodView]:
-        """The pods of slots, by name."""
+        """The slots' pods by name."""
         return {p.name: p for p in self.nodes()}
 
     def last_of(self, name: str) -> PodView | None:
@@ -468,7 +471,7 @@ class World:
 
     @cached_property
     def silent(self) -> Mapping[str, datetime]:
-        """Pods whose program runs, and since when the coordinator has not heard them."""
+        """Pods with a running program that the coordinator has not heard from, and since when."""
         if self.report is None:
             return {}
         connected = {member.pod for member in self.report.members}
@@ -477,9 +480,9 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """Since when the coordinator has not heard most of its members on healthy hosts.
+        """Since when the coordinator has not heard from most of its members on healthy hosts.
 
-        In that case the coordinator is the one that is partitioned. None: it hears them.
+        In that case the coordinator itself is partitioned. None: it hears from them.
         """
         if self.report is None or not self.silent:
             return None
@@ -493,13 +496,13 @@ class World:
 
 
 def is_down(host: str, hosts: Mapping[str, HostView] | None) -> bool:
-    """Whether a host is known to be down: it is not ready, or its node object was deleted."""
+    """Whether a host is known to be down: it is not ready or its Node object was deleted."""
     known = (hosts or {}).get(host)
     return known is not None and not known.ready
 
 
 def platform_of(host: HostView) -> tuple[str, str]:
-    """Return a host's operating system and architecture; empty if not known.
+    """Return a host's operating system and architecture; empty if unknown.
 
     Every kubelet sets the labels that are read here.
     """
@@ -507,7 +510,7 @@ def platform_of(host: HostView) -> tuple[str, str]:
 
 
 def host_port(host: str, port: int) -> str:
-    """Return `host:port`, as in a URL: an IPv6 address stands in brackets."""
+    """Return `host:port` as in a URL, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,7 +1,7 @@
-"""`ddpjob dashboard`: the jobs of a place as pages of a browser, read-only.
+"""`ddpjob dashboard`: read-only pages about the jobs of a place, for a browser.
 
 It uses the words and numbers of `client`. `fleet` follows the jobs, `job_views` shapes objects for
-the pages, `gate` decides who may ask, and `web_server` answers. `viewers` is the gate of a
-dashboard in a cluster, where each viewer reads with their own token. Texts of jobs (names,
-messages, logs) are text in every page: templates escape them, and scripts set them as text.
+the pages, `gate` decides who has access, and `web_server` serves the pages. `viewers` is the gate
+of a dashboard in a cluster, where each viewer reads with their own token. Texts from jobs (names,
+messages, logs) remain text in every page: templates escape them, and scripts set them as text.
 """

@@ -1,6 +1,6 @@
 """`python -m ddpjob.dashboard`: the dashboard in a cluster, for the chart.
 
-It has no rights of its own: see `viewers`.
+It has no rights of its own (see `viewers`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def _serve() -> None:
 async def _renew(tls: ssl.SSLContext, folder: Path) -> None:
     """Reload the certificate from the folder for new connections.
 
-    cert-manager renews it there.
+    cert-manager renews the certificate there.
     """
     while True:
         await asyncio.sleep(_RELOAD_SECONDS)

@@ -1,4 +1,4 @@
-"""Follows all jobs of a place in threads, and keeps the words and numbers that the list shows."""
+"""Follows all jobs of a place in threads, and keeps the words and numbers for the list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ddpjob.core.view import is_number
 Key = tuple[str, str]
 """Namespace and name."""
 WITHOUT_ETA = (*ENDED, "Suspended", "Queued")
-"""States in which the remaining time is unknown: it was reported by a group that no longer
+"""States in which the remaining time is unknown, because it was reported by a group that no longer
 trains."""
 UNREADABLE = "Unreadable"
 STATES = (
@@ -40,7 +40,7 @@ STATES = (
     "Interrupted",
     "Complete",
 )
-"""States in the order of the list, those that need attention first."""
+"""States in the order of the list, starting with those that need attention."""
 _POINTS = 512
 _RETRY_SECONDS = 5.0
 
@@ -62,10 +62,10 @@ class FleetRow:
     restarts_total: int = 0
     reason: str = ""
     message: str = ""
-    """Why it does not train, or has failed."""
+    """Why the job is not training or has failed."""
     pods: int = 0
     gpus: int = 0
-    """GPUs that its pods hold."""
+    """Number of GPUs that the job's pods hold."""
     pods_useful: int = 0
     """Pods that make new steps, as far as is known."""
     repeated_seconds: float = 0.0
@@ -82,7 +82,7 @@ class FleetRow:
         return self.namespace, self.name
 
     def runtime(self, now: datetime) -> float | None:
-        """Return for how many seconds it has run, or ran."""
+        """Return how many seconds the job has run or ran."""
         return ((self.ended or now) - self.started).total_seconds() if self.started is not None else None
 
 
@@ -91,9 +91,9 @@ def key_of(body: Json) -> Key:
 
 
 def read_job(body: Json) -> DDPJob:
-    """Read a job, also one of a local record.
+    """Read a job, possibly from a local record.
 
-    A local record has no uid and may hold anything: raises any Exception.
+    A local record has no uid and may hold anything, so this may raise any Exception.
     """
     return DDPJob.read({**body, "metadata": {"uid": "", **body["metadata"]}})
 
@@ -101,7 +101,7 @@ def read_job(body: Json) -> DDPJob:
 def fleet_row(body: Json) -> FleetRow:
     """Return the row of a job.
 
-    A job that cannot be read gets a row too, so that it does not cost others the page.
+    A job that cannot be read gets a row too, so that it does not break the page for others.
     """
     namespace, name = key_of(body)
     created = known_time(body["metadata"].get("creationTimestamp"))
@@ -112,7 +112,7 @@ def fleet_row(body: Json) -> FleetRow:
         progress = status.progress
         shown = {part: str((stored.get(part) or {}).get("display", "")) for part in ("nodes", "restarts")}
         percent = progress.get("percent")
-        # A pod that no scheduler has placed holds nothing.
+        # A pod that has not been scheduled does not hold GPUs.
         placed = (slot.state is SlotState.CREATED and bool(slot.node) for slot in status.slots)
         present = sum(placed) + sum(slot.state is SlotState.RUNNING for slot in status.slots)
         pods = present if state not in ENDED else 0
@@ -120,7 +120,7 @@ def fleet_row(body: Json) -> FleetRow:
         stalled = running is not None and running.reason == STEP_OVERDUE
         training = min(pods, status.ready) if state == "Running" and not stalled else 0
         each = job.spec.gpus_per_node
-    except Exception as error:  # A local record may hold anything, anywhere.
+    except Exception as error:  # A local record may hold anything in any field.
         message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return FleetRow(namespace=namespace, name=name, state=UNREADABLE, created=created, message=message)
     return FleetRow(
@@ -150,7 +150,7 @@ def fleet_row(body: Json) -> FleetRow:
 
 
 def _in_one_line(message: str) -> str:
-    """Return the first line, and the last line of a traceback, which names the error."""
+    """Return the first line and, for a traceback, the last line, which names the error."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(line[:200] for line in dict.fromkeys((*lines[:1], *lines[1:][-1:])))
 
@@ -159,7 +159,7 @@ def _in_one_line(message: str) -> str:
 class CurveSamples:
     """Loss and speed as reported while the dashboard follows the job.
 
-    If there are many, every other one is dropped.
+    If there are many samples, every other one is dropped.
     """
 
     steps: array[float] = field(default_factory=lambda: array("d"))
@@ -195,15 +195,15 @@ class Goodput:
 class Fleet:
     """Follows jobs.
 
-    Use it as a context, which reads all jobs once (raises Mistake) and then follows them until it
-    ends. Each of `backends` lists its own jobs, such as those of one namespace, and a thread
-    follows it.
+    Use it as a context manager, which reads all jobs once (raises Mistake) and then follows them
+    until it exits. Each of `backends` lists its own jobs, such as those of one namespace, and is
+    followed in a thread.
     """
 
     def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self.backends = backends
         self.version = 0
-        """Grows with each change that a row shows."""
+        """Increases with each change that a row shows."""
         self._rows: dict[Key, FleetRow] = {}
         self._sources: dict[Key, Backend] = {}
         self._versions: dict[Key, int] = {}
@@ -211,7 +211,7 @@ class Fleet:
         self._clock = clock
         self._begun = self._since = clock()
         self._pod_seconds = self._useful_seconds = 0.0
-        """Sums of all jobs, up to `_since`."""
+        """Sums over all jobs up to `_since`."""
         self._unknown = 0
         self._lock = threading.Lock()
         self._failures: dict[Backend, str] = {}
@@ -240,9 +240,9 @@ class Fleet:
             return Goodput(share, self._since - self._begun, self._unknown)
 
     def _account(self) -> None:
-        """Add what the pods have done since the last change.
+        """Add the pod and training seconds since the last change.
 
-        Called under the lock, before a row changes.
+        Called with the lock held, before a row changes.
         """
         now = self._clock()
         self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())
@@ -264,19 +264,19 @@ class Fleet:
             return self._rows.get(key)
 
     def job_version(self, key: Key) -> int:
-        """Return a number that grows with each change of a job; 0 if there is no such job."""
+        """Return a number that increases with each change of a job; 0 if there is no such job."""
         with self._lock:
             return self._versions.get(key, 0)
 
     def samples(self, key: Key) -> CurveSamples:
-        """Return a copy of what was reported while the dashboard has been running."""
+        """Return a copy of what the job has reported since the dashboard started."""
         with self._lock:
             return deepcopy(self._samples.get(key) or CurveSamples())
 
     def _follow(self, backend: Backend) -> None:
         while not self._stop.is_set():
             try:
-                # Jobs that were deleted since the last look are in no list.
+                # Jobs that were deleted since the last look are not in any list.
                 known = [{"metadata": {"namespace": of, "name": name}} for of, name in self._keys(backend)]
                 for body, gone in backend.changes(None, known=known):
                     if self._stop.is_set():
@@ -286,7 +286,7 @@ class Fleet:
                     else:
                         self._keep(body, backend)
             except Exception as error:
-                # Neither mistakes nor defects of this program may end the following of all jobs.
+                # Neither mistakes nor bugs in this program may stop all jobs from being followed.
                 self._fail(backend, error)
             while backend in self._failures and not self._stop.wait(_RETRY_SECONDS):
                 try:
@@ -295,9 +295,9 @@ class Fleet:
                     self._fail(backend, error)
 
     def _fail(self, backend: Backend, error: Exception) -> None:
-        """Keep the rows of a place that does not answer.
+        """Keep the rows of a place that does not respond.
 
-        Rows of a place that refuses to be read are dropped.
+        Rows of a place that refuses access are dropped.
         """
         self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
         if isinstance(error, Mistake) and error.denied:
@@ -309,7 +309,7 @@ class Fleet:
         return [key for key, source in self._sources.copy().items() if source is backend]
 
     def _look(self, backend: Backend) -> None:
-        """Read all jobs, and find those that were deleted while nobody followed."""
+        """Read all jobs, and find those that were deleted while they were not followed."""
         now = {key_of(body): body for body in backend.jobs()}
         for key in self._keys(backend):
             if key not in now:
@@ -331,7 +331,7 @@ class Fleet:
             self._sources[row.key] = backend
             before = self._rows.get(row.key)
             if before is not None and before.created != row.created:
-                # It is a different job of the same name.
+                # It is a different job with the same name.
                 self._samples.pop(row.key, None)
             if before != row:
                 if before is None or (before.pods, before.pods_useful) != (row.pods, row.pods_useful):
@@ -343,5 +343,5 @@ class Fleet:
             self._versions[row.key] = self._versions.get(row.key, 0) + 1
             if row.state != UNREADABLE:
                 with suppress(Exception):
-                    # As in `fleet_row`: the job is shown even without its curves.
+                    # As in `fleet_row`, the job is shown even without its curves.
                     self._samples.setdefault(row.key, CurveSamples()).add(body.get("status") or {})

@@ -1,4 +1,4 @@
-"""Decides who may ask the dashboard, and which view a request is answered from."""
+"""Decides who may use the dashboard, and which view serves a request."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _T = TypeVar("_T")
 
 
 class Shared:
-    """Results that the viewers of a view share for a moment.
+    """Results that viewers of the same view share for a moment.
 
-    So the work does not grow with the number of viewers.
+    The work therefore does not grow with the number of viewers.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
 
     async def get(self, key: Hashable, seconds: float, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `make`, from this call or from one at most `seconds` ago."""
+        """Return the result of `make` from this call, or from an earlier one within `seconds`."""
         found = self._kept.get(key)
         if found is None or (found[1].done() and time.monotonic() - found[0] > seconds):
             self._kept.pop(key, None)
@@ -47,11 +47,11 @@ class Shared:
 
 
 class FleetView:
-    """The jobs that the holders of a credential may see, with all state kept about them.
+    """The jobs that holders of a credential may see, with all state kept about them.
 
-    No state is shared between views. `scoped` returns the jobs of one namespace of the place that
-    the fleet follows. `commands` is true if it may run commands in pods when a viewer asks for
-    it. `past` means that the jobs are gone, and only their leftovers are known.
+    Views do not share any state. `scoped` returns the jobs in one namespace of the place that the
+    fleet follows. `commands` is true if the view may run commands in pods at a viewer's request.
+    `past` means that the jobs are gone and only their leftovers are known.
     """
 
     def __init__(
@@ -68,15 +68,16 @@ class FleetView:
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run a function in a thread of this view.
 
-        So one viewer's slow requests do not hold up another's. Raises Refused once the view is
-        closed: the viewer has left in another window, or has different rights now.
+        One viewer's slow requests therefore do not delay another's. Raises AccessRefused once the
+        view is closed, because the viewer has signed out in another window or now has different
+        rights.
         """
         if self.closed.is_set():
             raise AccessRefused(401, "Open the page again", "This view was closed while its page was rendered.")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
-        """End its streams and threads."""
+        """End the view's streams and threads."""
         self.closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -90,25 +91,25 @@ class AccessRefused(Exception):
 
 
 class Gate(Protocol):
-    """Decides which view a request is answered from."""
+    """Decides which view serves a request."""
 
     names: set[str]
     """Host names of this server, in addition to IP addresses."""
 
     async def admit(self, request: web.Request) -> FleetView:
-        """Return the view of a request. Raises Refused, or HTTPSeeOther."""
+        """Return the view of a request. Raises AccessRefused or HTTPSeeOther."""
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the gate's own paths, which it answers without `admit`."""
+        """Return the gate's own paths, which are served without `admit`."""
 
     async def close(self) -> None:
         """End all views."""
 
 
 class OneSession:
-    """The gate of `ddpjob dashboard`: one view, for everybody with the token.
+    """The gate of `ddpjob dashboard`: one view for everybody with the token.
 
-    The token is in the printed address.
+    The printed address contains the token.
     """
 
     def __init__(self, view: FleetView, token: str, host: str = "localhost") -> None:
@@ -117,7 +118,7 @@ class OneSession:
         threading.Thread(target=self._add_full_name, name="full name", daemon=True).start()
 
     def _add_full_name(self) -> None:
-        """Add the machine's name with its domain, for which a DNS server may take seconds."""
+        """Add the machine's fully qualified name, whose DNS lookup may take seconds."""
         with contextlib.suppress(OSError, UnicodeError):
             self.names.add(socket.getfqdn().lower())
 
@@ -146,9 +147,9 @@ class OneSession:
 
 
 def own_host(header: str, names: Collection[str]) -> bool:
-    """Whether the Host header can only be meant for this server, which has these names.
+    """Whether the Host header can only mean this server, which has these names.
 
-    A name that an attacker's DNS points here (rebinding) is not one of them.
+    A name that an attacker's DNS points here (DNS rebinding) is not one of these names.
     """
     name = host_name(header)
     with contextlib.suppress(ValueError):
@@ -158,7 +159,7 @@ def own_host(header: str, names: Collection[str]) -> bool:
 
 
 def host_name(header: str) -> str:
-    """Return the name or address in a Host header, in lower case; empty if there is none."""
+    """Return the name or address in a Host header in lower case; empty if there is none."""
     try:
         return (urlsplit(f"//{header}").hostname or "") if re.fullmatch(r"[\w.:\[\]-]{1,260}", header) else ""
     except ValueError:
@@ -174,7 +175,7 @@ def is_loopback(name: str) -> bool:
 def own_port(request: web.Request) -> int:
     """Return the server's own port.
 
-    Cookie names contain it, because all ports of a machine share cookies.
+    Cookie names contain the port, because all ports of a machine share cookies.
     """
     place = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return int(place[1]) if place else 0

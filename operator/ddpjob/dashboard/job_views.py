@@ -1,4 +1,4 @@
-"""Shapes jobs for the pages: the sorted and filtered list, and the details of one job."""
+"""Shapes jobs for the pages: the sorted and filtered list, and one job's details."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ddpjob.dashboard.fleet import STATES, CurveSamples, FleetRow
 
 PER_PAGE = 100
 MOST_SLOTS = 256
-"""Maximum number of slots and pods of a job that a page lists."""
+"""Maximum number of a job's slots and pods that a page lists."""
 _POINTS = 1200
-"""Maximum number of points of a curve."""
+"""Maximum number of points in a curve."""
 _CURVES = 16
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[^\S\n\t ]|\x1b")
-"""Commands to terminals (colors, titles), and characters that move a cursor."""
+"""Terminal commands (colors, titles) and characters that move the cursor."""
 
 
 def plain(text: str) -> str:
-    """Return text without commands to a terminal, which jobs may write."""
+    """Return text without terminal commands, which jobs may write."""
     return "".join(c for c in _CONTROL.sub("", text) if c.isprintable() or c in "\n\t")
 
 
@@ -42,7 +42,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which jobs the list shows, and in which order: the query of its address."""
+    """Which jobs the list shows and in which order: the query in its address."""
 
     words: str = ""
     state: str = ""
@@ -52,7 +52,7 @@ class Choice:
 
     @classmethod
     def read(cls, query: Mapping[str, str]) -> Choice:
-        """Read a query, which anybody may have written."""
+        """Read a query, which may come from anybody."""
         page, sort = query.get("page", ""), query.get("sort", "")
         state = query.get("state", "")
         return cls(
@@ -64,7 +64,7 @@ class Choice:
         )
 
     def query(self, **changed: str | int) -> dict[str, str]:
-        """Return the query with changes; defaults are left out."""
+        """Return the query with changes; defaults are omitted."""
         full = {"q": self.words, "state": self.state, "sort": self.sort, "dir": "desc" if self.descending else "",
                 "page": self.page, **changed}  # fmt: skip
         defaults = ("", 0, 1, "state") if full["sort"] == "state" else ("", 0, 1)
@@ -85,12 +85,12 @@ SORTS: dict[str, Callable[[FleetRow, datetime], Any]] = {
     "runtime": lambda row, now: (row.runtime(now) or -1.0, row.name),
     "age": lambda row, now: (-_moment(row.created), row.name),
 }
-"""Maps a column to its sort key; the smallest comes first."""
+"""Maps a column to its sort key. The smallest comes first."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A page of the list, and totals of all its jobs."""
+    """A page of the list, and totals over all its jobs."""
 
     rows: list[FleetRow]
     found: int
@@ -98,9 +98,9 @@ class Listed:
     pages: int
     page: int
     states: dict[str, int]
-    """Number of jobs per state, among those that match the words."""
+    """Number of jobs per state among those that match the search words."""
     active: int
-    """How many of these have not ended."""
+    """Number of these jobs that have not ended."""
     pods: int
     gpus: int
     gpus_training: int
@@ -108,7 +108,7 @@ class Listed:
 
 
 def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
-    """Return the page of the list that the choice selects."""
+    """Return the list page that the choice selects."""
     every = list(rows)
     words = choice.words.lower().split()
     fitting = [row for row in every if all(word in _text(row) for word in words)] if words else every
@@ -144,13 +144,13 @@ def _text(row: FleetRow) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a job's time. `begin` and `width` are in thousandths of the whole."""
+    """A part of a job's time. `begin` and `width` are in thousandths of the total."""
 
     begin: float
     width: float
     kind: str
     """start, round, restart, repeat (steps that were made before), or unknown (the time before the
-    restarts that the status still lists)."""
+    restarts still listed in the status)."""
     title: str
 
 
@@ -160,11 +160,11 @@ class Timeline:
     begin: datetime
     end: datetime
     lost: float
-    """Seconds of the listed restarts."""
+    """Seconds lost in the listed restarts."""
 
     @property
     def useful(self) -> float | None:
-        """The share of the time in which new steps were made, as far as is known.
+        """The share of time in which new steps were made, as far as is known.
 
         None if some restarts are no longer listed.
         """
@@ -174,13 +174,13 @@ class Timeline:
 
 
 def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
-    """Return the rounds of a job between its restarts; None before it has begun."""
+    """Return a job's rounds between its restarts; None before it has begun."""
     status = job.status
     begin, end = status.start_time, status.completion_time or now
     if begin is None or end <= begin:
         return None
-    # Restarts are recorded as they were seen: a kubelet's report of one pod's end may come after
-    # that of a pod that ended later.
+    # Restarts are recorded in the order in which they were seen. A kubelet's report of one pod's
+    # end may come after that of a pod that ended later.
     restarts = sorted(
         (restart for restart in status.restarts.recent if begin <= restart.time <= end and not restart.consequence),
         key=lambda restart: restart.time,
@@ -192,7 +192,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         if until > since:
             spans.append(Span(since / whole * 1000, (until - since) / whole * 1000, kind, title))
 
-    # A suspension ends a period, and restarts listed from before it do not belong to this one.
+    # A suspension ends a period, so earlier listed restarts do not belong to the current period.
     earlier = [restart.round for restart in status.restarts.recent if restart.time < begin]
     at, lost, number = 0.0, 0.0, max(earlier, default=0)
     unlisted = status.restarts.total > len(status.restarts.recent) and not earlier
@@ -209,7 +209,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         lost += over - broke
         again = min(following, over + _repeated_seconds(restart))
         add(over, again, "repeat", f"{count(restart.repeated_steps or 0, 'step')} repeated: {duration(again - over)}")
-        # The loss of a spare, or of a coordinator in mode Fast, begins no round.
+        # Losing a spare, or a coordinator in mode Fast, does not begin a round.
         at, number = again, restart.round or number
     running = status.condition(ConditionType.RUNNING)
     if not restarts and running is not None and running.status:
@@ -231,7 +231,7 @@ def _repeated_seconds(restart: Restart) -> float:
 
 @dataclass(frozen=True)
 class SlotRow:
-    """A pod, with what the status says of its slot; or a slot without a pod."""
+    """A pod with its slot's status, or a slot without a pod."""
 
     index: int | None
     pod: str
@@ -246,10 +246,10 @@ class SlotRow:
 
 
 def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
-    """Return (the rows of a page, how many more there are).
+    """Return (a page's rows, number of further rows).
 
-    Rows are the coordinator and slots in order. If there are many, only those with trouble are
-    shown.
+    Rows are the coordinator and the slots, in order. If there are many, only those with problems
+    are shown.
     """
     ranks = ranks_of_pods(pods, body)
     slots, rows, with_pod = job.status.slots, list[SlotRow](), set[int]()
@@ -280,7 +280,7 @@ _TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "
 
 
 def trained_curves(series: MetricSeries) -> Json:
-    """Return curves of the built-in trainer's measurements, as the page's script draws them."""
+    """Return curves of the built-in trainer's measurements for the page's script."""
     named = dict(series.steps)
     named |= {f"test {name}": values for name, values in series.evaluations.items()}
     order = sorted(named, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
@@ -290,7 +290,7 @@ def trained_curves(series: MetricSeries) -> Json:
 
 
 def reported_curves(samples: CurveSamples, unit: str) -> Json:
-    """Return curves of what a job has reported while the dashboard has followed it."""
+    """Return curves of what a job has reported since the dashboard started following it."""
     curves = []
     for title, values in (("loss", samples.losses), (unit, samples.speeds)):
         pairs = [(int(x), y) for x, y in zip(samples.steps, values, strict=True) if not math.isnan(y)]
@@ -302,7 +302,8 @@ def reported_curves(samples: CurveSamples, unit: str) -> Json:
 def _curve(title: str, pairs: Sequence[tuple[int, float]]) -> Json:
     """Return a curve.
 
-    Of many points, the smallest and the largest of each part stay, because readers look for peaks.
+    If there are many points, the smallest and largest of each part are kept, because readers look
+    for peaks.
     """
     if len(pairs) > _POINTS:
         parts, kept = _POINTS // 2, list[tuple[int, float]]()

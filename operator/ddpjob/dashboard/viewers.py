@@ -1,8 +1,8 @@
 """The gate of a dashboard in a cluster.
 
-It has no rights, and reads everything with its viewers' tokens. The API server judges each token at
-each opening of a view, and every few seconds after that. Data read with one token are kept for that
-token alone.
+The dashboard has no rights, but reads everything with its viewers' tokens. The API server checks a
+token whenever a view is opened, and every few seconds after that. Data read with a token is kept
+only for that token.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import AccessRefused, FleetView, host_name, is_loopback, own_port
 
 TRUST_SECONDS = 15.0
-"""Seconds for which a token and its rights are not checked again."""
+"""Seconds between checks of a token and its rights."""
 IDLE_SECONDS = 300.0
-"""Seconds after which a view that nobody looks at is closed, with its watches."""
+"""Seconds after which an unused view and its watches are closed."""
 SESSION_SECONDS = 12 * 3600.0
 MOST_VIEWS = 64
-"""Maximum number of views. Each holds the rows of its jobs, and a watch per namespace."""
+"""Maximum number of views. Each holds its jobs' rows and a watch per namespace."""
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
-"""Maximum number of a user's views and sessions, so that one user's many tokens do not push out
-other users."""
+"""Maximum number of a user's views and sessions, so that one user with many tokens does not
+displace other users."""
 MOST_OF_A_NAMESPACE = 16
-"""Maximum number of views and sessions of a namespace's service accounts, since its admins can make
-any number of them."""
+"""Maximum number of views and sessions of a namespace's service accounts, since its admins can
+create any number of accounts."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
-"""Maximum number of requests whose tokens are being judged."""
+"""Maximum number of requests whose tokens are being checked."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{1,16384}=*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SERVICE_ACCOUNT = re.compile(r"system:serviceaccount:([^:]+):[^:]+")
@@ -70,7 +70,7 @@ class _Session:
 
 @dataclass
 class _Opened:
-    """A view, and when its token was last judged. `scope`: its namespaces; empty: all."""
+    """A view, and when its token was last checked. `scope`: its namespaces; empty: all."""
 
     view: FleetView
     api: BearerServer
@@ -88,8 +88,9 @@ class _Opened:
 class Viewers:
     """A gate (`gate.Gate`).
 
-    `url` and `ca` belong to the API server. `names` are host names under which a proxy that ends
-    TLS leads here. `namespaces` are used for viewers who may not read all namespaces and name none.
+    `url` and `ca` belong to the API server. `names` are host names under which a TLS-terminating
+    proxy forwards requests here. `namespaces` are used for viewers who may not read all namespaces
+    and do not name any.
     """
 
     def __init__(self, url: str, ca: str, names: Sequence[str] = (), namespaces: Sequence[str] = ()) -> None:
@@ -132,7 +133,7 @@ class Viewers:
     def _private(self, request: web.Request) -> None:
         """Refuse tokens unless they are sent over TLS or through a port-forward.
 
-        TLS may end at this server, or at a proxy in front of it.
+        TLS may end at this server or at a proxy in front of it.
         """
         name = host_name(request.headers.get("Host", ""))
         proxied = name in self._behind and request.headers.get("X-Forwarded-Proto", "").lower() == "https"
@@ -145,9 +146,9 @@ class Viewers:
             )
 
     def _token(self, request: web.Request) -> tuple[str | None, str]:
-        """Return (the bearer token of the request, its session).
+        """Return (the request's bearer token, its session).
 
-        The token of the header, which a proxy sets, takes precedence.
+        The token in the header, which a proxy sets, takes precedence.
         """
         if header := request.headers.get("Authorization"):
             kind, _, token = header.partition(" ")
@@ -168,7 +169,7 @@ class Viewers:
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
         """Open a session for a token that the API server knows.
 
-        Without a token, only change the namespaces.
+        Without a token, only the namespaces change.
         """
         self._private(request)
         _own_form(request)
@@ -192,7 +193,7 @@ class Viewers:
                              secure=_cookie(request).startswith("__Host-"))  # fmt: skip
         elif self._token(request)[0] is None:
             raise _ask_to_sign_in("Paste a token.", 400)
-        # A comma would be quoted.
+        # A comma would be quoted in the cookie.
         moved.set_cookie(_CHOICE, ".".join(chosen), httponly=True, samesite="Lax", path="/")
         raise moved
 
@@ -206,9 +207,9 @@ class Viewers:
         raise moved
 
     def _end(self, session: str) -> None:
-        """Forget a session, and the views opened with its token.
+        """Forget a session and the views opened with its token.
 
-        The views stay if another session has that token too.
+        The views stay if another session has the same token.
         """
         found = self._sessions.pop(session, None)
         if found is not None and all(other.token != found.token for other in self._sessions.values()):
@@ -218,9 +219,9 @@ class Viewers:
     # --- views
 
     async def _view(self, token: str, chosen: tuple[str, ...]) -> FleetView:
-        """Return the view of a token that was judged a moment ago at most.
+        """Return the view of a token, whose last check must be recent.
 
-        Raises Refused, NotKnown and other Mistakes.
+        Raises AccessRefused, NotKnown and other Mistakes.
         """
         key = (_digest(token), chosen)
         lock = self._locks.setdefault(key, asyncio.Lock())
@@ -258,7 +259,7 @@ class Viewers:
     async def _again(self, key: tuple[bytes, tuple[str, ...]], opened: _Opened) -> None:
         """Close a view, together with its cache, if its rights have changed.
 
-        Raises Refused and Mistakes.
+        Raises AccessRefused and Mistakes.
         """
         try:
             scope = await self._run(lambda: self._scope(opened.api, opened.view.user, key[1]))
@@ -271,16 +272,16 @@ class Viewers:
             self._forget(key)
 
     async def _judge(self, token: str, what: Callable[[BearerServer], _T]) -> _T:
-        """Ask the API server something with the token, in a thread."""
+        """Query the API server with the token, in a thread."""
         return await self._run(lambda: what(BearerServer(self._url, self._ca, token)))
 
     async def _run(self, what: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 
     async def _in_turn(self, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Limit concurrent requests for strangers' tokens, since they cost requests.
+        """Limit concurrent checks of unknown tokens, since they cost requests to the API server.
 
-        Beyond the limit they are refused.
+        Requests beyond the limit are refused.
         """
         if self._waiting >= _MOST_WAITING:
             raise web.HTTPServiceUnavailable(reason="too many are signing in; try again")
@@ -304,7 +305,7 @@ class Viewers:
     def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
         """Return the namespaces to follow; empty means all.
 
-        Raises Refused if none may be read, and Mistakes.
+        Raises AccessRefused if no namespace may be read, and Mistakes.
         """
         if not chosen and _may_list(api, ""):
             return ()
@@ -325,15 +326,15 @@ class Viewers:
         found = self._views.pop(key, None)
         if found is not None:
             found.close()
-        if key in self._locks and not self._locks[key].locked():  # Otherwise its holder forgets it.
+        if key in self._locks and not self._locks[key].locked():  # Otherwise the lock's holder removes it.
             del self._locks[key]
 
     def _make_room(self, user: str) -> None:
-        """Close the least recently used views, if there are too many.
+        """Close the least recently used views if there are too many.
 
-        There are limits for a user, for its service account's namespace, and for all. If there are
-        too many in total, it closes a view of the user with the most, if that is more than this
-        user has; otherwise an idle one. Raises HTTPServiceUnavailable if there is neither.
+        There are limits for a user, for a service account's namespace, and in total. If there are
+        too many in total, close a view of the user with the most views if this user has fewer,
+        otherwise an idle view. Raises HTTPServiceUnavailable if there is neither.
         """
         by_use = sorted(self._views.items(), key=lambda item: item[1].used)
         for key in _beyond_limits({key: opened.view.user for key, opened in by_use}, user):
@@ -350,7 +351,7 @@ class Viewers:
         self._forget(closable[0])
 
     async def _look_after(self) -> None:
-        """Close views that nobody looks at, and check the tokens of viewers who only read a stream.
+        """Close unused views, and check the tokens of viewers who only read a stream.
 
         Expired sessions end even if their viewers do not come back.
         """
@@ -366,8 +367,8 @@ class Viewers:
                         with contextlib.suppress(Mistake, AccessRefused, web.HTTPException):
                             await self._again(key, opened)
                     except Exception:
-                        # A defect of this program: nobody continues to read with a token that
-                        # cannot be judged.
+                        # This is a bug in this program. A token that cannot be checked must not be
+                        # used any longer.
                         _log.exception("the token of %s cannot be judged", opened.view.user)
                         self._forget(key)
 
@@ -377,19 +378,19 @@ def _ask_to_sign_in(message: str, status: int = 401) -> AccessRefused:
 
 
 def _user(api: BearerServer) -> str:
-    """Return the name of the token's user. Raises NotKnown."""
+    """Return the token user's name. Raises NotKnown."""
     review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
     try:
         answer = api.request("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", body=review)
     except ApiRefusal as refusal:
         if not refusal.denied:
             raise
-        return ""  # The token is known, but may not ask who it belongs to.
+        return ""  # The token is valid but may not query its own user.
     return str(((answer.get("status") or {}).get("userInfo") or {}).get("username") or "")
 
 
 def _may_list(api: BearerServer, namespace: str) -> bool:
-    """Whether the token may list the DDPJobs of a namespace (empty: of all).
+    """Whether the token may list the DDPJobs of a namespace (empty: of all namespaces).
 
     Raises Mistake for other failures.
     """
@@ -406,15 +407,15 @@ def _may_list(api: BearerServer, namespace: str) -> bool:
 
 
 def _owner(user: str) -> str:
-    """Return who is responsible for a user: the namespace of a service account, or the user."""
+    """Return who is responsible for a user: a service account's namespace, or the user itself."""
     account = _SERVICE_ACCOUNT.fullmatch(user)
     return f"system:serviceaccounts:{account[1]}" if account else user
 
 
 def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
-    """Return the views or sessions that have to go before the user gets one more.
+    """Return the views or sessions to close before the user gets one more.
 
-    The limits are those of users and of namespaces; the first ones go first.
+    The limits are those for users and namespaces; the oldest are closed first.
     """
     own = [key for key, other in users.items() if other == user]
     over = own[: max(0, len(own) - MOST_OF_A_USER + 1)]
@@ -426,7 +427,7 @@ def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
 
 
 def _namespaces(text: str) -> tuple[str, ...]:
-    """Read names of namespaces from a form or a cookie. Raises Refused."""
+    """Read namespace names from a form or a cookie. Raises AccessRefused."""
     names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", text[:2000]) if name))
     wrong = [name for name in names if not _LABEL.fullmatch(name)]
     if wrong or len(names) > MOST_NAMESPACES:
@@ -440,7 +441,7 @@ def _namespaces(text: str) -> tuple[str, ...]:
 
 
 def _own_form(request: web.Request) -> None:
-    """Raise Refused for a form that another site has sent, according to the browser's headers."""
+    """Raise AccessRefused if a form comes from another site, according to the browser's headers."""
     origin = request.headers.get("Origin", "")
     site = request.headers.get("Sec-Fetch-Site")
     if urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower() or site not in (None, "same-origin"):
@@ -450,7 +451,7 @@ def _own_form(request: web.Request) -> None:
 def _cookie(request: web.Request) -> str:
     """Return a cookie's name.
 
-    Over TLS only this host can set it; on loopback it differs between ports.
+    With TLS, only this host can set the cookie; on loopback, the name differs between ports.
     """
     own = own_port(request)
     return f"ddpjob-{own}" if is_loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"

@@ -1,4 +1,4 @@
-"""The HTTP server of the dashboard: access checks, pages, and streams of changes and logs."""
+"""The dashboard's HTTP server: access checks, pages, and streams of changes and logs."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 STREAMS = 64
-"""Maximum number of a view's streams at the same time; each open page has one."""
+"""Maximum number of simultaneous streams in a view. Each open page has one."""
 LOG_STREAMS = 16
 _LOG_PODS = 16
-"""Maximum number of pods for which the log of a whole job is shown at once."""
+"""Maximum number of pods in the log of a whole job."""
 _LOG_LINES = 500
-"""How many last lines of each pod a log begins with."""
+"""Number of each pod's last lines with which a log begins."""
 _LINE = 4000
-"""Maximum number of characters of a log's line; the rest is cut off."""
+"""Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
 _FRESH_SECONDS = 1.0
-"""Seconds for which data read about a job serve other viewers too."""
+"""Seconds for which data read about a job is reused for other viewers."""
 _CURVES_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
-"""Maximum number of bytes of a form."""
+"""Maximum size of a form in bytes."""
 _SILENCE_SECONDS = 15.0
-"""Seconds after which a stream without news writes a comment, so that a viewer who is gone is
+"""Seconds after which a stream without news sends a comment, so that a disconnected viewer is
 noticed."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
@@ -92,9 +92,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Read:
-    """A job as a page needs it, read at one moment.
+    """A job read at one moment, for a page.
 
-    `faults` lists what else could not be read, and why.
+    `faults` lists what else could not be read and why.
     """
 
     body: Json
@@ -104,7 +104,7 @@ class Read:
 
 
 class Dashboard:
-    """The pages. The gate decides which jobs a request may see, by its view."""
+    """The pages. The gate gives each request a view, which determines the visible jobs."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -173,7 +173,7 @@ class Dashboard:
             status = 502 if isinstance(mistake, Unreachable) else getattr(mistake, "status", 502)
             status = status if 400 <= status < 600 else 502
             response = self._problem(request, status, "This cannot be read", str(mistake))
-        except Exception as fault:  # A defect of this program, or an unforeseen record.
+        except Exception as fault:  # A bug in this program, or an unexpected record.
             _log.exception("%s cannot be shown", request.path)
             response = self._problem(request, 500, "This cannot be shown", f"{type(fault).__name__}: {fault}")
         if not response.prepared:
@@ -183,7 +183,8 @@ class Dashboard:
     async def _admit(self, request: web.Request) -> None:
         """Give the request its view.
 
-        Raises Refused if another site may have caused it, or if it is nobody's.
+        Raises AccessRefused if another site may have caused the request, or if it has no known
+        user.
         """
         if not own_host(request.headers.get("Host", ""), self.gate.names):
             raise AccessRefused(421, "Not this server", "The address must be an IP address or this machine's name.")
@@ -276,12 +277,12 @@ class Dashboard:
         )  # fmt: skip
 
     def _head(self, key: Key, read: Read) -> Json:
-        """Return the values that all pages of a job need."""
+        """Return values that all pages of a job need."""
         return {"key": key, "path": f"/jobs/{key[0]}/{key[1]}", "job": _job(read.body), "state": phase(read.body)}
 
     async def _read(self, view: FleetView, key: Key) -> Read:
-        _backend(view, key)  # Data about a deleted job are of no use.
-        # A page requested after a change was announced has to show it.
+        _backend(view, key)  # Data about a deleted job is useless.
+        # A page requested after a change was announced must show the change.
         read = ("job", key, view.fleet.job_version(key))
         return await view.shared.get(read, _FRESH_SECONDS, lambda: view.run(_read_now, view, key))
 
@@ -295,9 +296,9 @@ class Dashboard:
         return web.Response(body=self._files[name], content_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def curves(self, request: web.Request) -> web.Response:
-        """Answer with JSON for the page's script.
+        """Return JSON for the page's script.
 
-        On a cluster, the trainer's file is in a pod and is read only with `pods=1`.
+        On a cluster, the trainer's file is in a pod, and is not read unless `pods=1` is given.
         """
         key, view = _key(request), _view(request)
         in_pods = request.query.get("pods") == "1" and view.commands
@@ -309,9 +310,9 @@ class Dashboard:
     # --- streams
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """Send an event for each change that the page shows.
+        """Send an event for each change shown on the page.
 
-        These are changes of all jobs, or of the job named by `job`.
+        These are changes to all jobs or to the job named by `job`.
         """
         namespace, _, name = request.query.get("job", "").partition("/")
         view = _view(request)
@@ -332,7 +333,7 @@ class Dashboard:
     async def log(self, request: web.Request) -> web.StreamResponse:
         """Send a log's lines as JSON events; send `end` when there will be no more.
 
-        The log is that of one pod, or of the whole job.
+        The log is that of one pod or of the whole job.
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:
@@ -395,7 +396,7 @@ async def _stream(request: web.Request, view: FleetView) -> AsyncIterator[_Event
 
 
 def _backend(view: FleetView, key: Key) -> Backend:
-    """Return the backend of a job. Raises NoSuchJob if it is not followed."""
+    """Return a job's backend. Raises NoSuchJob if the job is not followed."""
     if view.fleet.row(key) is None:
         raise NoSuchJob(f"no job {key[1]} in namespace {key[0]}; this dashboard shows {view.where}")
     return view.scoped(key[0])
@@ -410,7 +411,7 @@ def _read_now(view: FleetView, key: Key) -> Read:
             found[part] = read(key[1])
         except Unreachable:
             raise
-        except Mistake as mistake:  # A viewer may be allowed to read jobs, but not their pods.
+        except Mistake as mistake:  # A viewer may be allowed to read jobs but not their pods.
             faults[part] = str(mistake)
     return Read(body, found.get("pods", []), found.get("events", []), faults)
 
@@ -446,7 +447,7 @@ class _EventStream:
         await self.response.write(text.encode())
 
     async def wait(self, seconds: float) -> None:
-        """Wait before the next look for news. A long silence is broken by a comment."""
+        """Wait before looking for news again. After a long silence, send a comment."""
         if self._silent >= _SILENCE_SECONDS:
             await self.write(": waiting\n\n")
         await asyncio.sleep(seconds)
@@ -456,7 +457,7 @@ class _EventStream:
 def _copy_log(
     backend: Backend, name: str, body: Json, pod: str, options: LogOptions, lines: queue.Queue[str | None]
 ) -> None:
-    """Put the lines into the queue, then None; end when `options.stop` is set."""
+    """Put the lines and then None into the queue; end when `options.stop` is set."""
 
     def put(line: str | None) -> None:
         while not options.stopped:
@@ -469,7 +470,7 @@ def _copy_log(
         for line in follower.lines():
             mark = f" rank {line.rank}" if line.rank is not None else ""
             short = line.pod.name.removeprefix(f"{name}-")
-            # The part of a progress bar that a terminal shows.
+            # Keep the part of a progress bar that a terminal shows.
             last = line.text.rstrip(b"\r").rpartition(b"\r")[2]
             text = plain(last[: 4 * _LINE].decode(errors="replace"))[:_LINE]
             put(text if pod else f"[{short}{mark}] {text}")
@@ -477,7 +478,7 @@ def _copy_log(
             put(f"-- {plain(note)}")
     except Mistake as mistake:
         put(f"-- {plain(str(mistake))}")
-    except Exception as fault:  # A defect of this program, of which the log's reader should learn.
+    except Exception as fault:  # A bug in this program, which the log's reader should see.
         _log.exception("the log of %s cannot be read", name)
         put(f"-- the log cannot be read: {type(fault).__name__}: {plain(str(fault))}")
     finally:
@@ -504,9 +505,9 @@ def _job(body: Json) -> DDPJob:
 
 
 def _nodes(body: Json, job: DDPJob) -> str:
-    """Return the nodes as the list of jobs shows them.
+    """Return the nodes as shown in the list of jobs.
 
-    A deleted job's record has no slots to count.
+    A deleted job's record does not have slots to count.
     """
     stored = (body.get("status") or {}).get("nodes") or {}
     return str(stored.get("display") or job.status.nodes_display(job.spec))
@@ -530,9 +531,9 @@ def _local_time(moment: datetime | None) -> str:
 async def serve(
     gate: Gate, *, host: str | None, port: int, started: Callable[[int], None], tls: ssl.SSLContext | None = None
 ) -> None:
-    """Serve until cancelled. `host` None means every address. `started` gets the port.
+    """Serve until cancelled. `host=None` means every address. `started` gets the port.
 
-    Raises OSError if it cannot listen.
+    Raises OSError if the server cannot listen.
     """
     runner = web.AppRunner(
         Dashboard(gate).app(), access_log=None, keepalive_timeout=75, shutdown_timeout=2.0, handler_cancellation=True

@@ -1,5 +1,4 @@
 """Shared by Kubernetes and the process backend: observe, decide, apply, and the port `Cluster`.
 
-Both backends implement `Cluster`. `apply` is the only place that changes anything. Imports `core`,
-`objects` and `api`.
+Both backends implement `Cluster`. Only `apply` makes changes. Imports `core`, `objects` and `api`.
 """

@@ -1,27 +1,27 @@
 """Performs decisions. Nothing else creates, deletes or patches anything that belongs to a job.
 
-A decision is plain data: the new status, a list of actions and events. The operator may die between
-any two calls to the API server, and its successor knows only what is stored there. So the order of
-the calls is fixed, and every call may be made twice.
+A decision is plain data: the new status, a list of actions, and events. The operator may die
+between any two calls to the API server, and its successor knows only what is stored there. The
+order of the calls is therefore fixed, and every call may be made twice.
 
 1. The status, guarded by the version that was read. It holds everything that a later reconcile must
-   know: attempts, counts, causes. After a conflict nothing has been done.
-2. Deletions, which make room in a quota. They carry the uid, so a repeated one cannot hit an object
-   that was created under the same name since.
-3. Creations. Names are deterministic, so a repeated one finds its object and changes nothing.
-4. Messages to the coordinator, which may be lost: the next reconcile sends them again until the
+   know: attempts, counts and causes. If there is a conflict, nothing is done.
+2. Deletions, which make room in a quota. They carry the uid, so a repeated deletion cannot hit an
+   object that has since been created under the same name.
+3. Creations. Names are deterministic, so a repeated creation finds its object and changes nothing.
+4. Messages to the coordinator, which may be lost: each reconcile sends them again until the
    coordinator's report shows that they have arrived. Then notifications.
-5. Events, which only people read.
+5. Events, which only humans read.
 
 Example: pod train-1-0 is lost, and the operator dies after each step in turn.
 
-    after 1  the status wants slot 1 at attempt 1, and counts what there is to count. The next
-             reconcile finds no pod train-1-1, and creates it. Nothing is counted again
-    after 3  the next reconcile finds the pod. The event is missing, which costs nothing
-    the reverse order would lose the count, or count it twice
+    after 1  the status plans slot 1 at attempt 1, and has the updated counts. The next
+             reconcile finds no pod train-1-1 and creates it. Nothing is counted again
+    after 3  the next reconcile finds the pod. The event is missing, which does no harm
+    the reverse order would miss the count or count twice
 
 A creation that the API server rejects is not an error here. It is returned as a `Rejection`, and
-the next decision says what it means.
+the next decision judges it.
 
 Why: docs/decisions/0004, and 0002 for the status.
 """
@@ -76,7 +76,7 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 from ddpjob.objects.workload import build_workload, marked, released
 
 CONCURRENT = 16
-"""How many requests of one reconcile run at the same time."""
+"""Maximum number of simultaneous requests in one reconcile."""
 MESSAGES_SECONDS = 5.0
 """Timeout for all messages to a coordinator together. The next reconcile sends lost ones again."""
 
@@ -93,9 +93,9 @@ class Applied:
 
 
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """Perform a decision; repeating it does no harm.
+    """Perform a decision. Repeating it does no harm.
 
-    Raises Conflict before anything was done, Unavailable at any point.
+    Raises Conflict before anything is done, and Unavailable at any point.
     """
     job = await _write_status(cluster, job, decision.status)
     actions = decision.actions
@@ -136,9 +136,9 @@ async def _perform(cluster: Cluster, job: DDPJob, action: Change | NotifyCoordin
 
 
 async def _together(requests: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    """Run at most CONCURRENT requests at a time, started in their order.
+    """Run up to CONCURRENT requests at a time, starting them in order.
 
-    All end before the first error is raised.
+    All requests end before the first error is raised.
     """
     gate = asyncio.Semaphore(CONCURRENT)
 
@@ -163,11 +163,10 @@ async def _create(
 ) -> tuple[Rejection, ...]:
     """Create the objects that pods need, then the pods.
 
-    The first batch is one pod, and each next one twice as large, until a pod is rejected.
-    Coordinators are not counted: one is created with the first node, since neither is of use
-    without the other. A quota or a webhook that rejects one pod usually rejects them all. Returns
-    the rejections, sorted by name: their order must not depend on chance, since a condition shows
-    the first.
+    The first batch is one pod, and each later batch is twice as large, until a pod is rejected,
+    because a quota or a webhook that rejects one pod usually rejects all of them. Coordinators are
+    not counted: one is created with the first node, since each is useless without the other. Return
+    the rejections sorted by name, so that their order is not random: a condition shows the first.
     """
     rejections: list[Rejection] = []
     granted = job.granted(status)
@@ -195,9 +194,9 @@ async def _create(
 
 
 async def _create_one(cluster: Cluster, job: DDPJob, manifest: Json) -> None:
-    """Create an object. If the namespace demands runAsNonRoot, create the pod with it.
+    """Create an object. If the namespace requires runAsNonRoot, create the pod with it.
 
-    Raises the errors of Cluster.create.
+    Raises the same errors as Cluster.create.
     """
     try:
         await cluster.create(job, manifest)

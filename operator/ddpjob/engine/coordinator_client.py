@@ -1,8 +1,8 @@
-"""HTTP client of the jobs' coordinators, for both implementations of `Cluster`.
+"""HTTP client for jobs' coordinators, used by both implementations of `Cluster`.
 
-A coordinator runs the user's image, and its address may belong to a different pod by now. So a peer
-has to prove that it knows the job's token before its answer is believed. The token itself is never
-sent, and answers are read within bounds.
+A coordinator runs the user's image, and its address may by now belong to a different pod. A peer
+must therefore prove that it knows the job's token before its response is trusted. The token itself
+is never sent, and responses are read within bounds.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
-"""Timeout of a request, in addition to the time for which a long poll is held."""
+"""Timeout of a request in seconds, in addition to the time for which a long poll is held."""
 CONNECT_SECONDS = 1.5
-"""Longer than the second after which Linux retransmits a lost SYN."""
+"""Connect timeout, longer than the second after which Linux retransmits a lost SYN."""
 SMALL = 64 * 1024
-"""Maximum size in bytes of answers that any number of coordinators may send at the same time."""
+"""Maximum size in bytes of responses that any number of coordinators may send at the same time."""
 LARGE_ANSWERS = 64
-"""How many answers larger than SMALL are read at the same time."""
+"""Maximum number of responses larger than SMALL that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
-"""A clock that differs by less is taken as equal to ours, because the difference includes the time
-that the answer took."""
+"""A clock that differs by less is treated as equal to the local clock, because the difference
+includes the time that the response took."""
 LONGEST_AGE = timedelta(days=3650)
 
 
@@ -49,9 +49,9 @@ class Target:
 
     endpoint: str
     token: str
-    """The job's token: both sides prove that they know it."""
+    """The job's token. Both sides prove that they know it."""
     pods: int = protocol.MAX_PODS
-    """The job's number of pods. It limits how much of a report is read and kept."""
+    """The job's number of pods, which limits how much of a report is read and kept."""
 
 
 def target_of(job: DDPJob, platform: Platform, endpoint: str) -> Target:
@@ -61,7 +61,7 @@ def target_of(job: DDPJob, platform: Platform, endpoint: str) -> Target:
 
 
 class CoordinatorClient:
-    """One HTTP session for all jobs, opened by the first request.
+    """One HTTP session for all jobs, opened at the first request.
 
     An unreachable coordinator is an observation, not an error.
     """
@@ -74,9 +74,9 @@ class CoordinatorClient:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """Return the session. It belongs to the event loop that runs when it is made.
+        """Return the session. It belongs to the event loop in which it is created.
 
-        It sets no limit on connections: the code that opens a link does.
+        It does not limit connections; the code that opens links does.
         """
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
@@ -92,19 +92,19 @@ class CoordinatorClient:
             await self._opened.close()
 
     def link(self, target: Target) -> CoordinatorLink:
-        """Return the link to a coordinator; the last link is reused."""
+        """Return the link to a coordinator. The last link is reused."""
         if self._last is None or self._last.target != target:
             self._last = CoordinatorLink(self, target)
         return self._last
 
     async def report(self, target: Target) -> Report | None:
-        """Return the coordinator's report; None without a readable answer."""
+        """Return the coordinator's report; None without a readable response."""
         try:
             return await self.link(target).report()
         except UNREACHABLE:
             return None
         except Exception as error:
-            # The job is reconciled without the report, whatever the coordinator sends.
+            # Whatever the coordinator sends, the job is reconciled without the report.
             log.warning(
                 "%s", describe_error(f"the report of the coordinator at {target.endpoint} cannot be used", error)
             )
@@ -113,7 +113,7 @@ class CoordinatorClient:
     async def notify(self, target: Target, verb: str, body: Json) -> None:
         """Send `POST /v1/VERB`.
 
-        The next reconcile sends a lost message again while its reason persists.
+        If the message is lost, the next reconcile sends it again while its reason persists.
         """
         try:
             await self.link(target).request("POST", Command(verb).path, json.dumps(body).encode())
@@ -124,7 +124,7 @@ class CoordinatorClient:
 
 
 def _watched_socket(info: Any) -> socket.socket:
-    """Return a socket that notices within seconds, while it waits, that the other host is gone."""
+    """Return a socket that, while waiting, notices within seconds that the other host is gone."""
     made = socket.socket(*info[:3])
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -145,13 +145,13 @@ class CoordinatorLink:
         self._client = client
         self._instance = ""
         self.size = 0
-        """Size of the last answer in bytes."""
+        """Size of the last response in bytes."""
 
     async def report(self, known: Report | None = None, wait: float = 0.0) -> Report:
         """Read `GET /status`.
 
-        With a `known` report, wait at most `wait` seconds for news beyond it. Raises one of
-        UNREACHABLE without an answer, and any other error for an answer that cannot be believed or
+        With a `known` report, wait up to `wait` seconds for news beyond it. Raises one of
+        UNREACHABLE without a response, and any other error for a response that cannot be trusted or
         read.
         """
         path = STATUS_PATH
@@ -161,14 +161,14 @@ class CoordinatorLink:
         return read_report(body, self._client.clock(), self.target.pods)
 
     async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
-        """Return the proved answer to a request. Raises the errors of `report`."""
+        """Return the authenticated response to a request. Raises the same errors as `report`."""
         async with asyncio.timeout(wait + SECONDS):
-            # Another request may change it meanwhile.
+            # Another request may change the instance meanwhile.
             nonce, instance = secrets.token_hex(16), self._instance
             status, headers, content = await self._ask(method, path, body, nonce, instance)
             offered = headers.get(INSTANCE_HEADER, "")[:64]
             if status == 401 and offered not in ("", instance):
-                # A coordinator takes no proof that was made for a different instance.
+                # A coordinator does not accept a proof made for a different instance.
                 instance = self._instance = offered
                 status, headers, content = await self._ask(method, path, body, nonce, instance)
         proof = headers.get(PROOF_HEADER, "")
@@ -190,7 +190,7 @@ class CoordinatorLink:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise ValueError(f"the answer is encoded: {answer.headers['Content-Encoding'][:40]!r}")
             async with asyncio.timeout(SECONDS):
-                # The time of a long poll is over when the answer begins.
+                # A long poll's wait is over when the response begins.
                 content = await self._read(answer.content)
             return answer.status, answer.headers, content
 
@@ -212,7 +212,7 @@ class CoordinatorLink:
 async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> bytes:
     """Return `begun` and the rest of the stream.
 
-    Reading stops at its end, or at slightly more than `limit` bytes.
+    Reading stops at the end of the stream or slightly beyond `limit` bytes.
     """
     parts, size = [begun], len(begun)
     while size <= limit and (part := await stream.readany()):
@@ -222,7 +222,7 @@ async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> byte
 
 
 def describe_error(what: str, error: BaseException) -> str:
-    """Return one line for the log. The error may quote text that a user's coordinator has sent."""
+    """Return one line for the log. The error may quote text sent by a user's coordinator."""
     return f"{what}: {type(error).__name__}: {str(error)!r}"[:200]
 
 
@@ -230,14 +230,14 @@ def describe_error(what: str, error: BaseException) -> str:
 
 
 def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) -> Report:
-    """Read the report in an answer, with its times on our clock, and without unused parts.
+    """Read the report in a response, with times on the local clock and without unused parts.
 
     Raises:
-        ValueError: it breaks the contract.
+        ValueError: the report violates the contract.
     """
     try:
         report = Report.read(json.loads(body, parse_constant=_not_json))
-        known = 2 * pods + 16  # it lists pods for a while after they end
+        known = 2 * pods + 16  # a report lists pods for a while after they end
         report = replace(
             report,
             members=report.members[:known],
@@ -261,9 +261,9 @@ def _not_json(constant: str) -> None:
 
 
 def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
-    """Convert the record's times to our clock.
+    """Convert the record's times to the local clock.
 
-    `offset` is how far ours is ahead of the coordinator's.
+    `offset` is how far the local clock is ahead of the coordinator's.
     """
     shift = offset if abs(offset) >= SAME_CLOCK else timedelta(0)
     changes: dict[str, Any] = {}
@@ -279,9 +279,9 @@ def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
 
 
 def _moment(moment: datetime, received: datetime, name: str) -> datetime:
-    """Check a time of a report.
+    """Check a time in a report.
 
-    Only the end of a wait may lie in the future, whatever a clock says.
+    Only the end of a wait may lie in the future, even if a clock is wrong.
     """
     if abs(moment - received) > LONGEST_AGE:
         raise ValueError(f"{name}: {moment} is out of bounds")

@@ -1,6 +1,6 @@
-"""The port of a reconcile: implemented for Kubernetes, for this machine and for tests.
+"""The interface of a reconcile, implemented for Kubernetes, for this machine and for tests.
 
-A reconcile reads and writes through it alone. Why: docs/decisions/0005.
+A reconcile reads and writes only through this interface. Why: docs/decisions/0005.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class JobKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """A job and everything that belongs to it, observed after the job was read."""
+    """A job and everything that belongs to it, observed after reading the job."""
 
     job: DDPJob
     world: World
@@ -36,14 +36,14 @@ class Observation:
 class Conflict(Exception):
     """The job has changed since it was read.
 
-    Nothing was written, and the job is reconciled again.
+    Nothing was written, and the job will be reconciled again.
     """
 
 
 class Refused(Exception):
     """The API server rejects an object or a job's status.
 
-    `status` is the HTTP status, `message` its explanation.
+    `status` is the HTTP status, and `message` explains it.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -53,25 +53,25 @@ class Refused(Exception):
 
 
 class NameTaken(Exception):
-    """An object of this name exists and belongs to a different owner.
+    """An object with this name exists and belongs to a different owner.
 
     The owner may be an earlier job of the same name. The message names the owner.
     """
 
 
 class NamespaceEnding(Unavailable):
-    """The namespace is being deleted, and the job with it, so there is nothing left to do."""
+    """The namespace is being deleted together with the job, so there is nothing left to do."""
 
 
 class ReportPending(Unavailable):
-    """The coordinator was asked for its first report a moment ago.
+    """The coordinator's first report was requested a moment ago.
 
     The job's state depends on that report.
     """
 
 
 class Cluster(Protocol):
-    """Reads for `reconcile`, and writes for `apply` alone. Every write is idempotent.
+    """Reads for `reconcile`, and writes only for `apply`. Every write is idempotent.
 
     Every method raises Unavailable when the API server cannot be used.
     """
@@ -82,35 +82,35 @@ class Cluster(Protocol):
         """Return the job and everything that belongs to it; None if it does not exist."""
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
-        """Replace the status, and return the job as written.
+        """Replace the status and return the job as written.
 
         The job must still have `job.resource_version`. Raises Conflict, Refused.
         """
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
-        """Create an object; succeed if this job has it already. Raises NameTaken, Refused."""
+        """Create an object; succeed if this job already has it. Raises NameTaken, Refused."""
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         """Request a pod's deletion with a grace period in seconds (None: the pod's own).
 
         Succeed if the pod is gone or has a different uid. A refusal is not an error: the next
-        observation shows it, and the deletion is tried again after a while.
+        observation shows it, and the deletion is retried after a while.
         """
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
         """Request the deletion of a PodGroup, a Workload or the job itself.
 
-        Succeed if it is gone or has a different uid. Kubernetes' garbage collector removes what a
-        job owns.
+        Succeed if the object is gone or has a different uid. Kubernetes' garbage collector removes
+        the objects that a job owns.
         """
 
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Write the Workload that `change` returns for the current one; None needs no change.
+        """Write the Workload that `change` returns for the current one; None means no change.
 
-        Succeed if it is gone or has a different uid. A refusal is not an error either. Raises
-        Conflict.
+        Succeed if the Workload is gone or has a different uid. A refusal is not an error either.
+        Raises Conflict.
         """
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
@@ -128,7 +128,7 @@ class Cluster(Protocol):
     async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
         """Queue a notification for the receiver without waiting for its delivery.
 
-        A known id changes nothing.
+        A known id is ignored.
         """
 
     async def record(self, job: DDPJob, event: Event) -> None:

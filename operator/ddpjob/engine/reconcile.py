@@ -39,11 +39,11 @@ async def reconcile(
     clock: Callable[[], datetime] = utc_now,
     outcome: Callable[[str], None] = lambda word: None,
 ) -> float | None:
-    """Bring one job a step nearer to what its spec asks for.
+    """Bring one job a step closer to its spec.
 
-    Returns the seconds until the next reconcile; None if only a change of the job makes one
-    necessary. `outcome` is called with the word to be counted: done, conflict or unavailable. A
-    defect of this program raises, and is shown in an event of the job.
+    Return the seconds until the next reconcile; None if only a change to the job makes one
+    necessary. `outcome` is called with the word to count: done, conflict or unavailable. A bug in
+    this program raises an exception, which is also shown in an event of the job.
     """
     try:
         delay = await _reconcile(cluster, key, clock)
@@ -71,8 +71,8 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
     except (Conflict, Unavailable):
         raise
     except Exception as defect:
-        # Otherwise only the log would show why nothing happens, and the job's owner may not be able
-        # to read it.
+        # Otherwise only the log would show why nothing happens, but the job's owner may not be able
+        # to read the log.
         await apply(cluster, seen.job, Decision(seen.job.status, events=(_failed(defect),)))
         raise
 

@@ -1,4 +1,4 @@
-"""Adapts a spec to this machine, with warnings for the user and the problems that prevent a run."""
+"""Adapts a spec to this machine, and reports warnings and problems that prevent a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SMI_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line that override a manifest."""
+    """Command-line options that override a manifest."""
 
     data: Path | None = None
     working_dir: Path | None = None
@@ -35,33 +35,34 @@ class Options:
 
 @dataclass(frozen=True)
 class LocalSpec:
-    """A spec as this machine runs it."""
+    """A spec as it runs on this machine."""
 
     spec: JobSpec
     gpus: tuple[str, ...]
-    """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them; empty: the CPU trains."""
+    """This machine's GPUs, as named in CUDA_VISIBLE_DEVICES; empty: training uses the CPU."""
     data: Path | None
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
-    """One sentence each, with the field and the remedy. If there are any, nothing is started."""
+    """One sentence each, with the field and the remedy. If there are problems, nothing is
+    started."""
 
     def visible_gpus(self, index: int) -> str | None:
-        """Return CUDA_VISIBLE_DEVICES of the node in slot `index`.
+        """Return CUDA_VISIBLE_DEVICES for the node in slot `index`.
 
-        None: unchanged from this shell.
+        None means that it is unchanged from this shell.
         """
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None
         each = self.spec.gpus_per_node
-        # A replacement has its slot's index, and therefore its predecessor's GPUs.
+        # A replacement has its slot's index and therefore its predecessor's GPUs.
         return ",".join(self.gpus[index * each : (index + 1) * each])
 
 
 def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
-    """Return the spec that runs here, with everything that is missing or ignored.
+    """Return the spec that runs here, and everything that is missing or ignored.
 
-    It reads the machine and changes nothing.
+    The machine is inspected but not changed.
     """
     spec = job.spec
     gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
@@ -96,7 +97,7 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
     """Return the spec without class, time to live, gang, rank order and receiver.
 
-    Folders stay, so a time to live has no use. --data is applied, and the CPU does not use nccl.
+    Folders stay, so a time to live is useless. --data is applied, and nccl is not used on the CPU.
     """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
@@ -123,10 +124,10 @@ def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
 
 
 def usable_gpus() -> tuple[str, ...]:
-    """Return the NVIDIA GPUs of this machine, limited to CUDA_VISIBLE_DEVICES if that is set.
+    """Return this machine's NVIDIA GPUs, limited to CUDA_VISIBLE_DEVICES if that is set.
 
     As in CUDA, the list ends at the first entry that is not a GPU, so `-1`, `NoDevFiles` and the
-    like hide all.
+    like hide all GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
@@ -141,7 +142,7 @@ def usable_gpus() -> tuple[str, ...]:
 def _listed_gpus() -> tuple[str, ...]:
     """Return the numbers of all GPUs.
 
-    None if nvidia-smi cannot be run, fails or hangs, as it does with a broken driver.
+    The result is empty if nvidia-smi cannot run, fails or hangs, as it does with a broken driver.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -175,7 +176,7 @@ def _and_spares(spec: JobSpec) -> str:
 
 
 def too_many_nodes(local: LocalSpec, nodes: int) -> str:
-    """Return why a job that runs here cannot have this many nodes; empty if it can."""
+    """Return why a job cannot have this many nodes here; empty if it can."""
     wanted = (nodes + local.spec.spares) * local.spec.gpus_per_node
     if local.gpus and wanted > len(local.gpus):
         return f"{nodes} nodes{_and_spares(local.spec)} need {wanted} GPUs, this machine has {len(local.gpus)}"
@@ -227,8 +228,8 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
 def _without_torch(spec: JobSpec) -> Iterator[str]:
     """Note that this Python has no torch.
 
-    For instance, pipx has installed the command apart from the user's own Python. A job with
-    PYTHONPATH among its variables may find torch there.
+    For instance, pipx may have installed the command separately from the user's own Python. A job
+    with PYTHONPATH among its variables may find torch there.
     """
     names = {entry["name"] for entry in (*spec.env, *(_trainer(spec)[0].get("env") or ()))}
     if spec.command or "PYTHONPATH" in names or importlib.util.find_spec("torch") is not None:
@@ -243,12 +244,12 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     """Note that a module was not found.
 
-    It is only a note, because the job's own variables may name other folders.
+    This is only a note, because the job's own variables may name other folders.
     """
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
     if not top or not working_dir.is_dir() or (working_dir / top).is_dir() or (working_dir / f"{top}.py").exists():
         return
-    with contextlib.suppress(ValueError):  # Of this program itself: __main__.
+    with contextlib.suppress(ValueError):  # Raised for this program itself, __main__.
         if importlib.util.find_spec(top) is not None:
             return
         where = f"neither in {working_dir.absolute()} nor among the packages of this Python"
@@ -256,7 +257,7 @@ def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
 
 
 def _rights_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
-    """Note that the program of `command` is a file here that may not be executed."""
+    """Note that the program in `command` is a local file without execute permission."""
     program = working_dir / spec.command[0] if spec.command and "/" in spec.command[0] else None
     if program is not None and program.is_file() and not os.access(program, os.X_OK):
         yield f"spec.command: {spec.command[0]} may not be executed; chmod +x {shlex.quote(str(program))}"
@@ -279,7 +280,7 @@ _OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceF
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:
-    """Yield variables that were given to the script and that would be missing here."""
+    """Yield variables of the script that would be missing here."""
     trainer, where = _trainer(spec)
     lists = [("spec", spec.env), (where, trainer.get("env") or ())]
     for path, entries in lists:
@@ -296,7 +297,7 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
 
 
 def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
-    """Note that a bucket's Secret is in the cluster, and this shell has no replacement for it."""
+    """Note that a bucket's Secret is in the cluster and this shell has no replacement for it."""
     data = spec.storage.data if options.data is None else None
     missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]
     for name, volume in (("checkpoints", spec.storage.checkpoints), ("data", data)):

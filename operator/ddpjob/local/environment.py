@@ -1,6 +1,6 @@
-"""A container's environment, command and arguments as the kubelet derives them.
+"""Derives a container's environment, command and arguments as the kubelet does.
 
-They come on top of this shell's environment.
+They are added to this shell's environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` by the variable's value, and `$$` by a dollar sign.
+    """Replace `$(NAME)` with the variable's value and `$$` with a dollar sign.
 
     An unknown `$(NAME)` stays as it is.
     """
@@ -59,8 +59,8 @@ def field_value(pod: Json, path: str) -> str | None:
 def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
     """Return the variables of a container's `env`.
 
-    A reference to a Secret or ConfigMap gets the value of this shell's variable of the same name,
-    if there is one. The keys of storage.data's bucket have a prefix here, and none in the shell.
+    A reference to a Secret or ConfigMap gets the value of the shell variable with the same name, if
+    there is one. The keys of storage.data's bucket have a prefix here but not in the shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):
@@ -78,8 +78,8 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
 def inherited(cores_per_rank: int) -> dict[str, str]:
     """Return this shell's environment, adapted to one machine.
 
-    Another job's variables are removed, and those that one machine needs are added. torchrun and
-    python are found in the folder of this interpreter; traffic between ranks stays on loopback.
+    Another job's variables are removed, and variables for a single machine are added. torchrun and
+    python are found in this interpreter's folder; traffic between ranks stays on loopback.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     beside = str(Path(sys.executable).parent)
@@ -90,7 +90,7 @@ def inherited(cores_per_rank: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",  # torch.distributed.rpc
-        # All ranks share the cores of one machine; by default every rank would use all of them.
+        # All ranks share one machine's cores; by default every rank would use all cores.
         "OMP_NUM_THREADS": str(cores_per_rank),
     }
     return defaults | environment

@@ -15,7 +15,7 @@ from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
-"""Below the kernel's ephemeral ports, so that no outgoing connection takes a port between its
+"""Below the kernel's ephemeral ports, so that an outgoing connection cannot take a port between its
 choice and its use."""
 
 
@@ -31,7 +31,7 @@ class LocalPlatform(Platform):
     def store_host(self, job: DDPJob, status: JobStatus) -> str:
         """Return an address of this machine that torchrun does not recognize as its own.
 
-        Otherwise it would host the store, too.
+        Otherwise torchrun would also host the store.
         """
         return ADDRESS if job.spec.under_torchrun else "0.0.0.0"
 
@@ -41,8 +41,8 @@ class LocalPlatform(Platform):
     def bucket_folder(self, job: DDPJob) -> str:
         """Return a folder that differs from every namespace's folder.
 
-        Its name has the machine and the folder of runs. A trial run must neither continue nor
-        overtake the job of this name in a cluster or in another folder.
+        Its name contains the machine and the folder of runs. A trial run must neither continue nor
+        supersede the job of this name in a cluster or in another folder.
         """
         machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
         runs = hashlib.sha256(os.fsencode(str(self.checkpoint_path))).hexdigest()[:8]
@@ -64,15 +64,15 @@ class NoFreePorts(Exception):
 def free_ports() -> tuple[int, socket.socket]:
     """Return a port P such that P to P+2 are free, and a socket that reserves them.
 
-    The reservation ends when the socket is closed. Raises NoFreePorts. A coordinator listens later,
-    and not while it is being replaced. So without the socket, runs that start together could choose
-    the same ports.
+    The reservation ends when the socket is closed. Raises NoFreePorts. A coordinator starts
+    listening later, and does not listen while it is being replaced. Without the socket, runs that
+    start together could therefore choose the same ports.
     """
     for _ in range(100):
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 4)
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # This creates no file, and belongs to the network namespace, as ports do.
+            # This does not create a file, and belongs to the network namespace, as ports do.
             mark.bind(f"\0ddpjob-ports-{port}")
         except OSError:
             mark.close()

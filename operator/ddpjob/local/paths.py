@@ -27,13 +27,13 @@ def memory_folder(uid: str) -> Path:
 
 
 def runs_folder() -> Path:
-    """Return $DDPJOB_RUNS, or ./runs; absolute, and the same text however it is named."""
+    """Return $DDPJOB_RUNS or ./runs as an absolute path, the same text however it is written."""
     folder = Path(os.environ.get(RUNS_VARIABLE) or "runs").absolute()
     return folder.resolve() if ".." in folder.parts else folder
 
 
 class _Below:
-    """A file or folder of this name in a folder."""
+    """A file or folder with this name in a folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,30 +59,30 @@ class RunFolder(_Folder):
     events = _Below("events.jsonl")
     manifest = _Below("job.json")
     torchrun_python = _Below("torchrun-python")
-    """The program by which torchrun in a `command` starts its workers."""
+    """The program with which torchrun in a `command` starts its workers."""
     earlier = _Below("earlier-checkpoints")
-    """The checkpoints of earlier runs, if this run began from scratch (--fresh)."""
+    """Checkpoints of earlier runs, if this run started from scratch (--fresh)."""
     disposable = _Below(_DISPOSABLE)
     """A file that exists if the earlier checkpoints were disposable (see `JobFolder`)."""
 
     def log(self, pod: str, container: str) -> Path:
         """Return the log of one container.
 
-        The log of a pod's only container, or of its trainer, has the pod's name.
+        The log of a pod's only container or of its trainer has the pod's name.
         """
         second = container == COORDINATOR_CONTAINER and "-coordinator-" not in pod
         return self.pods / (f"{pod}.{container}.log" if second else f"{pod}.log")
 
     def termination(self, pod: str, container: str) -> Path:
-        """Return the file in which the container writes its termination message."""
+        """Return the file for the container's termination message."""
         return self.log(pod, container).with_suffix(".end")
 
 
 @dataclass(frozen=True)
 class JobFolder(_Folder):
-    """The folder of a job, which every run shares.
+    """A job's folder, which all its runs share.
 
-    It has the job's record, lock, requests, code, checkpoints and data.
+    It contains the job's record, lock, requests, code, checkpoints and data.
     """
 
     status = _Below("status.json")
@@ -92,20 +92,20 @@ class JobFolder(_Folder):
     disposable = _Below(_DISPOSABLE)
     """A file that exists while all these checkpoints are disposable.
 
-    Every run with them had a claimTemplate with whenDeleted Delete.
+    That is the case if every run with them had a claimTemplate with whenDeleted Delete.
     """
     data = _Below("data")
     code = _Below("code")
     """Code that was submitted as text, not as a file."""
 
     def has_checkpoints(self) -> bool:
-        """Return whether a run has left more there than its record of rounds. Raises OSError."""
+        """Return whether a run has left more than its record of rounds. Raises OSError."""
         return holds_checkpoints(self.checkpoints)
 
     def is_resumable(self) -> bool:
-        """Return whether there is more than the record and the curves.
+        """Return whether there is more than the record of rounds and the curves.
 
-        `ddpjob_report.report` keeps the curves. Raises OSError.
+        `ddpjob_report.report` writes the curves. Raises OSError.
         """
         more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
         return holds_checkpoints(self.checkpoints, but=() if more else (_CURVES.parent.name,))
@@ -115,7 +115,7 @@ class JobFolder(_Folder):
 
 
 def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
-    """Return whether a checkpoint folder has more than its record of rounds and `but`.
+    """Return whether a checkpoint folder has more than the record of rounds and `but`.
 
     Raises OSError.
     """
@@ -125,5 +125,5 @@ def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
 
 
 def job_folder(name: str) -> JobFolder:
-    """Return RUNS/NAME, whether it exists or not."""
+    """Return RUNS/NAME, whether or not it exists."""
     return JobFolder(runs_folder() / name)

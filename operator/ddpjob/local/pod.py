@@ -1,4 +1,4 @@
-"""A pod on this machine: one process group per container, reported as a kubelet would report it."""
+"""A pod on this machine: one process group per container, reported as by a kubelet."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ class Pod:
     # --- observation
 
     def poll(self, now: datetime) -> bool:
-        """Detect main processes that have ended, and kill what they left.
+        """Detect main processes that have ended and kill any processes they left behind.
 
-        Return whether there were any.
+        Return whether any had ended.
         """
         changed = False
         for started in self._started:
@@ -136,7 +136,7 @@ class Pod:
 
     @property
     def ended(self) -> bool:
-        """Whether no container runs."""
+        """Whether all containers have ended."""
         return all(view.ended for view in self.views.values())
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -179,7 +179,8 @@ class Pod:
     def kill(self) -> None:
         """Send SIGKILL to each container.
 
-        It reaches the process group, all processes with its marks, and descendants that lost them.
+        The signal reaches its process group, all processes with its marks, and descendants that
+        lost the marks.
         """
         for started in self._started:
             if started.process is None or self.views[started.name].ended:
@@ -193,7 +194,7 @@ class Pod:
 def _termination_message(started: Started, *, failed: bool) -> str:
     """Return the termination file, or the end of the log.
 
-    The log is used if a failed container wrote no file (FallbackToLogsOnError).
+    The log is used if a failed container did not write the file (FallbackToLogsOnError).
     """
     try:
         written = started.termination.read_bytes()[:_MESSAGE_BYTES]
@@ -205,5 +206,5 @@ def _termination_message(started: Started, *, failed: bool) -> str:
         with started.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
-    except OSError as error:  # its folder was removed meanwhile, which does not end a job
+    except OSError as error:  # its folder was removed, which does not end a job
         return f"no log: {started.log}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""`Cluster` on this machine: pods are process groups, the status is a file, the rest in memory."""
+"""`Cluster` on this machine: process groups as pods, the status in a file, the rest in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger("ddpjob.local")
 
 @dataclass(frozen=True)
 class TimedEvent:
-    """An event, and when it was recorded."""
+    """An event and the time when it was recorded."""
 
     time: datetime
     event: Event
@@ -48,8 +48,7 @@ class TimedEvent:
 class ProcessCluster:
     """Implements `ddpjob.engine.ports.Cluster` for one job.
 
-    Only the event loop's thread may use it. `ports` are those of the first coordinator, as chosen
-    by `free_ports`.
+    Only the event loop's thread may use it. `ports` are the first coordinator's, from `free_ports`.
     """
 
     def __init__(
@@ -71,10 +70,10 @@ class ProcessCluster:
             checkpoints_shared=True,
             torchrun_python=str(folder.torchrun_python),
         )
-        # An installed package's files may lack the permission to be executed.
+        # An installed package's files may lack execute permission.
         folder.torchrun_python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(WORKER)])} "$@"\n')
         folder.torchrun_python.chmod(0o700)
-        # Takes 0.3 s, which `ddpjob get` does not need.
+        # This import takes 0.3 s, which `ddpjob get` should not spend.
         from ddpjob.engine.coordinator_client import CoordinatorClient, target_of
 
         self.coordinators, self._target_of = CoordinatorClient(), target_of
@@ -83,8 +82,8 @@ class ProcessCluster:
         self.stalls: list[float] = []
         """Seconds from each break to the first step after it, as reported by the coordinators."""
         self.stopped_by = ""
-        """The signal for which the job was suspended; empty if its user suspended it, or if it is
-        not suspended."""
+        """The signal that suspended the job; empty if its user suspended it or it is not
+        suspended."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
         self._ports: dict[int, tuple[int, socket.socket]] = {0: ports}
@@ -109,7 +108,7 @@ class ProcessCluster:
         if generation not in self._ports:
             try:
                 self._ports[generation] = free_ports()
-            except NoFreePorts:  # It listens when the previous coordinator has ended.
+            except NoFreePorts:  # The coordinator can listen once the previous one has ended.
                 self._ports[generation] = self._ports[max(self._ports)]
         return self._ports[generation][0]
 
@@ -132,14 +131,14 @@ class ProcessCluster:
         return Observation(job, world)
 
     def _note_stall(self, report: Report | None) -> None:
-        # Before the job has reported a step, the coordinator measures the time to the next running
-        # round.
+        # Until the job has reported a step, the coordinator measures the time until the next round
+        # runs.
         seconds = report.recovery.last_seconds if report is not None and report.progress.get("step") else None
         if seconds is not None and seconds not in self.stalls:
             self.stalls.append(seconds)
 
     def collect(self) -> None:
-        """Check every process, reap orphans, and remove deleted pods that have ended."""
+        """Check every process, reap orphans, and remove deleted pods once they have ended."""
         processes.reap_orphans(self.processes())
         now = self.clock()
         for pod in list(self.pods.values()):
@@ -154,7 +153,7 @@ class ProcessCluster:
 
     @property
     def idle(self) -> bool:
-        """Whether no pod of the job runs."""
+        """Whether none of the job's pods is running."""
         return all(pod.ended for pod in self.pods.values())
 
     # --- writing: called by apply alone
@@ -251,7 +250,7 @@ class ProcessCluster:
             "reason": event.reason,
             "message": event.message,
         }
-        # On a full disk an event is shown but not kept, and training continues.
+        # If the disk is full, the event is shown but not kept, and training continues.
         with suppress(OSError), self.folder.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -277,9 +276,9 @@ class ProcessCluster:
         self.changed.set()
 
     async def close(self, others: Collection[int]) -> list[int]:
-        """Kill everything that the job has started. Return the ids of the remaining processes.
+        """Kill everything that the job has started, and return the ids of remaining processes.
 
-        `others` are this process' children that do not belong to the job.
+        `others` are this process's children that do not belong to the job.
         """
         self.kill_all()
         left = processes.end_all({UID_VARIABLE: self.body["metadata"]["uid"]})
@@ -291,5 +290,5 @@ class ProcessCluster:
         return left
 
     def nodes(self) -> list[Pod]:
-        """Return the pods of slots, spares included."""
+        """Return the slots' pods, including spares."""
         return [pod for pod in self.pods.values() if pod.role in NODE_ROLES]

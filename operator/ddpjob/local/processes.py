@@ -1,4 +1,4 @@
-"""Process trees on Linux: tied to their parent, found by an environment variable, and killed."""
+"""Ties Linux process trees to their parent, finds them by environment variables, kills them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENVIRONMENT = slice(47, 49)
-"""The fields env_start and env_end of /proc/PID/stat, counted from the state."""
+"""The fields env_start and env_end in /proc/PID/stat, counted from the state field."""
 _EXEC_SECONDS = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -25,9 +25,9 @@ def become_subreaper() -> None:
 
 
 def dying_with(parent: int) -> Callable[[], None]:
-    """Return a `preexec_fn` by which the kernel sends the child SIGKILL when `parent` dies.
+    """Return a `preexec_fn` that makes the kernel send the child SIGKILL when `parent` dies.
 
-    `parent` may be dead already.
+    `parent` may already be dead.
     """
 
     def prepare() -> None:
@@ -51,25 +51,24 @@ def find(marks: Mapping[str, str]) -> list[int]:
         try:
             environment = _environment(entry.path)
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # it has ended or belongs to another user
         if wanted <= set(environment.split(b"\0")):
             found.append(int(entry.name))
     return found
 
 
 def _environment(process: str) -> bytes:
-    """Return a process' environment. Raises OSError if it has ended, or is another user's.
+    """Return a process's environment. Raises OSError if it has ended or is another user's.
 
-    A process that is just executing a new program (exec) has no environment yet, so this
-    waits. Otherwise the process would be overlooked, and would survive when the job's processes
-    are killed.
+    A process that is executing a new program (exec) has no environment yet, so this waits.
+    Otherwise the process would be overlooked and survive when the job's processes are killed.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
-        Path(process, "exe").readlink()  # OSError: a thread of the kernel, or a zombie
+        Path(process, "exe").readlink()  # OSError: a kernel thread or a zombie
         start, end = Path(process, "stat").read_text().rpartition(")")[2].split()[_ENVIRONMENT]
         if start == end != "0":
-            break  # Its environment is empty.
+            break  # The environment is empty.
         time.sleep(0.0005)
     return found
 
@@ -111,9 +110,9 @@ def send_group(leader: int, number: signal.Signals) -> None:
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
     """Reap adopted children that have ended.
 
-    Those in `own` are polled, which reaps them for their owners.
+    Children in `own` are polled instead, which reaps them for their owners.
     """
-    # Ids of ended processes may be in use again.
+    # Process ids may be reused after a process has ended.
     by_pid = {process.pid: process for process in own if process.returncode is None}
     while True:
         try:
@@ -130,7 +129,7 @@ def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
 
 
 def parent(pid: int) -> int | None:
-    """Return a process' parent; None if the process has ended."""
+    """Return a process's parent; None if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -138,7 +137,7 @@ def parent(pid: int) -> int | None:
 
 
 def command_line(pid: int) -> bytes:
-    """Return the command line of a process; empty if it has ended."""
+    """Return a process's command line; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -146,18 +145,18 @@ def command_line(pid: int) -> bytes:
 
 
 def children() -> list[int]:
-    """Return this process' children, adopted ones included."""
+    """Return this process's children, including adopted ones."""
     me, found = os.getpid(), list[int]()
     for task in Path(f"/proc/{me}/task").iterdir():
-        with suppress(OSError):  # the thread has ended, or the kernel does not provide the list
+        with suppress(OSError):  # the thread has ended or the kernel does not provide the list
             found += [int(pid) for pid in (task / "children").read_text().split()]
     return found
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process' children, and theirs.
+    """Return a process's children, their children, and so on.
 
-    Orphans are not included, since they have a different parent.
+    Orphans are excluded, since they have a different parent.
     """
     by_parent: dict[int | None, list[int]] = {}
     for entry in os.scandir("/proc"):
@@ -174,8 +173,8 @@ def end_children(others: Collection[int], own: Collection[subprocess.Popen[bytes
     """Kill and reap all children except `others`.
 
     Return the ids of those that remain after `seconds`. `own` are the children that have a Popen.
-    Adopted children may have no mark, because they have a different environment, or because a
-    program has written its title over it.
+    Adopted children may lack marks, because they have a different environment or because a program
+    has overwritten it with its title.
     """
     deadline = time.monotonic() + seconds
     while left := set(children()) - set(others):

@@ -1,4 +1,4 @@
-"""A job's record on disk: which process runs it, its status, and requests from other terminals."""
+"""A job's record on disk: the process running it, its status, requests from other terminals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class AlreadyRunning(Exception):
 
 
 class RequestRefused(Exception):
-    """The job's runner refuses a request; the message gives the reason."""
+    """The job's runner refuses a request. The message gives the reason."""
 
 
 @contextmanager
 def held(folder: JobFolder) -> Iterator[None]:
-    """Lock the job for this process; the kernel releases the lock however the process ends.
+    """Lock the job for this process. The kernel releases the lock however the process ends.
 
     Raises AlreadyRunning, OSError.
     """
@@ -40,7 +40,7 @@ def held(folder: JobFolder) -> Iterator[None]:
                 f"job {folder.name} is running already (process {pid}); `ddpjob stop {folder.name}` stops it"
             )
         os.ftruncate(descriptor, 0)
-        # At once, because a process that finds the lock held names its holder.
+        # Write at once, because a process that finds the lock held names its holder.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
@@ -56,7 +56,7 @@ def held(folder: JobFolder) -> Iterator[None]:
 def _locked(descriptor: int) -> bool:
     """Try to lock for 0.2 s.
 
-    A single failure means nothing, because `runner` holds the lock for an instant.
+    A single failure is meaningless, because `runner` holds the lock for an instant.
     """
     for _ in range(10):
         try:
@@ -69,9 +69,9 @@ def _locked(descriptor: int) -> bool:
 
 
 def _unlocked_runner(folder: JobFolder) -> int | None:
-    """Return the process whose pods use the folder although the lock is free.
+    """Return the process whose pods use the folder although it is not locked.
 
-    The folder was removed together with the lock. Pods of a killed run end within a moment, and
+    The folder was removed together with the lock. A killed run's pods end within a moment, and
     their leftovers have a different parent.
     """
     marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
@@ -85,7 +85,7 @@ def _unlocked_runner(folder: JobFolder) -> int | None:
 def runner(folder: JobFolder) -> int | None:
     """Return the id of the `ddpjob run` process that holds the job; None if there is none.
 
-    Raises OSError of a named file.
+    Raises an OSError that names a file.
     """
     try:
         with folder.lock.open() as file:
@@ -95,7 +95,7 @@ def runner(folder: JobFolder) -> int | None:
     except BlockingIOError:
         text = folder.lock.read_text().strip()
         return int(text) if text.isdigit() else None
-    except OSError as error:  # Such as ENOLCK on a file system without locks.
+    except OSError as error:  # For instance ENOLCK on a file system without locks.
         error.filename = error.filename or str(folder.lock)
         raise
     return None
@@ -104,37 +104,37 @@ def runner(folder: JobFolder) -> int | None:
 def holds(folder: JobFolder, pid: int) -> bool:
     """Whether this process has the lock open.
 
-    Its id may belong to another machine, or to another container. Raises PermissionError for
-    another user's process.
+    The id may come from another machine or container. Raises PermissionError for another user's
+    process.
     """
     lock = folder.lock.stat()
-    with suppress(FileNotFoundError, ProcessLookupError):  # There is none, or it has ended.
+    with suppress(FileNotFoundError, ProcessLookupError):  # There is no such process, or it has ended.
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # closed in the meantime
                 if os.path.samestat(descriptor.stat(), lock):
                     return True
     return False
 
 
 def write_record(folder: JobFolder, record: Json) -> None:
-    """Replace status.json; a reader sees either the old record or the new one."""
+    """Replace status.json. Readers see either the old record or the new one."""
     write_atomically(folder.status, json.dumps(record, indent=1))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file completely, or not at all."""
+    """Write a file completely or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # Python names no file for a full disk.
+        error.filename = error.filename or str(path)  # Python does not name the file if the disk is full.
         raise
 
 
 def read_record(folder: JobFolder) -> Json | None:
-    """Read status.json; None if the job was never run here.
+    """Read status.json; None if the job has never run here.
 
     Raises ValueError if the file is not a record.
     """
@@ -158,9 +158,9 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leave a request for the job's runner; return whether it was processed in time.
+    """Leave a request for the job's runner, and return whether it was processed in time.
 
-    That is within `seconds`, and before the runner ended. Raises RequestRefused.
+    In time means within `seconds` and before the runner ended. Raises RequestRefused.
     """
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"
@@ -179,7 +179,7 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
 
 
 def refuse(request: Path, reason: str) -> None:
-    """Record why a request is refused, before its file is removed. Raises OSError."""
+    """Record why a request is refused before its file is removed. Raises OSError."""
     write_atomically(_refusal(request), reason)
 
 
@@ -200,10 +200,10 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
             body = json.loads(path.read_text())
             found.append((path, str(body["verb"]), str(body["subject"])))
         except OSError:
-            # Its sender waited too long and withdrew it, or it has another user's permissions.
+            # Its sender waited too long and withdrew it, or it belongs to another user.
             continue
         except (ValueError, KeyError, TypeError):
-            # Not a request of ours: a conflicting copy in a synchronized folder, or another tool's
+            # This is not a request: a conflicting copy in a synchronized folder, or another tool's
             # file.
             continue
     return found

@@ -1,4 +1,4 @@
-"""Runs one job on this machine to its end: reconcile loop, signals, record, and clean-up."""
+"""Runs one job on this machine to its end: reconcile loop, signals, record and clean-up."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from ddpjob.local.process_cluster import ProcessCluster, TimedEvent
 from ddpjob.local.record import refuse, requests, write_record
 
 TICK = 0.25
-"""Seconds between two checks for requests and updates of the display."""
+"""Seconds between checks for requests and updates of the display."""
 RECONCILE_SECONDS = 0.5
-"""Longest time between two reconciles while the job runs. It is short, because the coordinator's
-report is one request on loopback."""
+"""Maximum number of seconds between reconciles while the job runs. It is small because the
+coordinator's report costs one request on loopback."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class ShownPod:
-    """A pod as the display shows it."""
+    """A pod as shown in the display."""
 
     name: str
     state: str
@@ -65,7 +65,7 @@ class RunDisplay(Protocol):
     """Shows a run to the user."""
 
     def show(self, shown: Shown) -> None:
-        """Update the display; called several times a second."""
+        """Update the display. Called several times a second."""
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
@@ -94,8 +94,8 @@ def new_body(manifest: Json, now: datetime) -> Json:
 def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool = False) -> RunFolder:
     """Create the folders of a new run.
 
-    `fresh` moves old checkpoints into the new run's folder. Raises OSError. `disposable` means that
-    the run's checkpoints are deleted with the job, unless those of another run are among them.
+    `fresh` moves old checkpoints into the new run's folder. `disposable` means that the run's
+    checkpoints are deleted with the job, unless they include another run's. Raises OSError.
     """
     name = now.astimezone().strftime("%Y%m%d-%H%M%S")
     run = folder.run(name)
@@ -117,7 +117,7 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     elif not folder.has_checkpoints():
         folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
-    # In a folder made by sudo, this process could not remove requests.
+    # If sudo created the folder, this process could not remove requests.
     folder.requests.mkdir(exist_ok=True)
     return run
 
@@ -125,7 +125,8 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
 def _set_aside(checkpoints: Path, earlier: Path) -> None:
     """Move the checkpoints.
 
-    If the folder is a link, for instance to a larger disk, old and new ones stay on that disk.
+    If the folder is a link, for instance to a larger disk, both old and new checkpoints stay on
+    that disk.
     """
     if not checkpoints.is_symlink():
         checkpoints.rename(earlier)
@@ -137,7 +138,7 @@ def _set_aside(checkpoints: Path, earlier: Path) -> None:
 
 @contextmanager
 def watched(uid: str) -> Iterator[None]:
-    """Run the watchdog, which kills the job's processes if this process cannot."""
+    """Run the watchdog, which kills the job's processes if this process is unable to."""
     command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__).resolve()), uid, str(memory_folder(uid))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPJOB_")}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
@@ -150,7 +151,7 @@ def watched(uid: str) -> Iterator[None]:
 
 
 class Runner:
-    """One run of one job. `run()` returns after its end, with none of its processes left."""
+    """One run of one job. `run()` returns after it has ended and its processes are gone."""
 
     def __init__(
         self,
@@ -170,9 +171,9 @@ class Runner:
         self._unrecorded = False
 
     async def run(self) -> Outcome:
-        """Run until the job has ended, or a signal has stopped it.
+        """Run until the job has ended or a signal has stopped it.
 
-        A job has ended if it is Complete or Failed, and its pods have ended.
+        A job has ended if it is Complete or Failed and its pods have ended.
         """
         loop = asyncio.get_running_loop()
         processes.become_subreaper()
@@ -183,7 +184,7 @@ class Runner:
             loop.add_signal_handler(number, self._on_signal, number)
         left: list[int] = []
         with watched(self.cluster.body["metadata"]["uid"]):
-            # The watchdog, and children of a shell that has exec'ed this process.
+            # These are the watchdog, and children of a shell that has exec'ed this process.
             others = processes.children()
             try:
                 await self._reconcile_until_over()
@@ -205,7 +206,7 @@ class Runner:
             self._display(lambda: self.display.show(self._shown()))
             await self._sleep(max(0.0, min(TICK, due - clock())))
         if self.interrupted is not None:
-            # Otherwise the record shows pods that have ended since.
+            # Otherwise the record would show pods that have since ended.
             await reconcile(self.cluster, self.key)
 
     async def _sleep(self, seconds: float) -> None:
@@ -222,10 +223,10 @@ class Runner:
     # --- the user's requests
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Suspend on the first signal, with the pods' grace period; kill on the second."""
+        """Suspend with the pods' grace period on the first signal; kill on the second."""
         if number is signal.SIGHUP and self.interrupted is not None:
-            # This is not a second request: systemd sends SIGHUP right after SIGTERM, at a logout
-            # and a shutdown.
+            # This is not a second request: systemd sends SIGHUP right after SIGTERM at logout and
+            # shutdown.
             return
         status = JobStatus.read(self.cluster.body.get("status") or {})
         if self.interrupted is not None or status.terminal:
@@ -257,7 +258,7 @@ class Runner:
             path.unlink(missing_ok=True)
 
     def _scale(self, nodes: int) -> str:
-        """Scale the job. Return why it is refused; empty if it is done."""
+        """Scale the job. Return why this is refused; empty if it succeeds."""
         refused = too_many_nodes(self.cluster.local_spec, nodes)
         self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:
@@ -272,10 +273,10 @@ class Runner:
     def _display(self, update: Callable[[], None]) -> None:
         """Update the display.
 
-        No fault of the output may break off training, or keep a signal from it. A reader that is
-        gone (`| head`) counts as a signal, like Ctrl-C. With Ctrl-C, `tee` is gone too, which is
-        one signal, not two. A terminal that was closed sends SIGHUP; without it, and on a full
-        disk, training continues unseen.
+        Output errors must not interrupt training or keep a signal from it. A reader that is gone
+        (`| head`) counts as a signal, like Ctrl-C. Ctrl-C also ends `tee`, which counts as one
+        signal, not two. A closed terminal sends SIGHUP; without that signal, and on a full disk,
+        training continues unseen.
         """
         try:
             update()
@@ -313,7 +314,7 @@ class Runner:
 
 
 def _state(pod: Pod) -> str:
-    """Return the pod's state, as in kubectl's column STATUS."""
+    """Return the pod's state as in kubectl's column STATUS."""
     view = pod.view()
     if pod.deleted_at is not None and not pod.ended:
         return "Terminating"

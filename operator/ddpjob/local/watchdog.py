@@ -1,10 +1,10 @@
 """Watchdog: kills leftover processes of a job, and deletes its memory, when its stdin closes.
 
-It closes when `ddpjob run` has exited or crashed.
+stdin closes when `ddpjob run` has exited or crashed.
 
     python3 -I -S watchdog.py UID FOLDER
 
-Run by path, so that it starts at once, and in a session of its own, so that it survives a killed
+It is run by path, so that it starts at once, and in its own session, so that it survives a killed
 terminal.
 """
 
@@ -19,7 +19,7 @@ SECONDS = 20.0
 
 
 def main() -> None:
-    """Wait, then kill every process with DDPJOB_UID=UID in its environment until none is left.
+    """Wait, then kill every process with DDPJOB_UID=UID in its environment until all are gone.
 
     FOLDER, the memory for the newest states, is deleted afterwards.
     """
@@ -54,7 +54,7 @@ def _marked(mark: bytes) -> list[int]:
                 if mark in file.read().split(b"\0"):
                     found.append(int(name))
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # it has ended or belongs to another user
     return found
 
 

@@ -1,4 +1,4 @@
-"""Builds the PodDisruptionBudget: a drain evicts one node at a time, so the group can recover."""
+"""Builds the PodDisruptionBudget: drains evict one node at a time, so the group can recover."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ddpjob.objects.service import make_object, metadata
 def build_budget(job: DDPJob) -> Json:
     """Build the budget, which has the job's name.
 
-    It selects pods by a separate label, since spec.scheduling may change for later ones. It selects
-    neither coordinator nor spares: they may be evicted at any time.
+    It selects pods by a separate label, since spec.scheduling may change for later pods.
+    Coordinators and spares are not selected, because they may be evicted at any time.
 
     Kubernetes takes the expected number of pods from the job's scale subresource, `spec.nodes`; if
     spares were selected, it would allow two evictions at once.

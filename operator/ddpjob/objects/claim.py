@@ -14,7 +14,7 @@ from ddpjob.objects.service import job_labels, make_object
 def template_mark(job: DDPJob) -> str:
     """Hash the template and its whenDeleted; empty without a template.
 
-    A claim that was kept is used again only by a job with an equal mark.
+    A kept claim is reused only by a job with an equal mark.
     """
     template = job.spec.storage.claim_template
     if template is None:
@@ -26,8 +26,8 @@ def template_mark(job: DDPJob) -> str:
 def build_claim(job: DDPJob) -> Json:
     """Build the claim.
 
-    With whenDeleted Retain it has no owner, because Kubernetes would remove it with the job. Raises
-    ValueError for a job without a claimTemplate.
+    With whenDeleted Retain it has no owner, because Kubernetes would otherwise delete it with the
+    job. Raises ValueError for a job without a claimTemplate.
     """
     template = job.spec.storage.claim_template
     if template is None:

@@ -1,4 +1,4 @@
-"""Isolates a job: the Secret with the token of its pods, and the NetworkPolicy in front of them."""
+"""Isolates a job with a Secret that holds its pods' token, and a NetworkPolicy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TOKEN_KEY = "token"
 
 
 def build_token(job: DDPJob, platform: Platform) -> Json:
-    """Build the Secret with the job's token, which the role view cannot read.
+    """Build the Secret with the job's token, which the `view` role cannot read.
 
-    The operator creates it and never reads it: its name stands for its content.
+    The operator creates the Secret but never reads it, because its name stands for its content.
     """
     data = {TOKEN_KEY: platform.token(job)}
     meta = metadata(job, platform.token_secret(job))
@@ -34,10 +34,10 @@ def token_variable(job: DDPJob, platform: Platform) -> Json:
 
 
 def policy_name(job: DDPJob, platform: Platform) -> str:
-    """Return the name of the job's NetworkPolicy; empty if the job gets none.
+    """Return the name of the job's NetworkPolicy; empty if the job does not get one.
 
-    The name has a hash of the content. If the operator was moved or has different metrics peers, it
-    makes an additional policy: policies add up.
+    The name contains a hash of the content. If the operator was moved or has different metrics
+    peers, it creates an additional policy, because policies add up.
     """
     if not job.spec.isolated or platform.operator_peer is None:
         return ""
@@ -46,18 +46,18 @@ def policy_name(job: DDPJob, platform: Platform) -> str:
 
 
 def build_policy(job: DDPJob, platform: Platform) -> Json:
-    """Build the NetworkPolicy of the job's pods.
+    """Build the NetworkPolicy for the job's pods.
 
-    It admits the job's own pods everywhere, and the operator to the coordinator's port.
+    It admits the job's own pods on all ports, and the operator on the coordinator's port.
     """
     meta = metadata(job, policy_name(job, platform))
     return make_object("networking.k8s.io/v1", "NetworkPolicy", meta, spec=_policy(job, platform))
 
 
 def _policy(job: DDPJob, platform: Platform) -> Json:
-    """Return the policy, which selects pods by a separate label.
+    """Return the policy. It selects pods by a separate label.
 
-    spec.network may change for later pods while a job is suspended.
+    The reason is that spec.network may change for later pods while a job is suspended.
     """
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}

@@ -1,4 +1,4 @@
-"""The differences between Kubernetes and one machine in the pods that are built."""
+"""Differences between pods built for Kubernetes and for a single machine."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ COORDINATOR_HOSTNAME = "coordinator"
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Settings of the platform; the defaults are those of Kubernetes.
+    """Settings of the platform. The defaults are for Kubernetes.
 
-    `operator_key` is the secret from which the jobs' tokens derive.
+    `operator_key` is the secret from which the jobs' tokens are derived.
     """
 
     operator_key: bytes
     python: str = "python3"
     runtime_path: str = "/opt/ddpjob"
     torchrun_python: str = "/opt/ddpjob/ddpjob_worker.py"
-    """The file that torchrun in a `command` starts in place of Python for its workers: the
-    runtime's worker.py."""
+    """The file that torchrun in a `command` starts instead of Python for its workers: the runtime's
+    worker.py."""
     data_path: str | None = None
     """A folder to use instead of spec.storage.data's mount path; None: the mount path."""
     checkpoint_path: str | None = None
     """A folder to use instead of spec.storage.checkpoints' mount path; None: the mount path."""
     operator_peer: Json | None = None
-    """The operator's pods as the peer of a NetworkPolicy; None: they are not known, and no policy
-    is made."""
+    """The operator's pods as a NetworkPolicy peer; None: they are unknown, and no policy is
+    created."""
     metrics_peers: tuple[Json, ...] = ()
-    """More peers that may reach the coordinators' port, for their metrics."""
+    """More peers that may reach the coordinators' port to read metrics."""
     coordinator_listens_on: str = ""
     """The address that the coordinator and its store listen on. If empty, the coordinator listens
-    on all of its pod's addresses, as the kubelet and `kubectl port-forward` need, and the store,
-    which has no authentication, on POD_IP."""
+    on all of its pod's addresses, as the kubelet and `kubectl port-forward` require, but the store,
+    which has no authentication, only on POD_IP."""
     checkpoints_shared: bool | None = None
-    """Whether all nodes see the same checkpoints; None: it depends on the kind of volume."""
+    """Whether all nodes see the same checkpoints; None: this depends on the kind of volume."""
 
     def bucket_folder(self, job: DDPJob) -> str:
         """Return the job's own folder below storage.checkpoints.url.
 
-        No other job of the cluster has it, except a later job of the same name.
+        No other job in the cluster uses it, except a later job with the same name.
         """
         return f"{job.namespace}/{job.name}"
 
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
-        """Return the coordinator's host name, which every pod of the job resolves.
+        """Return the coordinator's host name, which every pod of the job can resolve.
 
         In mode Standard it changes with the generation, because a name server may still return an
-        old address. In mode Fast it is the same for every coordinator of the job: nodes outlive
-        their coordinator and look up the next one.
+        old address. In mode Fast it is the same for every coordinator of the job, because nodes
+        outlive their coordinator and look up the next one.
         """
         if job.spec.fast:
             return f"{COORDINATOR_HOSTNAME}.{job.name}"
@@ -74,14 +74,14 @@ class Platform:
 
     @property
     def key_mark(self) -> str:
-        """A mark that distinguishes operator keys without revealing anything about them."""
+        """A mark that distinguishes operator keys without revealing anything about the keys."""
         return hmac.new(self.operator_key, b"mark", hashlib.sha256).hexdigest()[:6]
 
     @property
     def cluster(self) -> str:
         """A mark that distinguishes this operator's jobs from jobs of other clusters.
 
-        Those may have the same names.
+        Those jobs may have the same names.
         """
         return self.key_mark
 
@@ -95,9 +95,9 @@ class Platform:
     def token_secret(self, job: DDPJob) -> str:
         """Return the name of the Secret with the job's token.
 
-        It changes with the job's UID and with the operator's key. It derives from the key, so that
-        nobody can create a Secret of this name in advance. Empty: the token is in the environment
-        of the job's processes itself.
+        It changes with the job's UID and the operator's key. It is derived from the key, so that
+        nobody can create a Secret with this name in advance. Empty: the token is in the environment
+        of the job's processes instead.
         """
         mark = hmac.new(self.operator_key, f"secret {job.uid}".encode(), hashlib.sha256).hexdigest()[:10]
         return f"{job.name}-token-{mark}"

@@ -1,9 +1,9 @@
-"""Builds the PodGroup by which a scheduler places a generation's pods all at once or not at all.
+"""Builds the PodGroup that makes a scheduler place a generation's pods all at once or not at all.
 
-With Kubernetes' scheduler it is `scheduling.k8s.io/v1alpha2` of 1.36, with the feature gates
-GenericWorkload and GangScheduling. That PodGroup needs no Workload, and cannot be changed. With
-Volcano's (`scheduling.schedulerName: volcano`) it is `scheduling.volcano.sh/v1beta1`. Its pods name
-it in an annotation; a pod without the annotation gets a PodGroup of its own from Volcano.
+For Kubernetes' scheduler it is `scheduling.k8s.io/v1alpha2` in 1.36, with the feature gates
+GenericWorkload and GangScheduling. That PodGroup does not need a Workload and cannot be changed.
+For Volcano (`scheduling.schedulerName: volcano`) it is `scheduling.volcano.sh/v1beta1`. Its pods
+name it in an annotation; Volcano gives a pod without the annotation its own PodGroup.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ddpjob.objects.service import make_object, metadata
 API_VERSION, KIND = "scheduling.k8s.io/v1alpha2", "PodGroup"
 VOLCANO_API = "scheduling.volcano.sh/v1beta1"
 VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
-"""Used in place of KIND for Volcano's PodGroups."""
+"""Used instead of KIND for Volcano's PodGroups."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
-"""Annotation of pods: Volcano's queue."""
+"""Annotation of pods with Volcano's queue."""
 
 
 def kind_of(manifest: Json) -> str:
-    """Return an object's kind. Volcano's PodGroups get a different one than those of Kubernetes."""
+    """Return an object's kind. Volcano's PodGroups get a different kind than Kubernetes' own."""
     return VOLCANO_KIND if manifest["apiVersion"] == VOLCANO_API else str(manifest["kind"])
 
 
@@ -33,11 +33,11 @@ def kind_for(job: DDPJob) -> str:
 
 
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
-    """Build the PodGroup of the status' generation. Raises ValueError if the generation has none.
+    """Build the PodGroup of the status's generation. Raises ValueError if it has no gang.
 
-    It includes the coordinator's own pod, so that a job that waits for room holds nothing at all.
-    Disruption mode and priority are read with the gate WorkloadAwarePreemption, and dropped by the
-    API server without it.
+    It includes the coordinator's own pod, so that a job waiting for room does not hold anything.
+    Disruption mode and priority are read with the gate WorkloadAwarePreemption; without it, the API
+    server drops them.
     """
     if status.gang is None:
         raise ValueError(f"generation {status.rendezvous.generation} of {job.name} has no gang")
@@ -50,8 +50,8 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     else:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
-            # A group that can train with fewer nodes loses single pods. Any other group is of no
-            # use without one of its pods.
+            # A group that can train with fewer nodes loses single pods. Any other group is useless
+            # if one of its pods is missing.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
         }
     priority = (template.get("spec") or {}).get("priorityClassName") or job.spec.scheduling.priority_class_name

@@ -1,7 +1,7 @@
-"""Finds the faults of spec.podTemplate, for `ddpjob validate` and for the operator.
+"""Finds faults in spec.podTemplate, for `ddpjob validate` and for the operator.
 
-The API server's strict field validation rejects unknown fields as well. Here they are found before
-a pod is created, and without a cluster.
+The API server's strict field validation also rejects unknown fields, but here they are found
+without a cluster and before a pod is created.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _OWNED_MOUNTS = {
 }
 
 MOST_FAULTS = 20
-"""How many faults of one template are looked for. Each unknown field costs a comparison with all
-known ones."""
+"""Maximum number of faults to find in one template. Each unknown field costs a comparison with all
+known fields."""
 MORE_FAULTS = f"spec.podTemplate: has more than {MOST_FAULTS} faults; correct these, then check it again"
 _SHOWN = 100
-"""How many characters of a name or a value are shown."""
+"""Maximum number of characters shown of a name or a value."""
 
 
 def problems(template: Mapping[str, Any], *, whole: bool = True) -> tuple[str, ...]:
-    """Return one sentence for each fault of a podTemplate, with its path and what to write instead.
+    """Return one sentence for each fault in a podTemplate, with its path and the remedy.
 
     After MOST_FAULTS the search stops, and MORE_FAULTS is the last sentence. If `whole` is false, a
     job class may provide fields that the template lacks.
@@ -117,7 +117,7 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
         return
     for field, remedy in _OWNED_CONTAINER.items():
         if field == "resources" and set(container.get(field) or ()) == {"claims"}:
-            continue  # Dynamic resource allocation, for which spec.resources has no field.
+            continue  # This is dynamic resource allocation, for which spec.resources has no field.
         if field in container:
             yield f"{path}.{field}: belongs to the operator; remove it ({remedy})"
     for position, variable in enumerate(container.get("env") or ()):
@@ -131,7 +131,7 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
 
 
 def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
-    """Check names and types of fields against the models of the official client."""
+    """Check names and types of fields against the official client's models."""
     listed = re.fullmatch(r"[Ll]ist\[(.+)\]", type_name)
     mapped = re.fullmatch(r"[Dd]ict[\[(]str, (.+)[\])]", type_name)
     if value is None:
@@ -155,7 +155,7 @@ def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
 
 
 _QUANTITIES = re.compile(r"\.(requests|limits|overhead)$")
-"""Mappings whose values may be numbers, because they are amounts of resources."""
+"""Mappings whose values may be numbers, because they are resource amounts."""
 _SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
 _SCALAR_NAMES = {"str": "a string", "int": "an integer", "bool": "true or false", "float": "a number"}
 

@@ -1,4 +1,4 @@
-"""Builds the pods of a job: nodes that run torchrun, and the coordinator."""
+"""Builds a job's pods: nodes that run torchrun, and the coordinator."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_no
 
 RUNTIME_VOLUME, SNAPSHOT_VOLUME = "ddpjob-runtime", "ddpjob-snapshots"
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Keys of the Secret in storage.checkpoints.secretName, and the variables that AWS's tools read.
-The last one is optional."""
+"""Keys of the Secret in storage.checkpoints.secretName, and variables that AWS tools read. The last
+one is optional."""
 DATA_PREFIX = "DDPJOB_DATA_"
-"""Prefix of the variables for storage.data, which the launcher reads. It removes them, keys
-included, before the workers start."""
+"""Prefix of the variables for storage.data. The launcher reads them and removes them, including the
+keys, before the workers start."""
 MAX_RESTARTS = 1_000_000
-"""The limit given to torchrun. The budget is kept by the operator, which sees every failure."""
+"""The limit given to torchrun. The operator keeps the budget, because it sees every failure."""
 _SHUTDOWN_MARGIN = 2
 """Seconds of the grace period that torchrun in a `command` keeps for itself after its workers have
 ended."""
@@ -55,18 +55,18 @@ _TAINT_MARGIN = 10
 operator acts first."""
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
-"""Volumes that are the same in all pods that name them. csi without a claim mostly mounts a bucket
-or a network file system: gcsfuse, Azure's files and blobs, JuiceFS."""
+"""Volumes that are the same in all pods that name them. csi without a claim usually mounts a bucket
+or a network file system, such as gcsfuse, Azure's files and blobs, or JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
-"""Requests no device from NVIDIA's container runtime, because CUDA images request all of them by
+"""Keeps NVIDIA's container runtime from adding devices, because CUDA images request all of them by
 default."""
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
-"""Limits of the coordinator, unless it requests more."""
+"""The coordinator's limits, unless it requests more."""
 
 
 def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
-    """Build the pod of one slot. `status` supplies generation, round, runtime and avoided nodes."""
+    """Build one slot's pod. `status` supplies generation, round, runtime and avoided nodes."""
     name = node_pod_name(job, index, attempt)
     containers = [_trainer(job, status, platform, index, attempt)]
     if index == 0 and job.spec.rendezvous.placement is Placement.MASTER:
@@ -79,8 +79,8 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
     affinity = _affinity(job, status)
     if affinity:
         spec["affinity"] = affinity
-    # Provisional: the coordinator decides which nodes train, and the label follows its report
-    # (core.plan.actions).
+    # The role is provisional: the coordinator decides which nodes train, and the label follows its
+    # report (core.plan.actions).
     role = Role.NODE if index < job.spec.nodes else Role.SPARE
     pod = _pod(job, status, name, spec, _slot_labels(job, status, role, index, attempt))
     pod = merge_into_node(pod, job.spec.pod_template)
@@ -91,7 +91,7 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
 def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
     """Build the coordinator's own pod (placement Dedicated), which has no GPU.
 
-    It runs the job's image, because the store needs torch.
+    The coordinator runs the job's image, because the store needs torch.
     """
     name = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
     spec = {
@@ -99,7 +99,7 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         "containers": [_coordinator(job, status, platform)],
         "volumes": [_runtime_volume(status)],
     }
-    # The image is known to run on the machines of the job's nodes. Other machines may be empty, and
+    # The image is known to run on the machines of the job's nodes. Other machines may be empty and
     # would attract this pod.
     like_nodes = {"labelSelector": _node_pods(job), "topologyKey": "kubernetes.io/arch"}
     preferred = [{"weight": 100, "podAffinityTerm": like_nodes}]
@@ -111,7 +111,7 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         spec["hostname"] = COORDINATOR_HOSTNAME
     scheduler = (job.spec.pod_template.get("spec") or {}).get("schedulerName")
     if status.gang_waits and scheduler:
-        spec["schedulerName"] = scheduler  # A gang has one scheduler.
+        spec["schedulerName"] = scheduler  # A gang has a single scheduler.
     pod = _pod(job, status, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
     pod = merge_into_coordinator(pod, job.spec.pod_template)
     pod["spec"] = merge(pod["spec"], job.spec.rendezvous.pod_fields)
@@ -119,9 +119,9 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
 
 
 def _queued(pod: Json, changes: PodChanges | None) -> Json:
-    """Return the pod with the changes of the queue's flavor.
+    """Return the pod with the changes from the queue's flavor.
 
-    Without them it would use machines that its quota does not cover.
+    Without these changes, the pod would use machines that its quota does not cover.
     """
     if changes is None:
         return pod
@@ -160,7 +160,7 @@ def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, 
 def as_non_root(pod: Json) -> Json | None:
     """Return the pod as a namespace that forbids root admits it.
 
-    None if podTemplate already decides which user runs it.
+    Return None if podTemplate already sets the user.
     """
     context = pod["spec"].get("securityContext", {})
     if not context.keys().isdisjoint(("runAsNonRoot", "runAsUser")):
@@ -181,7 +181,8 @@ def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": DEFAULT_GRACE,
         "tolerations": [{"key": f"node.kubernetes.io/{taint}", **lost} for taint in ("unreachable", "not-ready")],
-        # Not runAsNonRoot: the kubelet would refuse the many images that run as root.
+        # runAsNonRoot is not set, because the kubelet would refuse the many images that run as
+        # root.
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
     }
     if spec.image_pull_secrets:
@@ -201,8 +202,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
         apart = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.topology_key}
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
     if job.spec.scheduling.same_topology and job.spec.pods > 1:
-        # While no pod of the job is placed, the scheduler lets a pod that matches its own selector
-        # choose the domain.
+        # Until one of the job's pods is placed, the scheduler lets a pod that matches its own
+        # selector choose the domain.
         together = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.same_topology}
         affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [together]}
     if status.avoided_nodes:
@@ -211,8 +212,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 
 def _elsewhere(status: JobStatus) -> Json:
-    """Build the affinity of pods that keep away from avoided nodes if they can."""
-    # A field selector takes one value, and all requirements of a term must hold.
+    """Build the affinity that keeps pods off avoided nodes if possible."""
+    # A field selector takes one value, and all requirements in a term must hold.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]
@@ -251,8 +252,8 @@ def _program(platform: Platform, name: str) -> list[str]:
 def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
     command, args = _entry_point(job, status, platform)
     container = _container(job, TRAINER_CONTAINER, command, args)
-    # The operator's variables come first, so that the user's may refer to $(POD_IP). The schema
-    # forbids equal names.
+    # The operator's variables come first, so that the user's variables may refer to $(POD_IP). The
+    # schema forbids equal names.
     container["env"] = [
         *_environment(job, status, platform, index, attempt),
         *_interface(job),
@@ -271,7 +272,7 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
 
 
 def _wants_devices(spec: JobSpec) -> bool:
-    """Whether a node's pod requests devices in any way, or its env chooses the visible ones."""
+    """Whether a node's pod requests devices in any way, or its env selects visible devices."""
     pod = spec.pod_template.get("spec") or {}
     trainer = trainer_of(pod)
     asked = [resources for kind in (spec.resources, trainer.get("resources") or {}) for resources in kind.values()]
@@ -294,7 +295,7 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
     """
     spec = job.spec
     store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")
-    # In mode Fast the coordinator forms the group: there is no store, and nothing to wait for.
+    # In mode Fast the coordinator forms the group, so there is no store and nothing to wait for.
     fast = ("ddpjob", platform.coordinator_host(job, status), spec.rendezvous.endpoint_port, "0.02")
     backend, host, port, interval = fast if spec.fast else store
     waits = [
@@ -312,8 +313,8 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
         "rdzv-endpoint": f"{host}:{port}",
         "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
         **({} if spec.fast else {"rdzv-conf": ",".join(waits)}),
-        # In a `command` nothing reports restarts by torchrun itself, so it ends and the operator
-        # decides.
+        # In a `command`, restarts by torchrun itself are not reported, so torchrun exits and the
+        # operator decides.
         "max-restarts": str(MAX_RESTARTS if spec.fast or spec.under_torchrun else 0),
         "monitor-interval": interval,
         "local-addr": "$(POD_IP)",
@@ -326,7 +327,7 @@ def _entry_point(job: DDPJob, status: JobStatus, platform: Platform) -> tuple[li
     if not spec.under_torchrun:
         return list(spec.command), list(spec.args)
     options = [f"--{name}={value}" for name, value in rendezvous_settings(job, status, platform).items()]
-    # Without `--` torchrun would read the script's --log or --n as abbreviations of its own
+    # Without `--`, torchrun would read the script's --log or --n as abbreviations of its own
     # options.
     program = ["-m", "--", spec.module] if spec.module else ["--", spec.script or ""]
     args = [*options, *spec.torchrun_args, *program, *spec.args]
@@ -377,9 +378,9 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
 def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Json]:
     """Return the variables for launchers in a `command`.
 
-    They are torchrun's options, and the address of index 0 for all other launchers. That address is
-    the name of a pod. With `command` all pods are replaced together, so it is the same in all pods
-    of a generation, and no name server holds an older address for it.
+    They are torchrun's options and, for all other launchers, the address of index 0. That address
+    is a pod name. With `command` all pods are replaced together, so it is the same in all pods of a
+    generation, and name servers do not hold an older address for it.
     """
     settings = rendezvous_settings(job, status, platform)
     grace = str(max(1, _grace(job) - _SHUTDOWN_MARGIN))
@@ -398,9 +399,8 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
 def _store_elsewhere(job: DDPJob) -> list[str]:
     """Return the setting that keeps torchrun from hosting the coordinator's store.
 
-    torchrun finds out by itself that the coordinator's host is not its own, unless they share a
-    pod. Without the setting, `--standalone`, which uses a different endpoint, can host its own
-    store.
+    torchrun detects by itself that the coordinator's host is not its own, unless they share a pod.
+    Without the setting, `--standalone`, which uses a different endpoint, can host its own store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER
     return ["is_host=false"] if job.spec.under_torchrun or shared else []
@@ -409,7 +409,7 @@ def _store_elsewhere(job: DDPJob) -> list[str]:
 def _checkpoints_shared(job: DDPJob) -> bool:
     """Whether all pods see the same checkpoints.
 
-    They are in storage.checkpoints, or in podTemplate's mount in its place.
+    Checkpoints are in storage.checkpoints, or in a podTemplate mount that replaces it.
     """
     storage, pod = job.spec.storage, job.spec.pod_template.get("spec") or {}
     if storage.url:
@@ -422,7 +422,7 @@ def _checkpoints_shared(job: DDPJob) -> bool:
 
 
 def _backend(spec: JobSpec) -> str:
-    """Return a name that init_process_group takes.
+    """Return a backend name for init_process_group.
 
     Empty if `auto` does not know the job's devices.
     """
@@ -434,7 +434,7 @@ def _backend(spec: JobSpec) -> str:
 
 
 def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
-    """Return the settings of the launcher's checks; `folder` is the folder of the checkpoints."""
+    """Return the settings of the launcher's checks; `folder` is the checkpoint folder."""
     checkpoints = spec.storage.checkpoints
     settings = {
         "group": preflight.scope is PreflightScope.GROUP,
@@ -449,7 +449,7 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 
 
 def _interface(job: DDPJob) -> list[Json]:
-    """Return the libraries' variables that the user's env does not set.
+    """Return the libraries' variables unless the user's env sets them.
 
     podTemplate's variables replace these.
     """
@@ -459,9 +459,9 @@ def _interface(job: DDPJob) -> list[Json]:
 
 
 def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
-    """Return the variables by which the trainer's container finds storage.checkpoints.url.
+    """Return the variables with storage.checkpoints.url for the trainer's container.
 
-    Credentials are referred to, and never copied.
+    Credentials are referred to but never copied.
     """
     checkpoints = job.spec.storage.checkpoints
     if checkpoints is None or checkpoints.url is None:
@@ -477,9 +477,10 @@ def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
 
 
 def _data_bucket(job: DDPJob) -> list[Json]:
-    """Return the variables by which the launcher finds storage.data.url.
+    """Return the variables with storage.data.url for the launcher.
 
-    No other tool reads variables of these names, since checkpoints may be in a different place.
+    Other tools do not read variables with these names, since checkpoints may be in a different
+    place.
     """
     data = job.spec.storage.data
     if data is None or data.url is None:
@@ -501,7 +502,7 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    return int(grace) if grace >= 0 else 1  # As Kubernetes treats a negative one, with a warning.
+    return int(grace) if grace >= 0 else 1  # Kubernetes also treats a negative value so, with a warning.
 
 
 def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:
@@ -541,8 +542,8 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
 def _with_limits(resources: Json) -> Json:
     """Return resources with limits.
 
-    A ResourceQuota may demand limits, and those of a LimitRange may be below the requests. Each
-    limit gets a request too, because Kubernetes requests as much as the limit if none is written.
+    A ResourceQuota may require limits, and a LimitRange's limits may be below the requests. Each
+    limit gets a request too, because Kubernetes requests as much as the limit otherwise.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")
@@ -577,7 +578,7 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus, platform: Platform) -
 
 
 def _runtime_volume(status: JobStatus) -> Json:
-    # Executable, because torchrun in a `command` starts its workers by a file of the runtime.
+    # Executable, because torchrun in a `command` starts its workers through a runtime file.
     return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime, "defaultMode": 0o555}}
 
 

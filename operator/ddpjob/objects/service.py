@@ -1,4 +1,4 @@
-"""Builds the headless service that names the job's pods, and the ConfigMap with their runtime.
+"""Builds the headless service that names a job's pods, and the ConfigMap with their runtime.
 
 Why the runtime is in a ConfigMap: docs/decisions/0012. Why one per namespace: docs/decisions/0014.
 """
@@ -24,19 +24,19 @@ from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
 """The package `ddpjob_runtime`; job pods run it by its path."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""The package next to it that training scripts import; it needs `ddpjob_bucket` and `ddpjob_pod`.
+"""The package next to it, which training scripts import. It needs `ddpjob_bucket` and `ddpjob_pod`.
 """
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
-    """Return the labels of every object of a job; the operator's watches select by them."""
+    """Return the labels of all of a job's objects. The operator's watches select by them."""
     return {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: job.name, LABEL_UID: job.uid}
 
 
 def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
-    """Build metadata of an object that is deleted with the job.
+    """Build the metadata of an object that is deleted with the job.
 
-    `labels` are added to those of all its objects.
+    `labels` are added to the labels of all its objects.
     """
     meta = {"name": name, "namespace": job.namespace, "labels": job_labels(job) | dict(labels)}
     return {**meta, "ownerReferences": [job.owner_reference]}
@@ -50,7 +50,7 @@ def make_object(api_version: str, kind: str, meta: Json, **parts: Any) -> Json:
 def build_service(job: DDPJob) -> Json:
     """Build the headless service.
 
-    It publishes pods that are not ready, because the rendezvous happens before they are.
+    It publishes pods that are not ready yet, because the rendezvous happens before then.
     """
     spec = {
         "clusterIP": "None",
@@ -66,10 +66,10 @@ def build_service(job: DDPJob) -> Json:
 
 @cache
 def _runtime_files() -> dict[str, bytes]:
-    """Return the ConfigMap's keys (names of the files in the mount) and their contents.
+    """Return the ConfigMap's keys (file names in the mount) and their contents.
 
-    Keys cannot hold `/`, and a path for each of fifty files would be half of every pod. So an
-    archive holds the packages, and Python runs and imports it as it is. Files that are run or found
+    Keys cannot contain `/`, and paths for fifty files would make up half of every pod. The packages
+    are therefore in an archive, which Python runs and imports directly. Files that are run or found
     by their path are stored next to it.
     """
     files = {
@@ -80,7 +80,7 @@ def _runtime_files() -> dict[str, bytes]:
     packed = io.BytesIO()
     with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
         for name, content in {"__main__.py": files[f"{RUNTIME_FOLDER.name}/__main__.py"], **files}.items():
-            # Dated 1980, so that the bytes are always the same.
+            # ZipInfo is dated 1980, so the bytes are always the same.
             archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)
     return {
         RUNTIME_FOLDER.name: packed.getvalue(),
@@ -97,15 +97,15 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 DIGITS = 16
-"""Digits of the digest in the name. The content is trusted by it: forging it for a given name takes
-2**64 tries."""
+"""Number of digits of the digest in the name. The digest makes the content trusted: forging content
+for a given name takes 2**64 attempts."""
 
 
 def holds_runtime(config_map: Json) -> bool:
     """Whether pods of this version can mount an existing ConfigMap.
 
-    Its content has to be the one that its name promises. One of a different version may have other
-    files; one that somebody else made may have any content.
+    Its content must match its name. A ConfigMap from a different version may have other files, and
+    one that somebody else created may have any content.
     """
     data = config_map.get("binaryData") or {}
     if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):
@@ -118,7 +118,7 @@ def holds_runtime(config_map: Json) -> bool:
 def runtime_name() -> str:
     """Return the name of the ConfigMap with this version's runtime.
 
-    A running job keeps the runtime that it began with while it can be mounted.
+    A running job keeps its original runtime while that can be mounted.
     """
     return f"ddpjob-runtime-{_digest(_runtime_files())}"
 
@@ -129,33 +129,33 @@ def _runtime_data() -> dict[str, str]:
 
 
 def runtime_owner(job: DDPJob) -> Json:
-    """Build an owner reference to the job as one of several owners.
+    """Build a reference to the job as one of several owners.
 
-    The object is deleted with the last one.
+    The object is deleted with its last owner.
     """
     return {**job.reference, "blockOwnerDeletion": False}
 
 
 def runtime_jobs_name(runtime: str) -> str:
-    """Return the name of the ConfigMap between jobs and a runtime.
+    """Return the name of the ConfigMap that links jobs to a runtime.
 
-    It is owned by the jobs that use the runtime, and owns the runtime.
+    The jobs that use the runtime own this ConfigMap, which in turn owns the runtime.
     """
     return f"{runtime}-jobs"
 
 
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
-    """Build an empty ConfigMap that belongs to jobs of the namespace and keeps their runtime.
+    """Build an empty ConfigMap that is owned by the namespace's jobs and keeps their runtime.
 
-    The runtime itself is too large to be written again for each job that comes or goes.
+    The runtime itself is too large to be rewritten for each job that comes or goes.
     """
     return _shared(job, runtime_jobs_name(runtime_name()), owners)
 
 
 def build_runtime(job: DDPJob) -> Json:
-    """Build the immutable ConfigMap with the runtime, with its first owner.
+    """Build the immutable ConfigMap with the runtime and its first owner.
 
-    The pods of all jobs of the namespace mount it.
+    The pods of all jobs in the namespace mount it.
     """
     shared = _shared(job, runtime_name(), [runtime_owner(job)])
     return {**shared, "immutable": True, "binaryData": dict(_runtime_data())}

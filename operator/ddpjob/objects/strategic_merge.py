@@ -1,6 +1,6 @@
 """Merges spec.podTemplate into the pods that the operator builds.
 
-A null removes nothing, because JobSpec.read returns a template without nulls.
+A null does not remove anything, because JobSpec.read returns a template without nulls.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TMP_VOLUME = "ddpjob-tmp"
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
     """Merge a node's pod with the whole template.
 
-    In placement Master, the coordinator's container gets its part.
+    In placement Master, the coordinator's container also gets its part.
     """
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
         # This is Kubernetes' default, written or not. On the host network it selects the host's own
-        # name server, which knows no pod of the job.
+        # name server, which does not know the job's pods.
         spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
@@ -34,13 +34,13 @@ def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
 def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> Json:
     """Return `pod` with the template's metadata and `spec`.
 
-    Labels and annotations of the operator take precedence.
+    The operator's labels and annotations take precedence.
     """
     merged: Json = merge(pod, {"spec": spec})
     for container in merged["spec"]["containers"]:
         _keep_privileges(container.get("securityContext", {}))
     for container in (*(merged["spec"].get("initContainers") or ()), *merged["spec"]["containers"]):
-        # Otherwise it fails without a reason.
+        # Otherwise the container fails without showing a reason.
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     _give_temporary_folder(merged["spec"])
     for kind in ("labels", "annotations"):
@@ -52,9 +52,9 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
 
 
 def _give_temporary_folder(spec: Json) -> None:
-    """Mount a volume at /tmp if the template makes a container's root read-only.
+    """Mount a volume at /tmp if the template makes a container's root file system read-only.
 
-    Python needs such a folder.
+    Python needs a temporary folder.
     """
     mount, needed = {"name": TMP_VOLUME, "mountPath": "/tmp"}, False
     for container in spec["containers"]:
@@ -70,9 +70,9 @@ def _give_temporary_folder(spec: Json) -> None:
 
 
 def _keep_privileges(context: Json) -> None:
-    """Remove a default that conflicts with privileges from the template.
+    """Remove a default that conflicts with privileges set in the template.
 
-    The API server refuses the combination.
+    The API server would refuse the combination.
     """
     added = context.get("capabilities", {}).get("add", ())
     if context.get("privileged") or not {"SYS_ADMIN", "CAP_SYS_ADMIN"}.isdisjoint(added):
@@ -90,40 +90,40 @@ _COORDINATOR_SPEC = (
 )
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
 _GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", re.IGNORECASE)
-"""Names of runtime classes for devices. A machine without devices may lack their handler; kata's
-and gVisor's exist in the whole cluster."""
+"""Names of runtime classes for devices. A machine without devices may lack their handlers, but
+those of kata and gVisor exist in the whole cluster."""
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
-"""Prefixes of variables that choose devices for a runtime or a library."""
+"""Prefixes of variables that select devices for a runtime or a library."""
 _FAST_NETWORKS = (
     "k8s.v1.cni.cncf.io/networks",
     "networking.gke.io/interfaces",
     "networking.gke.io/default-interface",
 )
-"""Annotations by which Multus and GKE give a pod more interfaces. Those devices are for the pods
-that train: GKE would take some from them, and SR-IOV makes no network for a pod that has requested
-none."""
+"""Annotations with which Multus and GKE give a pod more interfaces. These devices are for training
+pods: GKE would take some from them, and SR-IOV does not set up a network for a pod that has not
+requested one."""
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
-"""Annotations that end with a container's name. The API server refuses a pod without that
+"""Annotations that end with a container's name. The API server refuses a pod that lacks the
 container."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 _DEVICES = ("CharDevice", "BlockDevice", "Socket")
-"""Types of hostPath for which the kubelet waits, since only a machine with the devices has them."""
+"""hostPath types that the kubelet waits for, since only a machine with the devices has them."""
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
-    """Return the coordinator's pod with the parts of the template that its image needs to run.
+    """Return the coordinator's pod with the template parts that its image needs to run.
 
-    Claims, fast networks and the nodes' selector are left out. Of nodeSelector and required node
-    affinity only kubernetes.io/ keys are taken (architecture, operating system), because it needs
-    no GPU.
+    Claims, fast networks and the nodes' selector are excluded. From nodeSelector and required node
+    affinity only kubernetes.io/ keys are taken (architecture, operating system), because the
+    coordinator does not need a GPU.
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
     if not _GPU_CLASS.search(spec.get("runtimeClassName") or "nvidia"):
         taken["runtimeClassName"] = spec["runtimeClassName"]
     if "securityContext" in taken:
-        # The kubelets of the nodes may allow sysctls that others refuse.
+        # Kubelets on the nodes' machines may allow sysctls that others refuse.
         taken["securityContext"] = {k: v for k, v in taken["securityContext"].items() if k != "sysctls"}
     selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith(_MACHINE_KEYS)}
     if selector:
@@ -133,8 +133,8 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
         taken["affinity"] = {"nodeAffinity": required}
     containers = _coordinator_containers(spec)
     mounted = {mount.get("name") for container in containers for mount in container.get("volumeMounts", ())}
-    # The kubelet would also wait for volumes of a sidecar, such as a fast network's, so only
-    # mounted ones are taken. The API server refuses a volume without a name.
+    # The kubelet would also wait for a sidecar's volumes, such as a fast network's, so only mounted
+    # volumes are taken. The API server refuses a volume without a name.
     if volumes := [v for v in _local_volumes(spec) if v.get("name") in {None, *mounted}]:
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}
@@ -145,14 +145,14 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
 
 
 def trainer_of(spec: Mapping[str, Any]) -> Json:
-    """Return the trainer's container in the template's `spec`; empty if it has none."""
+    """Return the trainer's container in the template's `spec`; empty if there is none."""
     return next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
 
 
 def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
-    """Return the required terms, one of which must hold, reduced to machine keys.
+    """Return the required terms (one of which must hold), reduced to machine keys.
 
-    Empty if one of them would then allow any machine.
+    The result is empty if one of the terms would then allow any machine.
     """
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
@@ -164,15 +164,15 @@ def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
 
 
 def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
-    """Return volumes that need no claim and no part of a machine that trains."""
+    """Return volumes that need neither a claim nor any part of a training machine."""
     volumes = spec.get("volumes") or ()
     return [v for v in volumes if any(source in v for source in _LOCAL_SOURCES) and not _is_of_a_training_machine(v)]
 
 
 def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
-    """Whether it is a device, or huge pages, which a container has to request.
+    """Whether the volume is a device, or huge pages, which a container must request.
 
-    On other machines a pod would wait for it.
+    On other machines, a pod would wait for such a volume.
     """
     host, memory = volume.get("hostPath") or {}, (volume.get("emptyDir") or {}).get("medium") or ""
     is_device = host.get("type") in _DEVICES or f"{host.get('path', '')}/".startswith("/dev/")
@@ -182,9 +182,9 @@ def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     """Return the coordinator's part of the template.
 
-    It runs the trainer's image, which has the same needs here.
+    The coordinator runs the trainer's image, which has the same needs here.
     """
-    # Keep a volume without a name: the API server refuses it with its path, which the job's
+    # Keep a volume without a name, because the API server refuses it with its path, which the job's
     # condition shows.
     names = {v.get("name") for v in _local_volumes(spec)}
     trainer = trainer_of(spec)

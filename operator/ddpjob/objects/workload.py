@@ -1,4 +1,4 @@
-"""Builds the Workload by which a job asks Kueue for the quota of all its pods, and names it."""
+"""Builds and names the Workload that asks Kueue for the quota of all the job's pods."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ddpjob.objects.service import make_object, metadata
 
 API_VERSION, KIND = "kueue.x-k8s.io/v1beta2", "Workload"
 NODE_SET, COORDINATOR_SET = "node", "coordinator"
-"""Names of its pod sets: the pods of slots, spares included, and the coordinator's own pod."""
+"""Names of the Workload's pod sets: the slots' pods, including spares, and the coordinator's own
+pod."""
 LABEL_SHAPE = "ddpjob.io/queue-shape"
 PRIORITY_CLASSES = {"WorkloadPriorityClass": "kueue.x-k8s.io", "PriorityClass": "scheduling.k8s.io"}
-"""Kinds of priority classes, and their API groups."""
+"""Kinds of priority classes and their API groups."""
 
 _POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "schedulerName", "overhead",
                "resources", "resourceClaims")  # fmt: skip
@@ -26,11 +27,11 @@ _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 
 
 def build_workload(job: DDPJob, platform: Platform, name: str, replaces: str) -> Json:
-    """Build the request for `spec.nodes + spec.spares` pods of slots, and the coordinator's own.
+    """Build the request for `spec.nodes + spec.spares` slots' pods and the coordinator's own pod.
 
     `replaces` is the name of the Workload that holds the quota until this one is admitted; empty if
-    none does. Kueue takes the priority from `spec.priority`, which the creator of a Workload has to
-    look up in its priority class.
+    none does. Kueue takes the priority from `spec.priority`, which a Workload's creator must look
+    up in its priority class.
     """
     plain = JobStatus(slots=(Slot(),))
     sets = [_pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), job.spec.pods)]
@@ -54,9 +55,9 @@ def _priority(job: DDPJob) -> Json:
 
 
 def _pod_set(name: str, pod: Json, number: int) -> Json:
-    """Build a pod set with the fields that decide about quota and flavor.
+    """Build a pod set with the fields that determine quota and flavor.
 
-    Environments are left out, since they may be private.
+    Environments are omitted, since they may be private.
     """
     whole = pod["spec"]
     spec: Json = {field: whole[field] for field in _POD_FIELDS if field in whole}
@@ -69,7 +70,7 @@ def _pod_set(name: str, pod: Json, number: int) -> Json:
     return {"name": name, "count": number, "template": {"metadata": {}, "spec": {**spec, "restartPolicy": "Never"}}}
 
 
-# --- the status of a Workload, part of which Kueue leaves to the jobs' controllers -------------------------------
+# --- a Workload's status, part of which Kueue leaves to the jobs' controllers -----------------------------------
 
 
 def marked(workload: Json, now: datetime, *, condition: str, reason: str, message: str) -> Json:
@@ -78,14 +79,14 @@ def marked(workload: Json, now: datetime, *, condition: str, reason: str, messag
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
-"""Reasons of evictions after which a Workload may be admitted at once. After any other, Kueue
+"""Eviction reasons after which a Workload may be admitted at once. After any other reason, Kueue
 decides when."""
 
 
 def released(workload: Json, now: datetime) -> Json | None:
-    """Return an evicted Workload without its quota, as Kueue's own jobs leave it.
+    """Return an evicted Workload without its quota, as Kueue does for its own jobs.
 
-    None if it is not evicted.
+    Return None if it is not evicted.
     """
     known = {c["type"]: c for c in workload["status"].get("conditions") or ()}
     evicted = known.get("Evicted", {})

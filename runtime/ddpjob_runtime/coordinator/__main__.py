@@ -32,7 +32,7 @@ from ddpjob_runtime.protocol import IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
 KEPT_OUTPUT = 16 * 1024
-"""How many bytes of the store process's output are kept."""
+"""Number of bytes of the store process's output to keep."""
 
 
 async def _host_store(server: Server, host: str, port: int) -> int:
@@ -42,14 +42,14 @@ async def _host_store(server: Server, host: str, port: int) -> int:
             sys.executable, str(PROGRAM), "store", "--port", str(port), "--host", host,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-    except OSError as error:  # Too many processes, no memory.
+    except OSError as error:  # Too many processes, or out of memory.
         log(f"the store's process cannot be started: {error}")
         return 1
     assert child.stdout is not None
     said = bytearray()
     reading = asyncio.ensure_future(_read(child.stdout, said, server))
     code = await child.wait()
-    await asyncio.wait([reading], timeout=1.0)  # Its children may keep its output open.
+    await asyncio.wait([reading], timeout=1.0)  # The store's children may keep its output open.
     if code == protocol.EXIT_INIT_FAILURE:
         why = said.decode(errors="replace").strip().rpartition("\n")[2]
         log(why)
@@ -151,8 +151,8 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    divert_loggers(log)  # Including asyncio's.
-    raise_open_files()  # One connection per pod, and some for strangers.
+    divert_loggers(log)  # Including asyncio's loggers.
+    raise_open_files()  # One for each pod's connection, and some for strangers.
     try:
         asyncio.run(run(arguments, settings, token))
     except OSError as error:

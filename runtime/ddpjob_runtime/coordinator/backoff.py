@@ -1,14 +1,14 @@
-"""How long a group waits after a failure of its own that repeats without progress.
+"""How long a group waits after its own failures if they repeat without progress.
 
-A script that fails at its first step would otherwise restart several times a minute, and fill logs
-and the budget of restarts before anybody can look. A job that trains for hours between two failures
-should not wait at all.
+A script that fails at its first step would otherwise restart several times a minute, filling the
+logs and using up its restarts before anybody can look. A job that trains for hours between
+failures, however, should not wait at all.
 
-- The first failure in a row does not wait. The second waits `initial` seconds, each one after it
-  twice as long as the one before, and none longer than `maximum`.
+- After the first failure in a row there is no wait. After the second, the group waits `initial`
+  seconds, and after each further one twice as long as before, up to `maximum`.
 - A row ends when the job makes a step beyond the furthest one so far, or when a round has run for
-  HEALTHY_SECONDS. A step that only repeats what was lost since the last checkpoint ends no row.
-- Only failures of the job itself count here. After a lost node the next round begins at once.
+  HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a row.
+- Only failures of the job itself count. After a lost node the next round begins at once.
 
 Example, initial=10 and maximum=300. The script fails at step 120 each time, after 20 s:
 
@@ -17,26 +17,26 @@ Example, initial=10 and maximum=300. The script fails at step 120 each time, aft
 
 A new checkpoint lets it reach step 121: the next failure waits 0 s again.
 
-A job without restarts waits VERDICT_SECONDS instead: the operator decides whether the failure
-counts, and ends the job meanwhile. The operator backs off by the same rule when it replaces pods
-that end soon after they were created (`core/plan/slots.py`).
+A job without restarts waits VERDICT_SECONDS instead: meanwhile the operator decides whether the
+failure counts and, if so, ends the job. The operator backs off by the same rule when it replaces
+pods that end soon after they were created (`core/plan/slots.py`).
 """
 
 from __future__ import annotations
 
 HEALTHY_SECONDS = 60.0
-"""A round that ran for this long does not count as part of a crash loop."""
+"""A round that ran for at least this long is not part of a crash loop."""
 VERDICT_SECONDS = 5.0
-"""How long a job without restarts waits after a failure of its own. Only the operator knows
-whether the failure counts; if there is no operator, the job should continue."""
+"""How long a job without restarts waits after its own failure. Only the operator knows whether the
+failure counts; if no operator is running, the job should continue."""
 
 
 class RoundBackoff:
     """Computes how long the next round waits after failures in a row.
 
-    The first one does not wait, the second waits `initial` seconds, and each one after it waits
-    twice as long, up to `maximum`. A step beyond the furthest one so far begins a new row. With
-    `no_restarts`, each failure waits for the operator's verdict.
+    There is no wait after the first failure, `initial` seconds after the second, and after each
+    later one twice as long, up to `maximum`. A step beyond the furthest one so far begins a new
+    row. With `no_restarts`, every failure waits for the operator's verdict.
     """
 
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:
@@ -57,7 +57,7 @@ class RoundBackoff:
             self._furthest, self._advanced = position, True
 
     def fail(self, now: float, ran: float) -> float:
-        """Count a round that broke by its own failure after `ran` seconds; return the next wait."""
+        """Count a round that failed by itself after `ran` seconds, and return the next wait."""
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1
         self._advanced = False

@@ -1,4 +1,4 @@
-"""All decisions of the coordinator: members, operator and script go in, the report comes out."""
+"""The coordinator's decisions. Input: members, operator and script; output: the report."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Coordinator:
         self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
         self._stop: dict[str, Any] | None = None
         self.news = 0
-        """The report's version: grows with every change except that of the progress."""
+        """The report's version, which grows with every change except changes in progress."""
         self._started_at = clock()
         self.exit_why: str | None = None
         """Why the coordinator is no longer needed; None as long as it is needed."""
@@ -105,8 +105,8 @@ class Coordinator:
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if resumed is not None:
             self._takeover.resume(member, resumed)
-        # Otherwise nothing is due. Going through all members at each hello took a quarter of the
-        # processor time when a thousand of them started.
+        # Otherwise nothing is due. When a thousand members started, checking all of them at each
+        # hello took a quarter of the processor time.
         if old is not None or resumed is not None:
             self._advance()
         return member
@@ -116,13 +116,16 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
-        if self.rounds.over:  # The member looks for the next coordinator; `stop` would end its workers.
+        if self.rounds.over:  # The member is looking for the next coordinator; `stop` would end its workers.
             return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
         return None if why is None else (ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
     def _reconnect(self, old: Member, send: Send, resumed: Resume | None) -> None:
-        """Continue with the same process over a new connection. Its last lines may be lost."""
+        """Continue with the same process over a new connection.
+
+        Its last lines may have been lost.
+        """
         old.reconnect(send, self._now())
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if old.has_workers and resumed is not None:
@@ -191,9 +194,9 @@ class Coordinator:
         self._advance()
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
-        """Add the stacks of one rank of a hung group.
+        """Add one rank's stacks in a hung group.
 
-        `idle`: whether it has not moved since the last look.
+        `idle`: whether the rank has not moved since the last look.
         """
         self.rounds.stacks(member, number, rank, text, idle)
 
@@ -212,7 +215,7 @@ class Coordinator:
     # ---- what the operator and the training script want
 
     def resize(self, nodes: int, min_nodes: int) -> None:
-        """Change the number of nodes that are wanted, and of those that are enough.
+        """Change the desired and the minimum number of nodes.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -246,15 +249,13 @@ class Coordinator:
         self._advance()
 
     def stood_still(self, seconds: float) -> None:
-        """Forgive `seconds` of silence.
-
-        This process did not run, and perhaps others did not either.
-        """
+        """Ignore `seconds` of silence, because this process, and perhaps others, did not run."""
         self.rounds.watch.forgive(seconds)
 
     def set_order(self, pods: list[str]) -> None:
-        """Number ranks in the order of these pods from the next round on. An empty list means
-        by index.
+        """Number the ranks in the order of these pods from the next round on.
+
+        An empty list means by index.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -280,15 +281,15 @@ class Coordinator:
             member.send(ToMember.STOP, self._stop)
 
     def exit(self, why: str) -> None:
-        """Exit, because the job has ended and nobody will ask for its report again."""
+        """Exit, because the job has ended and nobody will request its report again."""
         self.exit_why = why
         self._notify()
 
     def replaced(self, generation: int, attempt: int) -> None:
         """Leave the group to a later coordinator that a member has found at the job's name.
 
-        This one then exits, so that all members look the name up again, and judges nothing in the
-        meantime. An earlier coordinator is ignored.
+        This coordinator then exits, so that all members look up the name again, and until then
+        judges nothing. An earlier coordinator is ignored.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return
@@ -320,7 +321,7 @@ class Coordinator:
             self._bump(news=news != before or self.rounds.downtime.since != down)
 
     def report(self) -> Report:
-        """Return the answer to `GET /status`."""
+        """Return the response to `GET /status`."""
         rounds, settings = self.rounds, self.settings
         until, down = rounds.backoff.until, rounds.downtime.since
         return Report(
@@ -352,9 +353,9 @@ class Coordinator:
 def _same_workers(old: Member, resumed: Resume | None) -> bool:
     """Whether both sides agree on the round. If not, a line was lost with the old connection."""
     if old.state == MemberState.LEAVING:
-        return True  # It leaves in any case, and the round breaks once it is gone.
+        return True  # The member leaves in any case, and the round breaks once it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
-    # Without workers it repeats its failures and `ready`. That is not a loss, and others may be
-    # saving.
+    # A member without workers repeats its failures and `ready`. That is not a loss, and others may
+    # be saving.
     return resumed is not None and resumed.round == old.round

@@ -1,10 +1,10 @@
-"""Measures how long the job makes no step after a break."""
+"""Measures how long the job makes no steps after a break."""
 
 from __future__ import annotations
 
 
 class Downtime:
-    """The time from a break to the next step, or if no steps are reported, to the next round."""
+    """The time from a break to the next step, or to the next round if no steps are reported."""
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -16,7 +16,7 @@ class Downtime:
         self.since = self.since or now
 
     def round_runs(self, now: float) -> None:
-        """End the downtime if no steps are reported. Then a running round is all that is known."""
+        """End the downtime if steps are not reported, because then only rounds are known."""
         if not self._steps_are_seen:
             self._end(now)
 

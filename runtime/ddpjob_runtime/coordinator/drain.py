@@ -1,4 +1,4 @@
-"""Asks members to end their workers, and fences those that do not end them in time."""
+"""Asks members to end their workers, and fences members that do not do so in time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ddpjob_runtime.coordinator.members import Member, Members
 from ddpjob_runtime.protocol import ToMember
 
 DRAIN_SECONDS = 30.0
-"""Limit from `restart` to `ready`. A killed worker that holds much memory, or a device, takes
-many seconds to go."""
+"""Time limit from `restart` to `ready`. A killed worker that holds a device or much memory takes
+many seconds to disappear."""
 PLANNED_SLACK = 5.0
-"""How much longer than its grace a member may take in a planned restart, in which it may save."""
+"""How much longer than its grace period a member may take in a planned restart, in which it may
+save."""
 
 
 class Drains:
-    """Asks members to end their workers, and calls `fence(late)` with the members that are late."""
+    """Asks members to end their workers, and calls `fence(late)` with the late members."""
 
     def __init__(self, members: Members, loop: Loop, fence: Callable[[list[Member]], None]) -> None:
         self._members, self._loop, self._fence = members, loop, fence

@@ -10,15 +10,15 @@ from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, IncidentKind
 
 
 class Evidence:
-    """Failures, losses and departures of one round, and the coordinator's own reasons to end it."""
+    """Failures, losses and departures in one round, and the coordinator's own reasons to end it."""
 
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
         self._losses: list[MemberLoss] = []
         self._finishes: list[Finish] = []  # of ranks whose node has not finished
         self._known: Verdict | None = None  # from the beginning: a hang, a planned restart
-        self._absent: Verdict | None = None  # a member never came back: explains all but sure failures
-        self._fallback: Verdict | None = None  # if nothing better is known
+        self._absent: Verdict | None = None  # a member never came back, which explains everything except sure failures
+        self._fallback: Verdict | None = None  # used if nothing better is known
 
     def add_failure(self, failure: WorkerFailure) -> None:
         self._failures.append(failure)
@@ -45,7 +45,7 @@ class Evidence:
         return self.somebody_leaves and any(f.exit_code == EXIT_STEPPED_ASIDE for f in self._failures)
 
     def resized(self, time: float, details: dict[str, Any]) -> None:
-        """Set the cause to a planned restart for a different size."""
+        """Set the cause to a planned restart with a different size."""
         self._known = Verdict(IncidentKind.JOINED, time, details, 0)
 
     def hangs(self, time: float, details: dict[str, Any]) -> None:

@@ -1,20 +1,20 @@
 """Which event broke a round: the first cause among failures, losses and departures.
 
 When one rank fails, its peers fail a moment later with connection errors. Their reports arrive in
-any order, and every worker's exit code may be 1. The cause must be named without looking at the
-order of arrival alone, because an echo is often reported before the error that caused it.
+any order, and every worker's exit code may be 1. The order of arrival alone does not show the
+cause, because an echo is often reported before the error that caused it.
 
-1. Each failure gets a suspicion (`_suspicion`): how likely it is a consequence. An error of its own
-   has 0, an abort 1, a communication error 2, and what failed after the members had been asked to
-   end their workers 3. The least suspicious failure counts, and of equal ones the earliest.
-2. If members were lost or have left, only errors of a worker's own compete with that, by time.
-   Suspicious failures are then consequences, and so is a death by a signal, because the end of a
-   pod takes its workers with it.
+1. Each failure gets a suspicion (`_suspicion`): how likely it is a consequence. A worker's own
+   error has 0, an abort 1, a communication error 2, and any failure after the members were asked to
+   end their workers 3. The least suspicious failure counts, and among equals the earliest.
+2. If members were lost or have left, only workers' own errors compete with that, by time.
+   Suspicious failures are then consequences. So is a death by signal, because a pod's workers end
+   with it.
 3. If only suspicious failures are known, and a worker has ended with 0 before the others, that end
    is the cause: its peers waited for it in a collective.
 
-Example, all times in seconds on the coordinator's clock, which each launcher's report is
-converted to:
+Example, with all times in seconds on the coordinator's clock, to which each launcher's report is
+converted:
 
     10.02  rank 0  exit code 1  "Connection closed by peer"         suspicion 2
     10.03  rank 3  SIGABRT      "watchdog"                          suspicion 1
@@ -36,10 +36,10 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.protocol import IncidentKind, error_mark
 
 DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
-"""How NCCL passes on a driver's error that concerns this rank's own device."""
+"""How NCCL passes on a driver error about this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
-"""A failure this long after the coordinator's `restart` is a consequence of it."""
+"""A failure at least this long after the coordinator's `restart` is a consequence of it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class WorkerFailure:
 
     @property
     def stepped_aside(self) -> bool:
-        """Whether it saved and left because another node leaves. That may not be reported yet."""
+        """Whether it saved and exited because another node leaves (perhaps not reported yet)."""
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
     @property
@@ -89,7 +89,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class MemberLoss:
-    """A member whose connection has ended, or (`leaving`) which has announced its departure."""
+    """A member whose connection has ended, or which has announced its departure (`leaving`)."""
 
     source: Source
     rank: int | None
@@ -100,7 +100,7 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Finish:
-    """A member whose workers ended with exit code 0: all, or the one of `rank`.
+    """A member whose workers ended with exit code 0: all of them, or the worker of `rank`.
 
     `node`: its group rank.
     """
@@ -148,7 +148,7 @@ def _own(failure: WorkerFailure, losses: list[MemberLoss], ended_at: float | Non
         return True
     died_by_signal = failure.exit_code is not None and failure.exit_code < 0
     if died_by_signal and losses:
-        return False  # the end of a pod takes its workers with it
+        return False  # a pod's workers end with it
     return not (failure.stepped_aside and any(loss.leaving for loss in losses))
 
 
@@ -157,8 +157,7 @@ def first_cause(
 ) -> Verdict | None:
     """Return the cause of a broken round; None if nothing is known to have gone wrong.
 
-    `ended_at`: when the members were asked to end their workers. Later failures are consequences of
-    that.
+    `ended_at`: when the members were asked to end their workers. Later failures are consequences.
     """
     causes = [f for f in failures if _own(f, losses, ended_at)]
     first_failure = min(causes, key=lambda f: (_suspicion(f, ended_at), f.time)) if causes else None
@@ -200,7 +199,7 @@ def _find_alike(
 ) -> set[tuple[str, int | None]]:
     """Return (pod, rank) of each failure with the cause's error.
 
-    Empty if one has a different error of its own.
+    The result is empty if any worker has a different error of its own.
     """
     mark = error_mark(cause.message, cause.traceback)
     same = [f for f in failures if error_mark(f.message, f.traceback) == mark]

@@ -1,14 +1,14 @@
-"""When a round may begin, who is in it, and when a running one is restarted for another size. Pure.
+"""When a round may begin, with which members, and when it is restarted with a different size. Pure.
 
-A round with too few nodes wastes the others, and a round that waits wastes the nodes that are
-ready. The rules weigh one against the other, by what is known about the missing ones:
+A round with too few nodes wastes the others, but a round that waits wastes the nodes that are
+ready. The rules weigh these costs by what is known about the missing nodes:
 
 - `nodes` are ready: begin at once. Fewer than `min_nodes`: wait.
 - In between, the first round waits FIRST_GRACE for the others, since pods start at different times.
-- A later round begins at once with as many nodes as the last one had: nobody is missing. With fewer
-  it waits SHRINK_GRACE, which is 10 s in Standard and nothing in Fast, where a restart is cheap.
+- A later round begins at once if it has as many nodes as the last one, since none is missing. With
+  fewer, it waits SHRINK_GRACE, which is 10 s in Standard and 0 in Fast, where a restart is cheap.
 - A running round that could have more nodes is restarted FILL_SECONDS after it began if the joiners
-  make it whole, GROW_SECONDS if they do not: every restart costs steps.
+  complete it, otherwise after GROW_SECONDS, because every restart costs steps.
 
 Example, nodes=8 and min_nodes=6:
 
@@ -19,9 +19,9 @@ Example, nodes=8 and min_nodes=6:
            FILL_SECONDS, so it is restarted at once, and round 3 has 8 nodes
 
 Survivors of the last round come first (`choose`), then the members that have waited longest. If
-there are too many survivors, the highest indices stay out: a smaller job loses those slots.
-
-The order of the ranks comes from the operator, who knows where the pods are: docs/decisions/0019.
+there are too many survivors, the highest indices are excluded, because a smaller job loses those
+slots. The operator sends the order of the ranks, because it knows where the pods are:
+docs/decisions/0019.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import Mode
 
 FIRST_GRACE = 30.0
-"""How many seconds the first round waits for the other nodes once `min_nodes` are ready."""
+"""Seconds that the first round waits for the other nodes once `min_nodes` are ready."""
 SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
 """The same for later rounds."""
 FILL_SECONDS = 10.0
-"""How long a round runs before it is restarted for joiners that make it whole."""
+"""How long a round runs before it is restarted for joiners that complete it."""
 GROW_SECONDS = 60.0
-"""The same for joiners that do not make it whole."""
+"""The same for joiners that do not complete it."""
 ORDER_SECONDS = 10.0
-"""How long a round waits for a new member's place in the order. The operator knows it before the
-pod starts."""
+"""How long a round waits for a new member's position in the order, which the operator knows before
+the pod starts."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,21 @@ class Size:
 class RankOrder:
     """The order in which the pods' ranks are numbered.
 
-    The operator sets it, as it knows the pods' hosts.
+    The operator sets it, because it knows the pods' hosts.
     """
 
     expected: bool = False
-    """Whether each member will get a place in it."""
+    """Whether each member will get a position in the order."""
     places: dict[str, int] = field(default_factory=dict)
-    """Each pod's place in the order. If there are none, ranks follow the indices."""
+    """Each pod's position in the order. If empty, ranks follow the indices."""
 
     def ranked(self, chosen: Iterable[Member]) -> list[Member]:
-        """Return members in rank order: index 0 is first, members without a place are last."""
+        """Return the members in rank order: index 0 first, members without a position last."""
         last = len(self.places)
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return until when to wait for these members' places, or 0 if there is no need."""
+        """Return until when to wait for these members' positions, or 0 if no wait is needed."""
         if not self.expected:
             return 0.0
         return max((m.since + ORDER_SECONDS for m in chosen if m.pod not in self.places), default=0.0)
@@ -80,9 +80,10 @@ class RankOrder:
 def begins_at(
     ready: int, size: Size, enough_since: float | None, first: bool, before: int | None, mode: Mode
 ) -> float | None:
-    """Return when a round of the ready members may begin: 0 for now, None if they are too few.
+    """Return when a round of the ready members may begin: 0 for now, None if there are too few.
 
-    `before`: how many the last round had. If as many are ready again, the round waits for nobody.
+    `before`: the size of the last round. If as many members are ready again, the round does not
+    wait.
     """
     if ready >= size.nodes:
         return 0.0
@@ -96,9 +97,9 @@ def begins_at(
 def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
     """Return the members of the next round.
 
-    Survivors of round `last` come first. If there are too many of them, those with the highest
-    indices stay out, because a job that is made smaller loses these slots. Then come the members
-    that have waited longest.
+    Survivors of round `last` come first. If there are too many survivors, those with the highest
+    indices are excluded, because a job that shrinks loses these slots. The members that have waited
+    longest come next.
     """
     survivors = sorted((m for m in ready if last and m.round == last), key=lambda m: m.index)
     others = sorted((m for m in ready if m not in survivors), key=lambda m: (m.ready_at, m.index))

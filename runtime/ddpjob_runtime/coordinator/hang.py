@@ -1,27 +1,27 @@
-"""Whether the job still makes steps, and what a hang looks like from inside.
+"""Detects that the job no longer makes steps, and collects the stacks of a hang.
 
 If one rank stops, all others wait for it in a collective, and nothing fails: the job holds its GPUs
-and does nothing. From outside that looks like a long evaluation or a slow checkpoint. So the
-coordinator measures the time since the last step, and what follows depends on what the user said.
+but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So the
+coordinator measures the time since the last step, and reacts as the user has configured.
 
-- With `hang_after` the user has named a limit: the round ends after it. If nobody counts the
-  script's steps, silence proves nothing. The ranks are then asked for their stacks, and the round
-  ends only if all of them have stood still since the last look.
-- Without it nothing is ended. After LEAST_REPORTS steps the pace is known, and a step that takes
-  PACE_FACTOR times the longest gap so far is reported as overdue, with the stacks. The time from a
-  round's beginning to its first step is a pace of its own, since loading data may take longer than
-  any step.
+- With `hang_after`, the round ends after that limit. If the script's steps are not counted, silence
+  proves nothing. The ranks are then asked for their stacks, and the round ends only if none of them
+  has moved since the last look.
+- Without it, the round is not ended. After LEAST_REPORTS steps the pace is known, and a step that
+  takes PACE_FACTOR times the longest gap so far is reported as overdue, with the stacks. The time
+  from a round's beginning to its first step has a separate pace, because loading data may take
+  longer than any step.
 
-Example, steps of 2 s and a checkpoint of 30 s now and then, without `hang_after`: the next step is
-overdue after max(300, 20 x 30) = 600 s. With hang_after=120 the round ends after 120 s.
+Example, with steps of 2 s, an occasional checkpoint of 30 s, and without `hang_after`: the next
+step is overdue after max(300, 20 x 30) = 600 s. With hang_after=120 the round ends after 120 s.
 
 A `HangDump` asks every member for the stacks of its ranks and waits DUMP_SECONDS for them. It names
-a culprit where it can: the only member with a rank that has failed, or the only one whose ranks
-stand elsewhere than all others. In a hang of four nodes of which three stand in `all_reduce` and
-one in `read`, that is the fourth. With fewer than LEAST_MEMBERS members nobody can say who waits
-for whom.
+a culprit if possible: the only member with a failed rank, or the only member whose ranks are in a
+different place from all others. If three of four nodes are in `all_reduce` and the fourth is in
+`read`, the fourth is the culprit. With fewer than LEAST_MEMBERS members, it is impossible to
+determine which one waits for which.
 
-A hang is a first cause like any other, and counts: docs/decisions/0010.
+A hang counts as a first cause, like any other: docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class HangWatch:
     `hang_after`: seconds without a step after which the round ends as a hang. None: no round is
     ended, because an evaluation, a checkpoint or an export may take any time; a step far beyond the
     job's own pace is only reported as overdue. The time from a round's beginning to its first
-    report has a pace of its own, because loading data may take longer than any step.
+    report has a separate pace, because loading data may take longer than any step.
     """
 
     def __init__(self, hang_after: float | None) -> None:
         self.hang_after = hang_after
         self._reports, self._longest_gap, self._longest_start = 0, 0.0, 0.0
         self.since: float | None = None
-        """When the last step was made, or the round began to run; None while none runs."""
+        """When the last step was made, or the round began to run; None while no round runs."""
         self.activity = ""
-        """What the script reports that it does between steps, such as evaluating."""
+        """What the script reports doing between steps, such as evaluating."""
         self._in_round = 0
 
     def configure(self, hang_after: float | None) -> None:
@@ -73,7 +73,7 @@ class HangWatch:
         self.hang_after = hang_after
 
     def begin(self, now: float) -> None:
-        """Begin to measure, because a round runs."""
+        """Start measuring, because a round runs."""
         self.since, self._in_round = now, 0
 
     def end(self) -> None:
@@ -99,12 +99,12 @@ class HangWatch:
         return self._reports > 0
 
     def look_again(self, now: float) -> None:
-        """Begin the limit again without counting a step: the ranks are at work, or may be."""
+        """Restart the time limit without counting a step, because the ranks may be at work."""
         if self.since is not None:
             self.since = now
 
     def forgive(self, seconds: float) -> None:
-        """Leave `seconds` of the time since the last step out of account."""
+        """Ignore `seconds` of the time since the last step."""
         if self.since is not None:
             self.since += seconds
 
@@ -130,13 +130,13 @@ class HangWatch:
 class HangDump:
     """Collects the stacks of a round without steps.
 
-    Calls `done` when all are there or time is up.
+    Calls `done` when all stacks have arrived or time is up.
     """
 
     def __init__(self, loop: Loop, done: Callable[[], None]) -> None:
         self._loop, self._done = loop, done
         self._stacks: dict[int, str] = {}  # rank -> text
-        self._idle: dict[int, bool | None] = {}  # rank -> whether it stands still; None: not known
+        self._idle: dict[int, bool | None] = {}  # rank -> whether it has not moved; None: unknown
         self._members: dict[int, Member] = {}  # rank -> member that runs it
         self._answered: set[int] = set()  # the members' indices
 
@@ -151,7 +151,7 @@ class HangDump:
     ) -> None:
         """Add the stacks of one rank.
 
-        `expected` returns the members that were asked and are still there.
+        `expected` returns the members that were asked and are still connected.
         """
         self._stacks[rank], self._idle[rank] = text, idle
         self._members[rank] = member
@@ -164,8 +164,8 @@ class HangDump:
     def culprit(self) -> Member | None:
         """Return the member that the others wait for; None if the stacks do not show it.
 
-        That is the only member with a failed rank, or the only one whose ranks are in different
-        places than all others'. Two members in two places do not show which one waits.
+        The culprit is the only member with a failed rank, or the only member whose ranks are in
+        different places from all others'. Two members in two places do not show which one waits.
         """
         failed = {m.index: m for r, m in self._members.items() if self._stacks[r].startswith(protocol.RANK_FAILED)}
         if failed:
@@ -182,7 +182,7 @@ class HangDump:
 
     @property
     def idle(self) -> bool | None:
-        """Whether no rank has moved since they were last asked; None if that is not known."""
+        """Whether no rank has moved since the ranks were last asked; None if unknown."""
         states = self._idle.values()
         if any(state is False for state in states):
             return False
@@ -225,9 +225,9 @@ def find_innermost(text: str) -> str:
 def _main_thread(text: str) -> str:
     """Return the main thread's part of a dump.
 
-    The workers' faulthandler dumps only the main thread, headed "Stack". A script's own dumps all
-    threads: the one that received the signal is the "Current thread". In a dump from outside, the
-    main thread comes last.
+    The workers' faulthandler dumps only the main thread, headed "Stack". A script's own handler
+    dumps all threads, and calls the one that received the signal "Current thread". In a dump from
+    outside, the main thread comes last.
     """
     blocks = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.M)
     current = [block for block in blocks if block.startswith("Current thread")]

@@ -31,7 +31,7 @@ REASONS = {
 
 
 class BadRequest(Exception):
-    """A request that is answered with an error."""
+    """A request that gets an error response."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -39,7 +39,7 @@ class BadRequest(Exception):
 
 
 async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one request whose first byte has been read already."""
+    """Respond to one request whose first byte has already been read."""
     instance, proved, headers = "", False, dict[str, str]()
     try:
         request = await within(REQUEST_SECONDS, _read(first, reader))
@@ -65,7 +65,7 @@ async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer:
 
 
 def _is_proved(server: Any, method: str, target: str, headers: dict[str, str], body: bytes) -> bool:
-    """Whether the request is signed for this coordinator, and is not a change that is replayed."""
+    """Whether the request is signed for this coordinator and is not a replayed change."""
     nonce, proof = headers.get(NONCE, ""), headers.get(PROOF, "")
     parts = ("request", server.instance, nonce, method, target, body)
     if not 0 < len(nonce) <= protocol.MAX_NONCE or not protocol.is_sealed(proof, server.token, *parts):
@@ -136,8 +136,8 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    """Return the report as JSON, with its texts shortened if it exceeds what the operator reads."""
-    most = report.nodes + protocol.MAX_SPARES  # No job has more pods; the operator cuts the lists too.
+    """Return the report as JSON, with texts shortened if it is too large for the operator."""
+    most = report.nodes + protocol.MAX_SPARES  # A job cannot have more pods; the operator cuts the lists too.
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS
     if _bytes(text) > allowed:
@@ -169,7 +169,7 @@ def _shorten(report: Report) -> Report:
 
 
 def _drop_texts(report: Report) -> Report:
-    """Keep only names and numbers, for texts whose every character takes six in JSON."""
+    """Keep only names and numbers, in case every character of the texts takes six in JSON."""
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")
     figures = {name: value for name, value in report.progress.items() if name != "metrics"}
@@ -232,7 +232,7 @@ def _order(coordinator: Coordinator, content: Any) -> None:
 def _exit(coordinator: Coordinator, content: Any) -> None:
     to_some = isinstance(content, dict) and "before" in content
     _fields(content, {"why": str, "before": int} if to_some else {"why": str})
-    if not to_some or coordinator.settings.attempt < content["before"]:  # the next one may have its address by now
+    if not to_some or coordinator.settings.attempt < content["before"]:  # the next one may already have its address
         coordinator.exit(content["why"])
 
 
@@ -259,11 +259,11 @@ ROUTES = {
     Command.EXIT.path: ("POST", _exit),
 }
 GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
-"""Paths that show more of the job than numbers, or that change it."""
+"""Paths that change the job, or that show more of it than numbers."""
 
 
 async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:
-    """Long poll: wait until the report's `news` changes, the time is over or the client is gone."""
+    """Long poll: wait until the report's `news` changes, the time is up or the client is gone."""
     news, seconds = _number(query, "news"), _number(query, "wait")
     if news is None or seconds is None:
         return

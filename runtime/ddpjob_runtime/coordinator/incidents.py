@@ -15,7 +15,7 @@ from ddpjob_runtime.protocol import (
 )
 
 OWN_FAILURES = (IncidentKind.WORKER_FAILED, IncidentKind.OOM_KILLED, IncidentKind.HANG)
-"""Failures of the job itself. If they repeat, the next round waits."""
+"""Failures of the job itself. If they recur, the next round waits."""
 
 
 class Incidents:
@@ -31,8 +31,7 @@ class Incidents:
     ) -> None:
         """Record a break.
 
-        `details`: fields of `Incident`; `backoff`: for how long the next round waits because of
-        it.
+        `details`: fields of `Incident`; `backoff`: how long the next round waits because of it.
         """
         incident = Incident(
             self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details

@@ -48,9 +48,9 @@ class Alarm:
 async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] = lambda: 0.0) -> T | None:
     """Await `what`; return its result, or None after a timeout.
 
-    `left` returns how many more seconds to allow when the time is over. The wait runs in this task,
-    unlike `asyncio.wait_for` before Python 3.12: when hundreds of members connected at once, a task
-    for each line was a third of the work.
+    When the time is up, `left` returns how many more seconds to allow. The wait runs in this task,
+    unlike `asyncio.wait_for` before Python 3.12. When hundreds of members connected at once, a task
+    per line was a third of the work.
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False
     assert task is not None
@@ -66,13 +66,13 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
 
     def due() -> None:
         nonlocal timer
-        timer = loop.call_soon(end)  # First read what arrived while this process was suspended.
+        timer = loop.call_soon(end)  # First read data that arrived while this process was suspended.
 
     timer = loop.call_later(seconds, due)
     try:
         return await what
     except asyncio.CancelledError:
-        if not over or (hasattr(task, "uncancel") and task.uncancel()):  # Someone else may have cancelled the task too.
+        if not over or (hasattr(task, "uncancel") and task.uncancel()):  # Others may have cancelled the task too.
             raise
         return None
     finally:

@@ -12,9 +12,9 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import FromMember, whole_number
 
 LONGEST_AGE = 600.0
-"""The most seconds between a failure and its report; a longer time means that a clock was set."""
+"""Maximum number of seconds from a failure to its report; if longer, a clock was adjusted."""
 LONGEST_CHECK = 4 * 3600
-"""The maximum number of seconds for which a round may check its links."""
+"""Maximum number of seconds for which a round may check its links."""
 
 
 def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
@@ -77,9 +77,9 @@ HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
 
 
 def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
-    """Return a launcher's failure.
+    """Return the failure that a launcher reports.
 
-    Its time is computed from its age, because nodes' clocks differ.
+    The time is computed from the failure's age, because nodes' clocks differ.
     """
     sent, when = message.get("sent", 0.0), message.get("time", 0.0)
     age: float = sent - when if protocol.is_number(sent) and protocol.is_number(when) else 0.0
@@ -100,7 +100,7 @@ def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
 def whole(message: dict[str, Any], name: str, most: int = protocol.MAX_NUMBER) -> int:
     """Return a field that must be a whole number from 0 to `most`.
 
-    Raises ValueError, which names the field.
+    Raises a ValueError that names the field.
     """
     return whole_number(message.get(name), name, 0, most)
 

@@ -25,18 +25,19 @@ class Member:
         self._state = State(MemberState.STARTING, MEMBER_TRANSITIONS)
         self._tally: Counter[MemberState] = Counter()
         self.round: int | None = None
-        """The last round it was sent into; `rank` is its group rank there."""
+        """The last round that it was sent into; `rank` is its group rank there."""
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
         self.check = 0
-        """How many seconds its next round may check the links before the workers start; 0: no
-        check is asked for."""
+        """Seconds for which its next round may check the links before workers start; 0: no check is
+        requested."""
         self.drain_by: float | None = None
-        """The deadline for ending its workers, if it was asked to."""
+        """The deadline for ending its workers, if it was asked to end them."""
         self.drain_planned = False
-        """Whether these workers may save."""
+        """Whether the workers may save before they end."""
         self.given_up = False
-        """Whether it was lost together with others although its connection is still open."""
+        """Whether it was declared lost together with others although its connection is still open.
+        """
 
     @property
     def state(self) -> MemberState:
@@ -49,11 +50,11 @@ class Member:
 
     @property
     def has_workers(self) -> bool:
-        """Whether workers of its round may be alive and it has not announced that it leaves."""
+        """Whether its round's workers may be alive and it has not announced its departure."""
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
-        """Count its state in `tally` from now on, together with other members'."""
+        """Count its state in `tally` from now on, together with other members' states."""
         self._tally = tally
         self._tally[self.state] += 1
 
@@ -63,11 +64,11 @@ class Member:
         self._tally[self.state] += 1
 
     def hear(self, now: float) -> None:
-        """Record that it has sent something at `now`."""
+        """Record that it sent something at `now`."""
         self.heard = now
 
     def give_up(self) -> None:
-        """Mark it as lost although its connection is open.
+        """Mark it as lost although its connection is still open.
 
         The next line from it ends that connection.
         """
@@ -78,7 +79,10 @@ class Member:
         self.send, self.heard = send, now
 
     def become_ready(self, host: str, port: int, now: float, check: int = 0) -> None:
-        """Record that it can begin a round. `host`, `port`: the store that it would host."""
+        """Record that it can begin a round.
+
+        `host`, `port`: address of the store that it would host.
+        """
         if self.state != MemberState.READY:
             self.ready_at = now
         self._become(MemberState.READY)
@@ -90,13 +94,13 @@ class Member:
         self.round, self.rank, self.drain_by = number, rank, None
 
     def resume(self, number: int, rank: int, has_workers: bool) -> None:
-        """Record the round that it is in, or was in, when it comes back to a new coordinator."""
+        """Record the round that it is or was in when it returns to a new coordinator."""
         self.round, self.rank = number, rank
         if has_workers:
             self._become(MemberState.RUNNING)
 
     def finish(self) -> None:
-        """Record that all its workers have ended with 0. A leaving member stays a leaving one."""
+        """Record that all its workers have ended with 0. A leaving member remains Leaving."""
         if self.state == MemberState.RUNNING:
             self._become(MemberState.FINISHED)
 
@@ -110,7 +114,7 @@ class Member:
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the deadline for ending its workers; return False if an earlier one holds."""
+        """Set the deadline for ending its workers; return False if an earlier deadline applies."""
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
             return False
@@ -123,19 +127,19 @@ class Member:
 
 
 class Members:
-    """The members (one per index), the missing ones, and the pods that are never admitted again.
+    """The members (one per index), the missing members, and the pods that are never admitted again.
 
-    Each line from a member needs the number of ready members. They are counted as their states
-    change, because with a thousand members, going through all of them at each line was half of the
-    work until a round began.
+    Every line from a member requires the number of ready members. They are counted as states
+    change: with a thousand members, checking all of them for each line was half of the work until a
+    round began.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
-        """Members that were lost unannounced, by index, until a pod takes the index or the
-        operator knows why."""
+        """Members lost without notice, by index, until a pod takes the index or the operator knows
+        the reason."""
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()
 
@@ -162,7 +166,7 @@ class Members:
         self._loop.changed()
 
     def heard_of(self, index: int) -> None:
-        """Record that a pod of this index is there, so that none counts as missing."""
+        """Record that a pod with this index exists, so that the index does not count as missing."""
         self.missing.pop(index, None)
 
     def why_refused(self, pod: str, index: int, attempt: int) -> str | None:
@@ -183,13 +187,13 @@ class Members:
             del self.missing[index]
 
     def miss(self, member: Member, why: str) -> None:
-        """List a member as lost unannounced. The operator then looks for its pod."""
+        """List a member as lost without notice. The operator then looks for its pod."""
         if self.holds(member) and member.state != MemberState.LEAVING:
             why = protocol.clip(why, protocol.MAX_REASON)
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:
-        """Remove a member; its index may have been taken already."""
+        """Remove a member. Another member may have taken its index already."""
         if self.holds(member):
             del self.by_index[member.index]
         member.lose()
@@ -202,7 +206,7 @@ class Members:
     def report(self) -> tuple[protocol.Member, ...]:
         """Return the members as the report lists them, by index.
 
-        Only the current round's ranks are given.
+        Only ranks in the current round are included.
         """
         idle = (MemberState.STARTING, MemberState.READY)
         return tuple(

@@ -56,15 +56,16 @@ FAMILIES = {
     ),
     "ddpjob_progress_metric": ("gauge", "Other figures that the script reports, by name"),
 }  # fmt: skip
-"""Type and meaning of each family. Operator and trainer use the same names for the same figures."""
+"""Type and meaning of each family. The operator and trainer use the same names for these figures.
+"""
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
-"""The label in addition to namespace and job_name."""
+"""A family's label in addition to namespace and job_name."""
 SAVED = {
     CHECKPOINT_TIME: "ddpjob_train_checkpoint_timestamp_seconds",
     COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
     COPY_BEHIND: "ddpjob_train_copy_behind_seconds",
 }
-"""Metrics of a script that have a series of their own."""
+"""Script metrics that have their own series."""
 PROGRESS = {
     "epoch": "ddpjob_train_epoch", "step": "ddpjob_train_step", "steps": "ddpjob_train_planned_steps",
     "loss": "ddpjob_train_loss", "samplesPerSecond": "ddpjob_train_samples_per_second",
@@ -75,7 +76,7 @@ PROGRESS = {
 def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
     """Return Prometheus' text format, version 0.0.4.
 
-    `incidents`: how many of each kind there were.
+    `incidents`: the number of incidents of each kind.
     """
     lines: list[str] = []
     states = [m.state for m in report.members]
@@ -100,7 +101,7 @@ def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
 
 
 def _family(lines: list[str], name: str, value: Any) -> None:
-    """Add a family of one sample, unless it has no value."""
+    """Add a family with one sample, unless it has no value."""
     if value is not None:
         _head(lines, name)
         lines.append(f"{name}{{{_labels({})}}} {value}")

@@ -1,4 +1,4 @@
-"""The job's progress: the last value of each figure, from the script or from the step counter."""
+"""The job's progress: the last value of each figure from the script or the step counter."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ddpjob_runtime.protocol import (
 
 NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta", AT_RISK, SNAPSHOT_BYTES)
 AUTOMATIC = "automatic"
-"""Marks reports of the step counter, which count until the script names a step of its own."""
+"""Marks reports from the step counter, which are used until the script reports its own step."""
 ACTIVITY = "activity"
-"""What the script does between steps, such as evaluating; holds until its next step, null ends
-it."""
+"""What the script does between steps, such as evaluating. It applies until the next step or null.
+"""
 
 
 def check(body: Any) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def _check_metrics(metrics: Any) -> None:
 
 
 def _may_be_number(value: Any) -> bool:
-    """Return whether it is a number.
+    """Return whether `value` is a number.
 
-    Infinite and undefined ones count: a diverging loss is not an error of the report.
+    Infinite and undefined numbers count, because a diverging loss is not an error in the report.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -95,7 +95,7 @@ def _may_be_number(value: Any) -> bool:
 def is_of_copies(report: dict[str, Any]) -> bool:
     """Whether a checked report is only about copies in the bucket.
 
-    They are made in the background.
+    Copies are made in the background.
     """
     metrics = report.get("metrics") or {}
     return (
@@ -106,7 +106,7 @@ def is_of_copies(report: dict[str, Any]) -> bool:
 class MergedProgress:
     """Merges reports.
 
-    Infinite and undefined figures are left out (JSON has none), and so are malformed entries about
+    Infinite and undefined figures are dropped (JSON has none), as are malformed entries about
     lagging ranks; the others count.
     """
 
@@ -117,7 +117,7 @@ class MergedProgress:
         self._script_counts = False
 
     def shows_life(self, report: dict[str, Any]) -> bool:
-        """Whether a checked, unmerged report shows more than a step that is known already."""
+        """Whether a checked, unmerged report shows more than an already known step."""
         if report.get(AUTOMATIC):
             return True  # the counter reports only after a step, or when it can no longer count
         if is_of_copies(report):
@@ -169,7 +169,7 @@ class MergedProgress:
     def forget_ranks(self) -> None:
         """Drop the figures about ranks and their memory.
 
-        The next round numbers the ranks again and reports again.
+        The next round renumbers the ranks and reports again.
         """
         for name in (STRAGGLERS, START, AT_RISK, SNAPSHOT_BYTES):
             self.values.pop(name, None)
@@ -183,9 +183,9 @@ class MergedProgress:
 
     @property
     def activity(self) -> str:
-        """What the script does between steps according to its last report; empty if nothing."""
+        """The script's activity between steps according to its last report; empty if none."""
         return str(self.values.get(ACTIVITY, ""))
 
     def report(self) -> dict[str, Any]:
-        """Return the progress as the coordinator's report has it."""
+        """Return the progress in the form used by the coordinator's report."""
         return dict(self.values, updatedAt=None if self.updated_at is None else iso(time_of(self.updated_at)))

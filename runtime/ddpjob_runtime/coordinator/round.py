@@ -1,17 +1,16 @@
 """One round: a fixed group of members from `go` to success or break.
 
 A round ends in one of two ways. It succeeds when the last member's workers have all ended with 0.
-Or it breaks, once: at the first failure of a worker, the loss or departure of a member, a hang, or
-a change of the group's size. torchrun cannot replace one rank of a running group, so a break ends
-all workers, and the next round starts new ones.
+Or it breaks, once: at the first worker failure, loss or departure of a member, hang, or change of
+the group's size. torchrun cannot replace one rank of a running group, so a break ends all workers,
+and the next round starts new ones. A break has two concurrent parts, so that finding the cause
+causes no delay:
 
-A break has two parts that run side by side, so that finding the cause delays nothing:
-
-- The workers end. Members get `restart`, and answer `ready` when their workers are gone. A planned
-  end (a resize, a node that leaves) lets workers save first; it can become an unplanned one, and
-  never the reverse.
-- The cause is judged, once. SETTLE_SECONDS after the break the verdict counts if it is sure and no
-  member is silent. Otherwise the judgement waits until every worker has ended.
+- The workers end. Members get `restart`, and reply `ready` when their workers are gone. A planned
+  end (a resize, or a node that leaves) lets workers save first; it can become unplanned, but not
+  the reverse.
+- The cause is judged, once. SETTLE_SECONDS after the break, the verdict is final if it is sure and
+  no member is silent. Otherwise the judgement waits until every worker has ended.
 
 Example, four nodes, of which one has an error in its program:
 
@@ -20,10 +19,10 @@ Example, four nodes, of which one has an error in its program:
     0.50  the verdict is sure: JUDGED, the operator's next look finds the incident
     0.90  the last `ready`: the next round may form (`round_sequence`)
 
-If a connection error comes first, `restart` waits SETTLE_SECONDS: the real cause may be on its way,
+If a connection error comes first, `restart` waits SETTLE_SECONDS: the real cause may still arrive,
 and workers that are asked to end would fail with misleading errors.
 
-The states and their transitions are a table in `states`. Why the coordinator judges:
+`states` has a table of the states and their transitions. Why the coordinator judges:
 docs/decisions/0010.
 """
 
@@ -41,15 +40,15 @@ from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, Sta
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, ToMember
 
 SETTLE_SECONDS = 0.5
-"""The consequences of a break arrive within this time after its cause."""
+"""A break's consequences arrive within this time after its cause."""
 BUILD_SECONDS = 120.0
-"""The limit from `go` until every member has sent `joined`."""
+"""Time limit from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
 """A member that has been silent for this long may be dead."""
 
 
 class RoundOwner(Protocol):
-    """What a round needs from the sequence of rounds that it belongs to."""
+    """What a round needs from the sequence that it belongs to."""
 
     @property
     def over(self) -> bool: ...
@@ -65,7 +64,7 @@ class RoundOwner(Protocol):
 class Round:
     """`world` members with group ranks from 0.
 
-    After a takeover, `members` has only the returned ones.
+    After a takeover, `members` contains only those that have returned.
     """
 
     def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: RoundOwner, loop: Loop) -> None:
@@ -80,8 +79,7 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when its members were first asked to end their workers
         self.ended_planned = False
-        """Whether its members were asked to end their workers in a planned way, so that workers
-        may save."""
+        """Whether its members were asked for a planned end, in which workers may save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -100,7 +98,7 @@ class Round:
 
     @property
     def judged(self) -> bool:
-        """Whether nothing is left to be decided about it."""
+        """Whether nothing remains to be decided about it."""
         return self.state in (RoundState.JUDGED, RoundState.SUCCEEDED, RoundState.SUPERSEDED)
 
     @property
@@ -112,7 +110,7 @@ class Round:
     def resizable_since(self) -> float | None:
         """When it began to run.
 
-        None while its size must not be changed, because a member has finished or is leaving.
+        None while its size must not change because a member has finished or is leaving.
         """
         return None if self._finished or self._evidence.somebody_leaves else self._running_since
 
@@ -134,12 +132,11 @@ class Round:
     def drains(self) -> bool:
         """Whether `draining` has any members.
 
-        The last one found is checked first, since every line asks.
+        The last member found is checked first, because every line needs this.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
-            # Members mostly end in the order of their ranks, so the search from the other end is
-            # short.
+            # Members mostly end in rank order, so the search from the other end is short.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
 
@@ -152,11 +149,11 @@ class Round:
 
     @property
     def absent(self) -> int:
-        """How many ranks `absent_ranks` has. Not computed from them, because every hello asks."""
+        """Number of ranks in `absent_ranks`. Computed separately, because every hello needs it."""
         return self.world - len(self._joined)
 
     def absent_ranks(self) -> list[int]:
-        """Return the ranks that have not started workers, or not come back to a new coordinator."""
+        """Return the ranks that have not started workers or not returned to a new coordinator."""
         return [rank for rank in range(self.world) if rank not in self._joined]
 
     # ---- begin, join, run, finish
@@ -167,7 +164,7 @@ class Round:
         for rank, member in self.members.items():
             member.enter(self.number, rank)
         first = self.members[0]
-        # The others' addresses are not sent: with 1,024 nodes they were a megabyte for each member.
+        # The others' addresses are not sent: with 1,024 nodes, they were a megabyte per member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
         # If any member asks for a check, because it is new to these links, every member checks.
         check = max(member.check for member in self.members.values())
@@ -199,7 +196,7 @@ class Round:
             self._joined.add(rank)
 
     def run(self) -> bool:
-        """Run if every member's workers are there. Return True if it begins to run now."""
+        """Run if every member's workers exist. Return True if the round begins to run now."""
         if self.state is not RoundState.BUILDING or not self.complete:
             return False
         self._state.become(RoundState.RUNNING)
@@ -219,16 +216,16 @@ class Round:
             self._state.become(RoundState.SUCCEEDED)
 
     def supersede(self) -> None:
-        """Leave the round unjudged, because it was over before this coordinator began."""
+        """Leave the round unjudged, because it had ended before this coordinator began."""
         if not self.judged:
             self._state.become(RoundState.SUPERSEDED)
 
     # ---- break
 
     def fail(self, member: Member, failure: WorkerFailure) -> None:
-        """Handle a worker that has ended by itself; its member ends the others and reports `ready`.
+        """Handle a worker that has ended by itself. Its member ends the others and reports `ready`.
 
-        Exit code 0 is not a failure, but it may be the cause of failures that are reported with it.
+        Exit code 0 is not a failure, but it may be the cause of failures reported with it.
         """
         if failure.exit_code == 0:
             self._evidence.add_finish(Finish(failure.source, failure.time, failure.rank, failure.local_rank))
@@ -239,13 +236,13 @@ class Round:
         if member.state == MemberState.LEAVING:
             return  # it was asked to leave; its peers may still be saving
         if self.ended_planned and self._ended_at is not None and failure.time > self._ended_at + ORDER_SECONDS:
-            return  # this script ends so when it is asked to; its peers may still be saving
+            return  # a script ends like this when asked to; its peers may still be saving
         self._break_up()
         asked = self._evidence.somebody_leaves or self.ended_planned
         if asked and failure.exit_code == EXIT_STEPPED_ASIDE:
             self._end_workers("a node leaves the group", planned=True)
         elif failure.communication or self._evidence.somebody_leaves:
-            # Wait, because the cause may not have arrived yet, or others may still be saving.
+            # Wait: the cause may not have arrived yet, or others may still be saving.
             why = f"a worker of {member.pod} lost its peers"
             self._loop.later(SETTLE_SECONDS, lambda: self._end_workers(why, planned=self._evidence.saving))
         else:
@@ -264,7 +261,7 @@ class Round:
         if member.rank in self._finished:
             return
         if self.judged:
-            if was == MemberState.RUNNING:  # in a planned restart: members that save may be waiting for it
+            if was == MemberState.RUNNING:  # in a planned restart, saving members may be waiting for it
                 self._end_workers(f"node {member.pod} was lost: {why}")
             return
         if was == MemberState.RUNNING:
@@ -277,7 +274,7 @@ class Round:
         self._end_workers(f"node {member.pod} {what}: {why}", planned=left and self._evidence.saving)
 
     def come_apart(self, member: Member, planned: bool = False) -> None:
-        """Break the round because a member has left it, or is about to, for an unknown reason.
+        """Break the round because a member has left or is about to leave, for an unknown reason.
 
         `planned`: an earlier coordinator asked it to leave, and lets workers save.
         """
@@ -287,7 +284,7 @@ class Round:
         self._end_workers(why, planned)
 
     def give_up_absent(self) -> None:
-        """Break the round because members did not come back to a new coordinator."""
+        """Break the round because members did not return to a new coordinator."""
         ranks = ", ".join(map(str, self.absent_ranks()))
         why = f"node rank(s) {ranks} of round {self.number} did not come back to the restarted coordinator"
         self._evidence.absent(self._loop.now(), {"message": why})
@@ -295,7 +292,7 @@ class Round:
         self._end_workers(why)
 
     def restart_with(self, world: int, joiner: Member | None) -> None:
-        """End the round as planned, for a different size.
+        """End the round as planned, to change its size.
 
         `joiner`: the first of the members that make it larger.
         """
@@ -308,7 +305,7 @@ class Round:
     def hang(self, why: str) -> None:
         """Break a hung round: ask for the stacks of all ranks, then end the workers.
 
-        `why` says for how long no step was made.
+        `why` includes how long no step has been made.
         """
         self._dump, self._hangs = HangDump(self._loop, self._end_dump), why
         self._break_up()
@@ -326,7 +323,7 @@ class Round:
         dump.request(self.number, self.draining())
 
     def hung(self, why: str, dump: HangDump) -> None:
-        """Break the round, because the stacks that a look has found are those of a hang."""
+        """Break the round, because the collected stacks show a hang."""
         self._dump, self._hangs = dump, why
         self._break_up()
         self._end_dump()
@@ -354,7 +351,10 @@ class Round:
         self._evidence.hangs(self.broken_at or self._loop.now(), details)
 
     def _break_up(self) -> None:
-        """Mark the round as broken: it can no longer succeed. Only the first call counts."""
+        """Mark the round as broken, so that it can no longer succeed.
+
+        Only the first call counts.
+        """
         if self.broken:
             return
         self._state.become(RoundState.BROKEN)
@@ -363,7 +363,7 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to end their workers, unless they were asked as urgently before."""
+        """Ask all members to end their workers, unless they were already asked as urgently."""
         if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at

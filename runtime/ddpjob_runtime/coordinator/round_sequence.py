@@ -1,30 +1,30 @@
 """The sequence of rounds: form, run, break, find the first cause, form the next.
 
-No sockets, and time is handed in. After each event `advance` does whatever is due, and sets one
-alarm for what will be due later.
+It uses no sockets, and time is passed in. After each event, `advance` does whatever is due and sets
+an alarm for whatever will be due later.
 
-Two rounds must never run at the same time: both would write checkpoints, and a worker of the old
-one may still hold the GPU that a new one needs. So a round forms only when no member of the last
-one may have workers. A member that does not end them in time is fenced: it is dismissed for good,
-and the group continues without it. Without that limit one frozen node would stop the job forever.
+Two rounds must never run at the same time: both would write checkpoints, and an old worker may
+still hold the GPU that a new one needs. So a round forms only when no member of the last one may
+have workers. A member that does not end its workers in time is fenced: it is permanently dismissed,
+and the group continues without it. Without that limit, one frozen node would stop the job forever.
 
-Round numbers only grow. A member that was away knows by the number whether its round is over, and
+Round numbers only grow. A returning member can see from the number whether its round is over, and
 coordinators of different attempts use different ranges of numbers.
 
-Example, three nodes, and the machine of node 2 loses its power:
+Example, with three nodes, when node 2's machine loses power:
 
      0.0  node 2 has been silent for too long, or the operator knows that its pod is gone: `lose`.
           Round 7 breaks, nodes 0 and 1 get `restart`
      0.1  node 0 has ended its workers: `ready`. Node 1 hangs in the driver
-    30.0  node 1 is fenced. Node 0 is the only member of round 7 that is left
+    30.0  node 1 is fenced. Node 0 is the only remaining member of round 7
     38.0  the replacements of nodes 1 and 2 are ready: round 8 begins with three nodes
 
-A change of the group's size breaks a running round in the same way, but planned: `formation` says
-when it is worth it. After repeated failures of the job itself the next round waits (`backoff`).
-While a new coordinator looks for the members of its predecessor, nothing begins and nothing is
-judged (`takeover`).
+A change of the group's size also breaks a running round, but in a planned way: `formation` decides
+when that is worthwhile. After repeated failures of the job itself, the next round waits
+(`backoff`). While a new coordinator waits for its predecessor's members, no round begins and none
+is judged (`takeover`).
 
-Why the coordinator forms rounds at all: docs/decisions/0001.
+Why the coordinator forms rounds: docs/decisions/0001.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Rounds:
         )
         self.watch = HangWatch(settings.hang_after)
         self.overdue: Overdue | None = None
-        """The step that the current round should have made long ago, or None."""
+        """The overdue step of the current round, or None."""
         self._looked_at: float | None = None  # the last step when the stacks were asked for
         self.downtime = Downtime()
         self._recorded = 0  # the number of the last incident that a member was asked to write down
         self.held = False
-        """Whether an earlier coordinator's round may be running. Until that is known, no round
-        begins and none is judged."""
+        """Whether an earlier coordinator's round may be running. While it may, no round begins and
+        none is judged."""
         self._enough_since: float | None = None
         self._alarm = Alarm(loop, self.advance)
         self._drains = Drains(members, loop, self._fence_late)
@@ -160,9 +160,9 @@ class Rounds:
         self._loop.changed()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Have one member, rank 0 if possible, write down one line that outlives the job's pods.
+        """Make one member, rank 0 if possible, record a line that outlives the job's pods.
 
-        The coordinator has no volume itself, and is gone soon after the job's end.
+        The coordinator has no volume, and is gone soon after the job ends.
         """
         writer = self._writer()
         if writer is None:
@@ -221,18 +221,18 @@ class Rounds:
         return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
 
     def _counts_steps(self) -> bool:
-        """Whether a step that was not reported was not made.
+        """Whether an unreported step means that none was made.
 
-        That is so if some steps were counted, and nothing has reported since that the next ones
-        cannot be.
+        That holds if some steps were counted, and the counter has not reported since that it cannot
+        count the next ones.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
     def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
         """Decide whether a round whose steps are not counted hangs.
 
-        It does not while any rank is at work. If that is not known yet, as after the first look,
-        the ranks get the limit once more.
+        It does not hang while any rank is at work. If that is still unknown, as after the first
+        look, the time limit starts again.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -338,7 +338,7 @@ class Rounds:
     # ---- ends
 
     def drain(self, member: Member, why: str, planned: bool = False) -> None:
-        """Ask a member to end its workers and report `ready`. It is fenced if it is late."""
+        """Ask a member to end its workers and report `ready`. If late, the member is fenced."""
         self._drains.ask(member, why, planned)
 
     def _fence_late(self, late: list[Member]) -> None:
@@ -351,12 +351,12 @@ class Rounds:
             self._members.dismiss(member.pod, why)
             self._loop.log(f"fences {member.pod}: {why}")
             member.dismiss(f"the group continues without this node: {why}")
-        for member in late:  # only now: no round may form while one of them has not been notified
+        for member in late:  # only now: no round may form until all of them have been notified
             self.lose(member, why)
         self.advance()
 
     def lose(self, member: Member, why: str) -> None:
-        """Handle a member that is gone unannounced.
+        """Handle a member that is gone without notice.
 
         The caller calls `advance` after removing all lost members.
         """
@@ -410,7 +410,7 @@ class Rounds:
     def release(self) -> None:
         """End the hold.
 
-        The round that was taken over runs, or breaks because of the absent members.
+        The adopted round runs, or breaks because of absent members.
         """
         self.held = False
         if self.current is not None and not self.over:
@@ -421,7 +421,7 @@ class Rounds:
         self.advance()
 
     def take_over(self, number: int, world: int) -> None:
-        """Take over a round that an earlier coordinator began, when its first member comes back."""
+        """Take over a round that an earlier coordinator began, when its first member returns."""
         if self.current is not None:
             self.current.supersede()
             self._state.become(CoordinatorState.FORMING)
@@ -435,17 +435,17 @@ class Rounds:
                 self.drain(other, f"round {number} began without this node")
 
     def resize(self, size: Size) -> bool:
-        """Change how many nodes are wanted and how many are enough. Return whether that differs."""
+        """Change the desired and minimum number of nodes. Return whether they changed."""
         changed, self.size = size != self.size, size
         return changed
 
     def reorder(self, order: RankOrder) -> bool:
-        """Change the order of the ranks from the next round on. Return whether it differs."""
+        """Change the order of the ranks from the next round on. Return whether it changed."""
         changed, self.order = order != self.order, order
         return changed
 
     def progress(self, alive: bool, activity: str, step: bool) -> None:
-        """Take in a progress report.
+        """Process a progress report.
 
         `alive`: it shows activity of the job; `step`: it is not only about an activity.
         """

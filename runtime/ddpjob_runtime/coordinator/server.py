@@ -1,4 +1,4 @@
-"""The coordinator's port: members' lines and HTTP, distinguished by a connection's first byte."""
+"""The coordinator's port. A connection's first byte distinguishes members' lines and HTTP."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
 
 HELLO_SECONDS = 10.0
 STARTING_SECONDS = 120.0
-"""How long a starting member may be silent: loading torch from a cold disk stops every thread of
-a launcher."""
+"""How long a starting member may be silent: loading torch from a cold disk stalls all threads of a
+launcher."""
 PROBE_SECONDS = 1.0
-"""How long the kernel of a silent member's host may take to confirm what was sent to it. If it
-does, the member is suspended but alive."""
+"""How long a silent member's kernel may take to confirm data that was sent. If it does, the member
+is suspended but alive."""
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
-"""How long a suspended member may be silent, and how long all may be if most members are. In
-that case this coordinator or its network is the part that fails."""
+"""How long a suspended member may be silent, and how long any member may be if most are. In the
+latter case, this coordinator or its network is failing."""
 RETURN_SECONDS = 10.0
-"""How long a member may take to come back if its connection ended after a silence, or while this
+"""How long a member may take to reconnect if its connection ended after a silence, or while this
 process was suspended."""
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 TCP_UNACKED = slice(24, 28)
 """The position of tcpi_unacked in Linux's struct tcp_info."""
 MAX_BACKLOG = 1024 * 1024
-"""Bytes that a member may leave unread before its connection is given up."""
+"""Maximum number of bytes that a member may leave unread before its connection is given up."""
 DEFAULT_GRACE = 30.0
 """A pod's grace period in seconds if its launcher does not send it."""
 MAX_STRANGERS = protocol.MAX_PODS + 512
-"""How many connections may be open whose peer has not proved yet that it knows the job's token.
+"""Maximum number of open connections whose peers have not yet proved that they know the job's
+token.
 
-All pods of a job may connect at once, each from its own address, and none of them may displace
-another: on a slow host their attempts would be closed and repeated forever.
+All pods of a job may connect at once, each from its own address, without displacing each other.
+Otherwise, on a slow host, their attempts would be closed and repeated forever.
 """
 MAX_NONCES = 4096
-"""How many nonces of requests that change something the coordinator remembers, to refuse
-replays."""
+"""Maximum number of nonces of state-changing requests to remember, so that replays are refused."""
 LOGGED_EVERY = 1.0
-"""Seconds between two lines of the log about strangers."""
+"""Seconds between log lines about strangers."""
 BEAT = protocol.encode(FromMember.HEARTBEAT)
 """A heartbeat as launchers send it."""
 POD_NAME = re.compile(rf"[-.\w]{{1,{protocol.MAX_NAME}}}", re.ASCII)
@@ -77,10 +77,10 @@ class MemberSilent(Exception):
 
 
 class Strangers:
-    """Connections whose other end has not proved that it knows the job's token.
+    """Connections whose peers have not proved that they know the job's token.
 
-    If there are too many, the oldest one of the address with the most is closed, so that nobody can
-    keep members and the operator out by holding connections open.
+    If there are too many, the oldest connection from the address with the most connections is
+    closed, so that nobody can lock out members and the operator by holding connections open.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Strangers:
     def recognize(self, writer: asyncio.StreamWriter) -> None:
         """Stop counting this connection as a stranger's.
 
-        Its peer has proved that it knows the token, or the connection has ended.
+        The peer has proved that it knows the token, or the connection has ended.
         """
         self._open.pop(writer, None)
 
@@ -117,17 +117,17 @@ class Strangers:
 class MemberConnection(asyncio.StreamReaderProtocol):
     """A connection that handles a member's heartbeats itself.
 
-    Waking the member's task for each of them was most of the work while all members train.
+    Waking the member's task for each heartbeat was most of the work while all members trained.
     """
 
     _on_beat: Callable[[], bool] | None = None
 
     def take_beats(self, on_beat: Callable[[], bool]) -> None:
-        """Call `on_beat` for each heartbeat, and pass on those for which it returns False."""
+        """Call `on_beat` for each heartbeat, and pass on the heartbeat if it returns False."""
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes. A heartbeat mostly arrives alone."""
+        """Receive bytes. A heartbeat usually arrives alone."""
         if data != BEAT or self._on_beat is None or not self._on_beat():
             super().data_received(data)
 
@@ -148,7 +148,7 @@ class Server:
     def renew(self) -> None:
         """Choose a new random number.
 
-        Proofs made for an earlier one, or for a different coordinator, are invalid then.
+        Proofs made for an earlier number, or for a different coordinator, become invalid.
         """
         self.instance = secrets.token_hex(16)
         self._used: set[str] = set()
@@ -156,8 +156,8 @@ class Server:
     def use(self, nonce: str) -> bool:
         """Use a nonce up; return False if it was used before.
 
-        Only a client that knows the token can use nonces up. After MAX_NONCES of them all proofs
-        expire, and clients get the new number with the next answer.
+        Only a client that knows the token can use up nonces. After MAX_NONCES, all proofs expire,
+        and clients get the new number with the next response.
         """
         if nonce in self._used:
             return False
@@ -175,12 +175,12 @@ class Server:
         return self._change.wait()
 
     def watch_for_stalls(self) -> None:
-        """Notice from now on when this process was suspended.
+        """Detect suspensions of this process from now on.
 
-        That happens on a host that is migrated, or that has no processor time for it.
+        They happen on a host that is migrated, or that has no processor time for this process.
 
-        It uses the loop's timers, which are called in the order of their times, so that a stall is
-        noticed before a hang that became due later during it is judged.
+        It uses the loop's timers, which run in the order of their times. So a stall is detected
+        before a hang that became due during the stall is judged.
         """
         asyncio.get_running_loop().call_later(TICK_SECONDS, self._look_for_a_stall, time.monotonic())
 
@@ -243,7 +243,7 @@ class Server:
         finally:
             if member.send is send and not judged and self._may_return(member):
                 await asyncio.sleep(RETURN_SECONDS)
-            if member.send is send:  # otherwise a newer connection of the member is in use
+            if member.send is send:  # otherwise the member is using a newer connection
                 together = self._silent_members() if judged else []
                 self._lose(member, f"{why}, as most members are" if together else why)
                 for other in together:
@@ -271,7 +271,7 @@ class Server:
     def _lose(self, member: Member, why: str) -> None:
         """Report a member as lost, once.
 
-        Silent members must be lost at the same moment. One after the other, they would not look
+        Silent members must be reported as lost at the same moment. Otherwise they would not look
         like a partition, and the operator would replace each of them instead of this coordinator.
         """
         if member.state == MemberState.LOST:
@@ -282,7 +282,7 @@ class Server:
     def _prove(self, line: bytes, send: Any) -> tuple[str, str] | None:
         """Answer a member's challenge with one of our own.
 
-        Return both nonces, the member's first; None: refused.
+        Return both nonces, the member's first; None if refused.
         """
         try:
             challenge = protocol.decode(line)
@@ -348,7 +348,7 @@ class Server:
     async def _listen(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
     ) -> str:
-        """Handle a member's lines until its connection ends, and return the reason of that."""
+        """Handle a member's lines until its connection ends, and return why it ended."""
         while True:
             try:
                 line = await self._hear(member, reader, writer, send)
@@ -396,9 +396,9 @@ class Server:
     def _silent_members(self) -> list[Member]:
         """Return the silent members if they are the majority.
 
-        In that case this coordinator is the one that is partitioned.
+        In that case, this coordinator is the one that is partitioned.
         """
-        # A starting member imports torch, and may be silent for long.
+        # A starting member imports torch, and may be silent for a long time.
         others = [other for other in self.coordinator.members if other.state != MemberState.STARTING]
         silent = [other for other in others if now() - other.heard > protocol.SILENCE_SECONDS / 2]
         return silent if len(silent) > max(1, len(others) / 2) else []
@@ -418,7 +418,7 @@ class Server:
         shown = {key: value for key, value in message.items() if key not in ("traceback", "text")}
         log(f"{member.pod}: {shown}"[:1000])
         if member.state == MemberState.LOST and verb != FromMember.FAILURE:
-            return  # a different pod has its index by now
+            return  # a different pod has taken its index
         HANDLERS[verb](self.coordinator, member, message)
 
 
@@ -426,13 +426,13 @@ class Server:
 
 
 def _unexpected(error: Exception) -> str:
-    """Describe an error that a member's line should not have caused, and where it was raised."""
+    """Describe an unexpected error caused by a member's line, and where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)!r:.200} ({place.filename}:{place.lineno})"
 
 
 def _is_confirmed(writer: asyncio.StreamWriter) -> bool:
-    """Whether the peer's kernel has confirmed everything that was sent, so its host is alive."""
+    """Whether the peer's kernel has confirmed all sent data, which shows that its host is alive."""
     if not hasattr(socket, "TCP_INFO"):
         return False
     info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
@@ -452,7 +452,7 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return a stranger's line; empty if none comes in time, or if it is too long."""
+    """Return a stranger's line; empty if none arrives in time, or if it is too long."""
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""
     return b""

@@ -9,7 +9,7 @@ from ddpjob_runtime.protocol import Mode
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Arguments of the coordinator, without addresses. Times are in seconds.
+    """The coordinator's arguments, except addresses. Times are in seconds.
 
     `hang_after`: None means that nothing counts as a hang. `ordered`: the operator will send the
     order of the ranks, and the first round waits briefly for it. `no_restarts`:

@@ -31,7 +31,7 @@ MEMBER_TRANSITIONS: Mapping[MemberState, set[MemberState]] = {
     MemberState.LEAVING: {MemberState.LOST},
     MemberState.LOST: set(),
 }
-"""A member that comes back to a new coordinator changes from Starting to Running directly."""
+"""A member that returns to a new coordinator changes directly from Starting to Running."""
 
 ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.BUILDING: {RoundState.RUNNING, RoundState.BROKEN, RoundState.SUCCEEDED, RoundState.SUPERSEDED},
@@ -41,7 +41,7 @@ ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.SUCCEEDED: set(),
     RoundState.SUPERSEDED: set(),
 }
-"""Superseded: a member has come back from a later round that an earlier coordinator began."""
+"""Superseded: a member has returned from a later round that an earlier coordinator began."""
 
 COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.FORMING: {
@@ -72,11 +72,11 @@ S = TypeVar("S", bound=Enum)
 
 
 class IllegalTransition(Exception):
-    """A state change that the table does not allow, which is a defect of the coordinator."""
+    """A state change that the table does not allow, which is a bug in the coordinator."""
 
 
 class State(Generic[S]):
-    """One state that changes only as its table allows."""
+    """A state that changes only as its table allows."""
 
     def __init__(self, initial: S, transitions: Mapping[S, set[S]]) -> None:
         self.now = initial

@@ -1,19 +1,18 @@
-"""What a coordinator does that replaces another one: the members' round continues undisturbed.
+"""How a coordinator replaces another one while the members' round continues undisturbed.
 
 The coordinator is one process and keeps nothing on disk, so a new one begins without any knowledge.
-Meanwhile the members train on. They know everything that matters, and say it in their hello: the
-number of their round, their rank, its size, and whether their workers run. The danger is a second
-round next to the first, which a new coordinator would begin with the members that happen to be
-back.
+Meanwhile the members continue to train. They report everything that matters in their hello: the
+number and size of their round, their rank, and whether their workers are running. The danger is
+that a new coordinator begins a second, concurrent round with the members that have returned so far.
 
-So from the first hello nothing begins and nothing is judged (`hold`), until enough is known:
+So from the first hello on, no round begins and none is judged (`hold`), until enough is known:
 
 - Every rank of the round is back: the round continues.
-- ADOPT_SECONDS are over: the round breaks, because of the ranks that did not come back.
-- It is known that the round is over, or that as many pods are gone as ranks are absent: that leaves
-  BROKEN_SECONDS for the rest.
+- ADOPT_SECONDS have passed: the round breaks, because of the ranks that did not return.
+- The round is known to be over, or as many pods are gone as ranks are absent: the remaining members
+  have BROKEN_SECONDS.
 
-Example, four nodes in round 7, and the coordinator's pod is replaced:
+Example, with four nodes in round 7, when the coordinator's pod is replaced:
 
     0.0  node 0: hello, resume={round 7, rank 0, of 4, Running}. Round 7 is taken over, 1 of 4 back
     0.3  nodes 1 and 2 are back
@@ -22,8 +21,8 @@ Example, four nodes in round 7, and the coordinator's pod is replaced:
 If node 3 had died with the coordinator, the operator would report its pod as gone. The hold would
 end after 5 s, and round 7 would break with the cause PeerLost.
 
-A member that comes from a later round than the one taken over supersedes it, and members of the
-earlier one are drained. Numbers of rounds cannot collide (NUMBERS_PER_ATTEMPT).
+A member from a later round than the adopted one supersedes it, and members of the earlier round are
+drained. Round numbers cannot collide (NUMBERS_PER_ATTEMPT).
 
 Why a lost coordinator costs no step in Fast: docs/decisions/0008.
 """
@@ -39,23 +38,23 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.protocol import MAX_PODS, MemberState, whole_number
 
 ADOPT_SECONDS = 45.0
-"""How long members of an undisturbed round may take to come back. Those whose former coordinator
-still runs look for the next one every 10 s, and a name server may return the old address for 30
-s."""
+"""How long members of an undisturbed round may take to return. If their former coordinator still
+runs, they look for the next one every 10 s, and a name server may return the old address for 30 s.
+"""
 BROKEN_SECONDS = 5.0
 """The same, once the round is known to be over."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The state that a member reports when it comes back."""
+    """The state that a member reports when it returns."""
 
     round: int
     rank: int
     world: int
     state: MemberState
     planned: bool = False
-    """Whether it was asked to end that round's workers, and these may save."""
+    """Whether it was asked to end that round's workers, which may save first."""
 
     @property
     def has_workers(self) -> bool:
@@ -85,7 +84,7 @@ class Resume:
 
 
 class Takeover:
-    """Takes members back into the rounds that they come from."""
+    """Readmits members to the rounds that they come from."""
 
     def __init__(self, rounds: Rounds, members: Members, loop: Loop, attempt: int) -> None:
         self._rounds, self._members, self._loop, self._attempt = rounds, members, loop, attempt
@@ -95,7 +94,7 @@ class Takeover:
         """Time until which to wait for members; None means not to wait."""
 
     def arrive(self) -> None:
-        """Begin to hold at the first hello, unless this is the first coordinator."""
+        """Start the hold at the first hello, unless this is the first coordinator."""
         if self._attempt and not self._opened:
             self._hold(ADOPT_SECONDS)
 
@@ -111,7 +110,7 @@ class Takeover:
             self._end()
 
     def resume(self, member: Member, resumed: Resume) -> None:
-        """Put a member back into its round, and let it know if that round no longer exists."""
+        """Put a member back into its round, or notify it that the round no longer exists."""
         rounds = self._rounds
         if rounds.current is None or resumed.round > rounds.current.number:
             # This coordinator has not begun a round with this number.
@@ -134,12 +133,12 @@ class Takeover:
         self.check()
 
     def gone(self, pod: str) -> None:
-        """Count a pod that is gone, which this coordinator may never have heard of."""
+        """Count a pod that is gone, even if this coordinator has never heard of it."""
         if self._until is not None:
             self._gone.add(pod)
 
     def check(self) -> None:
-        """End or shorten the hold if enough is known. To be called after every event."""
+        """End or shorten the hold if enough is known. Must be called after every event."""
         if self._until is None:
             return
         current = self._rounds.current
@@ -149,10 +148,9 @@ class Takeover:
         if current is None:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
-            # The names of the absent members are not known. If as many pods are gone, take them for
-            # these.
-            # Members that were asked to save may take long, also while they do not find this
-            # coordinator.
+            # The absent members' names are unknown, so if as many pods are gone, assume that these
+            # are the same. Members that were asked to save may take long, also before they find
+            # this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

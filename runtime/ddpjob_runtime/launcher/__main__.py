@@ -5,17 +5,17 @@
 Exit codes:
 
     0      every node has finished
-    76     the rendezvous was lost
+    76     rendezvous lost
     77     stopped by the coordinator
     78     the entry point cannot start
     79     fenced: the group continued without this node
     80     the node has not passed spec.preflight
     128+N  ended by signal N (143: SIGTERM)
 
-Any other code is a failure of this node.
+Any other code means that this node failed.
 
-With DDPJOB_RECOVERY=Fast, rounds need no c10d, and workers are forked from a process that has
-imported torch (DDPJOB_PRELOAD names more modules).
+With DDPJOB_RECOVERY=Fast, rounds do not need c10d, and workers are forked from a process that has
+imported torch (and any modules in DDPJOB_PRELOAD).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ REQUIRED = ("coordinator", "token", "pod", "index", "attempt")
 
 
 def main() -> NoReturn:
-    """Run until the job is done or this node has to end; never returns."""
+    """Run until the job is done or this node has to end. Never returns."""
     faulthandler.enable()
     raise_open_files()
     if os.getpid() == 1:
@@ -110,7 +110,7 @@ def main() -> NoReturn:
 def grace_seconds() -> float:
     """Return the workers' time from SIGTERM to SIGKILL.
 
-    It is the pod's grace period less the time that the launcher needs.
+    It is the pod's grace period minus the time that the launcher needs.
     """
     text = JobEnvironment.read().grace_seconds or "30"
     try:
@@ -130,7 +130,7 @@ def recovery_mode() -> Mode:
 
 
 def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
-    """Return the client to the coordinator, not started yet."""
+    """Return the coordinator client, not started yet."""
     job = JobEnvironment.read()
     missing = [name for name in REQUIRED if not getattr(job, name)]
     if missing:
@@ -170,7 +170,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
 
 
 def on_signal(number: signal.Signals, client: MemberClient, shutdown: Shutdown) -> None:
-    """Announce at once that this node leaves, then give the workers the pod's grace period."""
+    """Announce at once that this node is leaving, then give the workers the pod's grace period."""
     why = f"asked to end by {number.name}"
     shutdown.exit(
         128 + number,
@@ -200,7 +200,7 @@ def torchrun(
     if str(parsed.nproc_per_node).isdigit():
         os.environ.setdefault(
             "TORCH_ELASTIC_WORKER_IDENTICAL", "1"
-        )  # all nodes alike: no exchange of sizes that a dying node could block
+        )  # the same on all nodes, so a dying node cannot block an exchange of sizes
     client.wait_welcome()
     if client.done:
         return
@@ -238,7 +238,7 @@ def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown
 def data_to_fetch() -> Any:
     """Return the settings of storage.data.url, or None if it is not set.
 
-    Must run before anything inherits the bucket's keys. Raises InitFailure.
+    Must run before any process inherits the bucket's keys. Raises InitFailure.
     """
     if not JobEnvironment.read().data_url:
         return None
@@ -254,7 +254,7 @@ def data_to_fetch() -> Any:
 def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
     """Fetch storage.data.url into its folder, however long that takes.
 
-    The coordinator hears from this node all the while.
+    This node remains in contact with the coordinator throughout.
     """
     from ddpjob_runtime.launcher.fetch_data import Fetch, FetchAbandoned, Unfit
     from ddpjob_runtime.launcher.s3_reader import BucketRefusal
@@ -273,7 +273,7 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def warm_up() -> tuple[Any, str]:
-    """Return (the process that forks workers, why there is none).
+    """Return (the process that forks workers, the reason if there is none).
 
     An image without torch fails later, when torchrun is imported.
     """
@@ -291,14 +291,15 @@ def warm_up() -> tuple[Any, str]:
 
 
 def processes_per_node() -> int:
-    """Return the number in torchrun's options, or 1 if they name a kind of device."""
+    """Return the number in torchrun's options, or 1 if they name a device type."""
     found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", torchrun_options())
     return int(found[-1]) if found else 1
 
 
 def torchrun_options() -> str:
-    """Return the arguments before `--`, without the script, whose own options may have the same
-    names.
+    """Return the arguments before `--`.
+
+    The script is excluded, because its own options may have the same names.
     """
     options = sys.argv[1:]
     return " ".join(options[: options.index("--")] if "--" in options else options)
@@ -314,9 +315,9 @@ def why_cold(parsed: Any) -> str:
 
 
 def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
-    """Have torchrun take its workers from the fork server.
+    """Make torchrun take its workers from the fork server.
 
-    Return why this version of torch cannot.
+    Return why this version of torch cannot; empty if it can.
     """
     from ddpjob_runtime.launcher import forkserver
 
@@ -330,15 +331,15 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
 def require_torchrun() -> Any:
     """Return torch.distributed.run.
 
-    Raises InitFailure if the image lacks it, since no retry would help.
+    Raises InitFailure if the image lacks torchrun, because a retry would not help.
     """
     try:
-        with lean_torch.for_rendezvous():  # In mode Fast, all of torch was imported before.
+        with lean_torch.for_rendezvous():  # In mode Fast, all of torch has been imported already.
             run = import_torchrun()
             lacks = torch_parts.missing()
     except Exception as error:  # an OSError too: a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # This node's temporary problem, not the image's: a missing library has no errno.
+            raise  # A temporary problem of this node, not of the image: a missing library has no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
     if lacks:
@@ -350,7 +351,7 @@ def require_torchrun() -> Any:
 
 
 def parse(run: Any, arguments: list[str]) -> Any:
-    """Parse as torchrun does. What it refuses is an error in the job's manifest."""
+    """Parse as torchrun does. Arguments that it refuses are an error in the job's manifest."""
     parser = run.get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -366,7 +367,7 @@ def parse(run: Any, arguments: list[str]) -> Any:
 
 
 def check_entry_point(parsed: Any) -> None:
-    """Raise InitFailure if the program that should run cannot be found."""
+    """Raise InitFailure if the program to run cannot be found."""
     if parsed.no_python:
         check_command(parsed.training_script)
     elif parsed.module:
@@ -409,7 +410,7 @@ def patch_torch(client: MemberClient, shutdown: Shutdown, mode: Mode, preflight:
 
 
 def run_worker(parsed: Any) -> None:
-    """Have torchrun's arguments start worker.py, which starts the program that they name."""
+    """Make torchrun start worker.py, which starts the program named in the arguments."""
     if not parsed.run_path:
         kind = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
         parsed.training_script_args = [kind, parsed.training_script, *parsed.training_script_args]
@@ -422,7 +423,7 @@ def classify(error: BaseException) -> tuple[str, int]:
     A lost rendezvous is a consequence; any other exception is a failure of this node.
     """
     if "torch.distributed.elastic.rendezvous.api" not in sys.modules:
-        return "Error", 1  # That module is not imported yet, and torch may be the cause.
+        return "Error", 1  # The module is not imported yet, and torch may be the cause.
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 

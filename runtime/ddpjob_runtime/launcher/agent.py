@@ -1,8 +1,8 @@
 """torchrun's elastic agent, driven by the coordinator: reports failures and obeys `restart`.
 
-It overrides or calls these parts of torch.distributed.elastic (2.6 and later): LocalElasticAgent's
-`_rendezvous`, `_start_workers`, `_stop_workers`, `_monitor_workers`, `_exit_barrier`; the worker
-context's `close`, `pids` and `error_files`; ProcessFailure's reading of an error file.
+It overrides or calls these parts of torch.distributed.elastic (2.6 and later): `_rendezvous`,
+`_start_workers`, `_stop_workers`, `_monitor_workers` and `_exit_barrier` of LocalElasticAgent;
+`close`, `pids` and `error_files` of the worker context; the error-file parsing of ProcessFailure.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ ABORTED = (
     ": a library gave up, and the pod's log ends with its reason. With GPUs it is usually NCCL's watchdog, because a "
     "device failed or a collective timed out"
 )
-"""Added to the message of a worker that ended by SIGABRT without an exception. The reason is
-only in its output."""
+"""Added to the message of a worker ended by SIGABRT without an exception, since only its output has
+the reason."""
 STAYED = " (its process was still there 10 s after that, and was killed)"
-"""Added to the message of a worker whose program had failed, and which was ended by the alarm
-that it had set (worker.py)."""
+"""Added to the message of a worker whose program failed and which was ended by its own alarm
+(worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
-"""How torch's DataLoader reports in the worker that one of its own processes was killed."""
+"""How torch's DataLoader reports, in the worker, that one of its processes was killed."""
 GONE_SECONDS = 60.0
-"""How long workers may take to end after SIGKILL. The kernel needs time to release much memory
-or a device.
+"""How long workers may take to end after SIGKILL. The kernel needs time to release a device or much
+memory.
 """
 TRACKER_SECONDS = 1.0
-"""How long resource trackers may take to end. One stays while a process outside its session uses
-it."""
+"""How long resource trackers may take to end. A tracker stays while a process outside its session
+uses it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""How long workers may take to end when this node ends. The end of its container removes
-leftover processes."""
+"""How long workers may take to end when this node ends. Leftover processes end with its container.
+"""
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
-"""Seconds between SIGTERM and SIGKILL when the round is broken, because its step can no longer
-be completed."""
+"""Seconds between SIGTERM and SIGKILL in a broken round, whose step can no longer be completed."""
 
 
 class CoordinatedAgent(LocalElasticAgent):
@@ -84,7 +83,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._remaining_restarts: int
         self._grace = RESTART_GRACE[mode]
         self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that we did not end
-        self._ending: dict[int, int] = {}  # the same for those whose program had ended before their process
+        self._ending: dict[int, int] = {}  # the same for workers whose program ended before their process
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
@@ -112,13 +111,13 @@ class CoordinatedAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self._node_shutdown.block_if_begun()
         assert self._round is not None
-        # Equal on all nodes, whatever their history: scripts and stores use
+        # Must be equal on all nodes, whatever their history, because scripts and stores use
         # TORCHELASTIC_RESTART_COUNT.
         self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
         os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
         self._oom_kills = oom.oom_kills()
         pids: Any = {}
-        with self._node_shutdown.starting:  # not blocked in here: the shutdown waits for this lock
+        with self._node_shutdown.starting:  # must not block inside: the shutdown waits for this lock
             if not self._node_shutdown.begun:
                 self._ended, self._ending, self._grace = {}, {}, RESTART_GRACE[self._mode]
                 pids = super()._start_workers(worker_group)
@@ -128,7 +127,7 @@ class CoordinatedAgent(LocalElasticAgent):
         return pids
 
     def _wrap_close(self, context: Any) -> None:
-        """Have the context close with this node's grace, not with torchrun's 30 s."""
+        """Make the context close with this node's grace period, not torchrun's 30 s."""
         close = context.close
         seen: list[bool] = []
 
@@ -137,7 +136,7 @@ class CoordinatedAgent(LocalElasticAgent):
                 seen.append(True)
                 self._note_ended(context)
             if self._end_workers(context, death_sig or signal.SIGTERM):
-                close(death_sig, self._grace)  # Only the log files are left to close.
+                close(death_sig, self._grace)  # Only the log files remain to be closed.
 
         context.close = close_with_grace
 
@@ -159,9 +158,9 @@ class CoordinatedAgent(LocalElasticAgent):
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
         """End the workers. Return whether they and their children are gone.
 
-        They get SIGTERM, the grace, and SIGKILL. No worker may begin while one of an earlier
-        round, or its child, still holds the device. After SIGKILL torch itself waits without
-        end (2.6) or gives up after the grace (2.15), and it never waits for children.
+        They get SIGTERM, and SIGKILL after the grace period. No worker may begin while a worker of
+        an earlier round, or its child, still holds the device. After SIGKILL, torch itself waits
+        forever (2.6) or gives up after the grace period (2.15), and it never waits for children.
         """
         handlers = list(context.subprocess_handlers.values())
         for handler in handlers:
@@ -187,7 +186,7 @@ class CoordinatedAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _hurry(self, number: int) -> None:
-        """End a planned restart's grace. A peer that would have saved too is gone."""
+        """End a planned restart's grace period, because a peer that had to save too is gone."""
         if number == self._round and self._pcontext is not None:
             _kill_sessions(self._pcontext, spare_trackers=True)
 
@@ -231,12 +230,12 @@ class CoordinatedAgent(LocalElasticAgent):
     def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
         """Report the workers that this launcher did not end because of their peers.
 
-        A worker whose exception is in its error file may still wait for a thread of its own, or
-        for a device. One that has ended with 0 explains the errors of the peers that it left.
+        A worker whose exception is in its error file may still be waiting for one of its threads or
+        a device. A worker that ended with 0 explains the errors of its peers.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
-            return  # All have finished, and the coordinator knows that.
+            return  # All have finished, and the coordinator knows it.
         for local_rank, code in codes.items():
             path = _error_files(context)[local_rank]
             self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
@@ -277,7 +276,7 @@ class CoordinatedAgent(LocalElasticAgent):
             )
 
     def _exit_barrier(self) -> None:
-        """Do nothing, since `_monitor_workers` waits.
+        """Do nothing, because `_monitor_workers` waits.
 
         A barrier would not notice a lost peer.
         """
@@ -286,22 +285,22 @@ class CoordinatedAgent(LocalElasticAgent):
 def restarts_before(number: int) -> int:
     """Return TORCHELASTIC_RESTART_COUNT of a round.
 
-    It follows from the round's number alone, so that it is equal on all nodes: workers meet in the
-    store under it. It is never 0 after a restart, because scripts resume by that. It always grows,
-    by a thousand with each coordinator that takes over, because torchrun empties the log folder of
-    a count that occurs again.
+    It depends only on the round's number, so that it is equal on all nodes: workers use it to meet
+    in the store. After a restart it is never 0, because scripts use it to decide whether to resume.
+    It always grows, by a thousand with each coordinator that takes over, because torchrun empties
+    the log folder of a repeated count.
     """
     attempt, number_of_attempt = divmod(number, NUMBERS_PER_ATTEMPT)
     return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
 
 
 def _ask_to_end(handler: Any, number: signal.Signals) -> None:
-    """Signal a worker and its children, as torchrun does, or the worker alone.
+    """Signal a worker and its children, as torchrun does, or only the worker.
 
-    Python that handles the signal gets it alone. Without its loaders' processes it could not
-    complete the step after which it saves. They are killed when it has ended. Any other program
-    that handles the signal, such as a shell with a trap, may wait for the training that it started.
-    Raises ProcessLookupError if it has ended.
+    A Python worker that handles the signal gets it alone, because without its loaders' processes it
+    could not complete the step after which it saves. They are killed when it has ended. Any other
+    program that handles the signal, such as a shell with a trap, may wait for the training that it
+    started. Raises ProcessLookupError if the worker has ended.
     """
     try:
         pid = handler.proc.pid
@@ -315,11 +314,11 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 
 
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
-    """Send SIGKILL to leftover processes of workers. Return those that have not ended yet.
+    """Send SIGKILL to leftover worker processes. Return those that have not ended yet.
 
-    Every worker leads a session of its own. `spare_trackers`: leave out Python's resource trackers.
-    They end when their users have ended, and unlink the shared memory and the semaphores that
-    killed processes leave in /dev/shm.
+    Every worker leads its own session. `spare_trackers`: do not kill Python's resource trackers.
+    They end after their users, and unlink the shared memory and semaphores that killed processes
+    leave in /dev/shm.
     """
     left = set()
     for pid in _processes_of(set(context.pids().values())):
@@ -330,7 +329,7 @@ def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
 
 
 def _processes_of(sessions: set[int]) -> list[int]:
-    """Return the processes of these sessions that still run or still free what they hold."""
+    """Return these sessions' processes that are still running or still releasing resources."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # It has just ended.
@@ -370,7 +369,7 @@ def _wait(handlers: list[Any], until: float) -> None:
 
 
 def rendezvous_parameters(config: Any) -> Any:
-    """Return the parameters as torchrun would build them from its arguments."""
+    """Return the parameters that torchrun would build from its arguments."""
     return RendezvousParameters(
         config.rdzv_backend,
         config.rdzv_endpoint,
@@ -394,7 +393,7 @@ def send_failure(
 ) -> None:
     """Report a worker that ended by itself, with the content of its error file.
 
-    `kernel_killed`: this worker, or a different process of the container, was killed for memory.
+    `kernel_killed`: this worker, or another process in the container, was killed to free memory.
     """
     error = read_error_file(error_file)
     message = error.message
@@ -431,8 +430,8 @@ def signal_name(code: int) -> str | None:
 class ErrorFile:
     """What a worker wrote about its end.
 
-    `init`: it had not begun to train, and a retry would not help. `exit_code`: that of a program
-    that ended with this error; None if it may have caught the error.
+    `init`: it had not begun to train, and a retry would not help. `exit_code`: exit code of a
+    program that ended with this error; None if it may have caught the error.
     """
 
     message: str = ""
@@ -445,7 +444,7 @@ class ErrorFile:
 def read_error_file(path: str) -> ErrorFile:
     """Read torchrun's error file.
 
-    The time is the file's own, since the one inside has only whole seconds.
+    The time is the file's modification time, because the recorded one has only whole seconds.
     """
     file = Path(path)
     if not file.is_file():

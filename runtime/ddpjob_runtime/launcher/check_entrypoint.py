@@ -21,13 +21,13 @@ def check_script(script: str) -> None:
     where = f"{script!r} (working directory {Path.cwd()})"
     unreadable = f"script {where} cannot be read by user {os.getuid()}: change its permissions, or those of its folders"
     try:
-        path.stat()  # If a folder above is closed, Path.exists() raises or returns False, by the version of Python.
+        path.stat()  # If a parent is unreadable, Path.exists() raises or returns False, by Python version.
         lacks_main = path.is_dir() and not (path / "__main__.py").is_file()
     except PermissionError:
         raise InitFailure(unreadable) from None
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise  # A problem of this node or its volume.
+            raise  # The problem is with this node or its volume.
         raise InitFailure(
             f"script {where} does not exist: correct the path, or put the file into the image or a volume"
         ) from None
@@ -38,7 +38,7 @@ def check_script(script: str) -> None:
 
 
 def check_command(command: str) -> None:
-    """Check that the command is a program on PATH, or a path to one (--no-python)."""
+    """Check that the command is a program on PATH or the path of a program (--no-python)."""
     if shutil.which(command) is None:
         raise InitFailure(
             "command {!r} is not an executable file and not on PATH ({})".format(command, os.environ.get("PATH", ""))
@@ -67,7 +67,7 @@ def check_module(name: str) -> None:
 
 
 def _missing_part(name: str, placeholders: list[str]) -> str:
-    """Return what is wrong with a dotted name; empty if nothing is.
+    """Return what is wrong with a dotted name; empty if it is valid.
 
     Parents get a placeholder module, because the import machinery looks them up by name.
     """

@@ -19,21 +19,20 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""How long to wait before checking again whether the coordinator's name leads to a later one. A
-coordinator that the operator has replaced, because its kubelet is dead or its host is
-unreachable, may still run and send."""
+"""How often to check whether the coordinator's name leads to a later coordinator. One that was
+replaced because its kubelet is dead or its host is unreachable may still run and send."""
 FIRST_SECONDS = 60.0
-"""Time without a coordinator after which attempts become rarer."""
+"""Time without a coordinator after which attempts become less frequent."""
 MAX_UNSENT = 1000
-"""The most lines that wait for a connection. A node of many ranks reports each of them, and one
-may be the cause."""
+"""Maximum number of lines that wait for a connection. A node with many ranks reports each failure,
+and any of them may be the cause."""
 SHORT_MESSAGE = 300
-"""How many characters of a failure's message any link takes in one packet."""
+"""Number of characters of a failure message that fit into one packet on any link."""
 GOODBYE_SECONDS = 1.0
 
 
 class MemberClient:
-    """The launcher's connection, which is renewed when it breaks.
+    """The launcher's connection, which reconnects when it breaks.
 
     `on_end(exit_code, kind, message)` is called on the client's thread when this process has to
     end, because it was refused or stopped, or has no coordinator.
@@ -55,20 +54,19 @@ class MemberClient:
         self._token = token
         self._mode, self._join_seconds, self._reconnect_seconds = mode, join_seconds, protocol.RECONNECT_SECONDS
         self._idle_since: float | None = time.monotonic()
-        """Since when it has needed a coordinator (monotonic seconds); None while its workers
-        run."""
+        """When it began to need a coordinator (monotonic seconds); None while its workers run."""
         self._place, self._outdated = (-1, -1), False
-        """Generation and attempt of the latest coordinator that it knows. It never returns to an
-        earlier one."""
+        """Generation and attempt of the latest known coordinator. It never returns to an earlier
+        one."""
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
         self._notes: dict[str, str] = {}
-        """The last note of each kind. Every hello contains them, because a later coordinator
-        does not know them and a link may lose one."""
+        """The last note of each kind. Every hello contains them, because a later coordinator does
+        not know them and a link may lose a note."""
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
-        """This node's failures in the current round, with the place of the coordinator that they
-        were sent to."""
+        """This node's failures in the current round, with the generation and attempt of the
+        coordinator that they were sent to."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
         self._refusal = ""  # why the connected coordinator is not this pod's
@@ -82,25 +80,25 @@ class MemberClient:
         self.why = ""
         self.on_hurry: Callable[[int], None] = lambda number: (
             None
-        )  # a planned restart has lost a member, so nobody can save
+        )  # a planned restart has lost a member, so no rank can save
         self.on_dump: Callable[[int], None] = lambda number: None
         self.on_record: Callable[[dict[str, Any]], None] = lambda line: None
 
     def start(self) -> None:
         """Begin to connect, and return at once."""
         with contextlib.suppress(OSError):
-            # glibc reads the environment at the first look-up. In a thread it could crash if a
-            # variable is set then.
+            # glibc reads the environment at the first lookup. In a thread, that could crash if a
+            # variable is set at the same time.
             socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
-        if self._mode == Mode.FAST:  # In Standard each generation has its own name.
+        if self._mode == Mode.FAST:  # In Standard, each generation has its own name.
             threading.Thread(target=self._guard, args=(self._look,), name="ddpjob-lookup", daemon=True).start()
 
     # ---- for the agent
 
     def wait_welcome(self, seconds: float | None = None) -> bool:
-        """Wait until the coordinator has admitted this node or says that nothing is left to do."""
+        """Wait until this node is admitted or the coordinator reports that nothing is left to do"""
         with self.changed:
             return self.changed.wait_for(lambda: self.welcomed or self.done, seconds)
 
@@ -113,7 +111,7 @@ class MemberClient:
         return self.must_restart(number) and self._planned
 
     def ran_out_of_memory(self, why: str) -> None:
-        """Report that this node's workers ended because the kernel killed their parent."""
+        """Report that this node's workers ended because the kernel killed their parent process."""
         if self._position:
             self.send(FromMember.FAILURE, round=self._position["round"], message=why, oom=True)
 
@@ -133,9 +131,9 @@ class MemberClient:
     def wait_go(self, host: str, port: int, check: int = 0) -> dict[str, Any] | None:
         """Report that this node can begin a round, and return the coordinator's `go`.
 
-        Returns None if nothing is left to do. `port`: that of the store that this node would host
-        as rank 0; 0 if it would not. `check`: for how many seconds the round may check its links
-        first; 0: this node asks for no check.
+        Returns None if nothing is left to do. `port`: port of the store that this node would host
+        as rank 0; 0 if it would not. `check`: how many seconds the round may check its links first;
+        0: this node does not request a check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
@@ -156,7 +154,7 @@ class MemberClient:
     def note(self, kind: str, why: str) -> None:
         """Give the operator a note about this pod.
 
-        It replaces the last one of its kind; an empty one removes it.
+        It replaces the last note of its kind; an empty note removes it.
         """
         why = protocol.clip(why, protocol.MAX_NOTE)
         with self._lock:
@@ -164,13 +162,13 @@ class MemberClient:
         self.send(FromMember.NOTE, kind=kind, why=why)
 
     def send_now(self, verb: str, **fields: Any) -> None:
-        """Send if there is a connection. For lines that are sent again after a welcome anyway."""
+        """Send if connected. Meant for lines that are sent again after a welcome anyway."""
         with self._lock:
             if self._socket is not None and self.welcomed:
                 self._write(protocol.encode(verb, **fields))
 
     def send(self, verb: str, **fields: Any) -> None:
-        """Send now, or after the next welcome when there is no connection."""
+        """Send now, or after the next welcome if there is no connection."""
         data = protocol.encode(verb, **fields)
         with self._lock:
             if self._socket is not None and self.welcomed and self._write(data):
@@ -180,9 +178,9 @@ class MemberClient:
             del self._unsent[:-MAX_UNSENT]
 
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
-        """Keep a failure that was sent, since a broken link accepts lines that never arrive.
+        """Keep a failure that was sent, because a broken link accepts lines that never arrive.
 
-        Without this report, the errors of its peers would be blamed.
+        Without this report, its peers' errors would be blamed.
         """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
@@ -194,11 +192,12 @@ class MemberClient:
         return self._write(protocol.encode(verb, **fields))
 
     def _write_all_kept(self) -> None:
-        """Send the waiting lines, and again the failures that this coordinator may have missed.
+        """Send the waiting lines, and resend failures that this coordinator may have missed.
 
-        It recognizes failures that it knows. A different coordinator does not get them, because it
-        could find in them a break that the operator has already counted. They are sent again in
-        full once, and once more without their long parts, since a link may lose only large packets.
+        It recognizes failures that it knows. They are not sent to a different coordinator, which
+        could take them for a new break although the operator has already counted it. They are
+        resent once in full, and once without their long parts, because a link may lose only large
+        packets.
         """
         failures, self._failures = self._failures, []
         for place, fields in failures:
@@ -225,7 +224,7 @@ class MemberClient:
     def close(self) -> None:
         """Close the connection in order.
 
-        An exit with unread data in the socket would reset the connection and might lose the last
+        Exiting with unread data in the socket would reset the connection and might lose the last
         line.
         """
         self._closing = True
@@ -242,7 +241,7 @@ class MemberClient:
     # ---- threads
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Run a thread's work, and end the launcher if that fails.
+        """Run a thread's work, and end the launcher if it fails.
 
         Otherwise an unreachable launcher would train or wait forever.
         """
@@ -255,17 +254,17 @@ class MemberClient:
     def _keep(self) -> None:
         missed_since, known = time.monotonic(), False
         pause, why = 0.05, "no attempt yet"
-        chance = random.Random()  # Spreads the return of members that lost a coordinator together.
+        chance = random.Random()  # Spreads out the reconnections of members that lost a coordinator together.
         while not self._gives_up(missed_since, known):
             try:
                 stream = self._connect()
-            except OSError as error:  # NXDOMAIN included: the name is resolved each time
+            except OSError as error:  # including NXDOMAIN, because the name is resolved each time
                 why = str(error)
             else:
                 over, why, welcomed = self._read(stream)
                 if over or self._closing:
                     return
-                if welcomed:  # a stranger's coordinator, or one that admits nobody, must not be tried forever
+                if welcomed:  # do not retry a stranger's coordinator, or one that admits nobody, forever
                     missed_since, known, pause = time.monotonic(), True, 0.05
             time.sleep(pause * chance.uniform(0.5, 1.5))
             pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
@@ -274,14 +273,14 @@ class MemberClient:
         )
 
     def _gives_up(self, missed_since: float, known: bool) -> bool:
-        """Whether to stop waiting for a coordinator. `known`: there was one before."""
+        """Whether to stop waiting for a coordinator. `known`: there was a coordinator before."""
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
         idle_since = self._idle_since
         return idle_since is not None and time.monotonic() >= max(missed_since, idle_since) + self._join_seconds
 
     def _connect(self) -> socket.socket:
-        """Connect to the first coordinator of this job at its addresses. Raises OSError."""
+        """Connect to the first coordinator of this job found at its addresses. Raises OSError."""
         problem = OSError(f"no address of {self._address[0]}")
         for host in self._resolve():
             try:
@@ -329,11 +328,11 @@ class MemberClient:
         self._place = place
 
     def _challenge(self, stream: socket.socket) -> tuple[tuple[str, str], tuple[int, int]]:
-        """Have the coordinator prove that it knows the job's token.
+        """Make the coordinator prove that it knows the job's token.
 
-        Returns both nonces, and (generation, attempt). The name or the address may currently belong
-        to a different job, or to this job with an older token. The proof covers generation and
-        attempt too, because otherwise a relay could claim any place. Raises OSError.
+        Returns both nonces, and (generation, attempt). The name or address may currently belong to
+        a different job, or to this job with an older token. The proof covers the generation and
+        attempt too, because otherwise a relay could claim any of them. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         stream.sendall(protocol.encode(FromMember.CHALLENGE, nonce=nonce))
@@ -377,10 +376,10 @@ class MemberClient:
                 with self._dial(host) as other:
                     _, place = self._challenge(other)
             except OSError:
-                continue  # nobody of this job
+                continue  # not a coordinator of this job
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                return  # its other addresses do not count as a second time
+                return  # its other addresses do not count as a second sighting
             if place > self._place:
                 self._move(stream, place)
                 return
@@ -388,7 +387,7 @@ class MemberClient:
     def _leave_generation(self, found: int) -> None:
         """End when a later generation is found for the second time.
 
-        By then a kubelet that is alive would have asked this pod to end.
+        A live kubelet would have asked this pod to end by then.
         """
         if self._outdated:
             expected = self._identity["generation"]
@@ -407,8 +406,7 @@ class MemberClient:
     def _read(self, stream: socket.socket) -> tuple[bool, str, bool]:
         """Handle lines until the connection ends.
 
-        Returns (whether nothing is left to receive, why it ended, whether this node was
-        welcomed).
+        Return (whether nothing is left to receive, why it ended, whether this node was welcomed).
         """
         why, self._refusal = "it closed the connection", ""
         try:
@@ -486,7 +484,7 @@ class MemberClient:
         found = message.get("generation")
         if expected is not None and found != expected:
             text = f"this pod belongs to generation {expected}, the coordinator to {found}"
-            if isinstance(found, int) and found < expected:  # it is about to end, and its name to be taken over
+            if isinstance(found, int) and found < expected:  # it is about to end, and its name will be taken over
                 self._refusal = text
                 return False
             self._on_end(protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", text)
@@ -494,7 +492,7 @@ class MemberClient:
         with self._lock:
             self.welcomed = True
             self._write_all_kept()
-            # Read it only now: `wait_go` sets it first, and sends only if it finds this node
+            # Read this only now: `wait_go` sets it first, and sends only if this node is already
             # welcomed.
             ready = self._ready
             if ready is not None:

@@ -1,9 +1,9 @@
 """The launcher's part of `spec.preflight`: runs the checks and finds the faulty node.
 
-A new pod checks its own node before it is ready. With scope Group, the first round of a new pod
-begins with a check of the links. All nodes make an all-reduce together, and only if that fails,
-pairs of neighbours in a ring do. The results meet in the round's store; rank 0 judges, and all
-nodes obey its verdict.
+A new pod checks its own node before it is ready. With scope Group, a new pod's first round begins
+with a link check. All nodes do an all-reduce together; only if it fails, pairs of neighbours in a
+ring do. The results are collected in the round's store. Rank 0 judges, and all nodes obey its
+verdict.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ddpjob_runtime.store import serve
 
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
-"""The most stages, each of which has its own time: the group, each node alone, and three of
+"""Maximum number of stages, each with its own time limit: the group, each node alone, and three of
 pairs."""
 MARGIN_SECONDS = 15.0
-"""How much longer than the check a stage may take: once for the address to meet at, once for the
+"""How much longer than the check a stage may take: once for the meeting address, once for the
 results, and twice for the verdict."""
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 
 Cancelled = Callable[[], bool]
 Group = tuple[int, ...]
-"""The ranks of nodes that check together."""
+"""The ranks of nodes that are checked together."""
 
 
 class Abandoned(Exception):
@@ -48,7 +48,7 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class PreflightSettings:
-    """DDPJOB_PREFLIGHT. `least`: the least rate in 10^6 bytes a second; 0 accepts any."""
+    """DDPJOB_PREFLIGHT. `least`: minimum rate in 10^6 bytes per second; 0 accepts any."""
 
     group: bool
     seconds: float
@@ -75,7 +75,7 @@ class PreflightSettings:
 
 
 class HardwareCheck:
-    """One process of `hardware_check`."""
+    """A `hardware_check` process."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         command = [sys.executable, str(PACKAGE), "check", json.dumps(settings)]
@@ -83,7 +83,7 @@ class HardwareCheck:
         self._output, self._ended = b"", False
 
     def wait(self, until: float, cancelled: Cancelled) -> dict[str, Any]:
-        """Return its result, or after `until` (monotonic seconds) the part that hangs.
+        """Return the result, or after `until` (monotonic seconds), the part that hangs.
 
         Raises Abandoned.
         """
@@ -116,7 +116,7 @@ class HardwareCheck:
         """Kill it, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # If a driver holds it, leave it behind.
+        with contextlib.suppress(subprocess.TimeoutExpired):  # If a driver blocks it, leave it behind.
             self._process.wait(1)
 
 
@@ -130,7 +130,7 @@ class NodePreflight:
 
     @property
     def wanted_seconds(self) -> int:
-        """How many more seconds this node's next round may take to begin; 0: it needs no check."""
+        """How many more seconds this node's next round may take to begin; 0: no check is needed."""
         if not self.settings.group or self.passed_group:
             return 0
         return int(STAGES * (self.settings.seconds + 4 * MARGIN_SECONDS))
@@ -143,7 +143,7 @@ class NodePreflight:
         self._until = time.monotonic() + known.seconds
 
     def node_problem(self, cancelled: Cancelled) -> str:
-        """Wait for the check; return what is wrong with this node, empty if nothing.
+        """Wait for the check. Return what is wrong with this node; empty if nothing is.
 
         Raises Abandoned.
         """
@@ -159,11 +159,11 @@ class NodePreflight:
             check.kill()
 
     def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> LinkVerdict:
-        """Return the verdict on the links of a round, the same on every node.
+        """Return the verdict on a round's links, the same on every node.
 
         `host`: this node's address.
 
-        Raises Abandoned, and torch's errors of the store.
+        Raises Abandoned, and torch's store errors.
         """
         results: dict[str, dict[int, NodeResult]] = {}
         for stage, groups in stages(world, self._procs):
@@ -217,7 +217,7 @@ class NodePreflight:
     def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
         """Keep a group's store until its other nodes are done.
 
-        Losing it would look like a broken link.
+        Losing the store would look like a broken link.
         """
         until = time.monotonic() + MARGIN_SECONDS
         while time.monotonic() < until and not store.check([f"{stage}/{other}" for other in group[1:]]):
@@ -252,7 +252,7 @@ def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
 
 @dataclass(frozen=True)
 class NodeResult:
-    """A node's result in one stage. `rate`: in 10^6 bytes a second; 0: not measured."""
+    """A node's result in one stage. `rate` is in 10^6 bytes per second; 0: not measured."""
 
     pod: str = ""
     node: str = ""
@@ -265,7 +265,7 @@ class NodeResult:
         return f"pod {self.pod}" + (f" on Kubernetes node {self.node}" if self.node else "")
 
     def fault(self, least: float) -> str:
-        """Return why it is not good enough; empty if it is."""
+        """Return why the result is not good enough; empty if it is."""
         if self.problem:
             return self.problem
         return f"{self.rate:.0f} MB/s, less than {least:.0f}" if self.rate and self.rate < least else ""
@@ -273,11 +273,11 @@ class NodeResult:
 
 @dataclass(frozen=True)
 class LinkVerdict:
-    """The outcome of a check of the links.
+    """The outcome of a link check.
 
-    `culprits`: by rank, why a node may not train. `failed`: why the check failed; empty if all may
-    train, and then `passed` describes the group. `ends`: the rank that ends with an ordinary
-    failure if no culprit is known.
+    `culprits`: by rank, why a node may not train. `failed`: why the check failed; if empty, all may
+    train and `passed` describes the group. `ends`: the rank that ends with an ordinary failure if
+    no culprit is known.
     """
 
     passed: str = ""
@@ -286,7 +286,7 @@ class LinkVerdict:
     ends: int | None = None
 
     def write(self) -> dict[str, Any]:
-        """Return it as JSON, whose keys are strings."""
+        """Return the verdict as a JSON object, whose keys are strings."""
         return {**asdict(self), "culprits": {str(rank): why for rank, why in self.culprits.items()}}
 
     @classmethod
@@ -315,9 +315,9 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
 def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
     """Return the verdict after these stages, or None if the next one is needed.
 
-    A culprit fails alone, or with both of its neighbours in the ring while others do not. Of nodes
-    in a row only as many are named as explain the failures; the next check looks at the others
-    again.
+    A culprit fails alone, or together with both of its neighbours in the ring while others pass. Of
+    consecutive nodes, only as many are named as needed to explain the failures; the next check
+    tests the others again.
     """
     group = results["group"]
     faults = {rank: fault for rank, result in group.items() if (fault := result.fault(least))}
@@ -358,7 +358,9 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Return every second node of a row of broken links, from the first with one on both sides."""
+    """Return every second node in a row of broken links, from the first with two broken links
+    on.
+    """
     culprits: dict[int, str] = {}
     start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))
     for step in range(world):
@@ -372,7 +374,7 @@ def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group,
 
 
 def _broken(broken: Mapping[Group, str], world: int, rank: int) -> str:
-    """Return why the link from a node to the next in the ring is broken; empty if it is not."""
+    """Return why the link from a node to the next one in the ring is broken; empty if it works."""
     a, b = rank % world, (rank + 1) % world
     return broken.get((a, b), "")
 

@@ -1,11 +1,11 @@
 """Fetches spec.storage.data.url before workers start: once per folder, verified, and resumable.
 
     NAME                      a whole object, renamed to this name once size and checksum (if any) match
-    .ddpjob-fetched.jsonl     a line for each fetched object: name, ETag, size, time of the file
+    .ddpjob-fetched.jsonl     a line per fetched object: name, ETag, size, time of the file
     .ddpjob-part-HASH         an object that is being fetched
-    .ddpjob-lock              held by the pod that fetches; the kernel releases it whenever that ends
+    .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
-All pods that mount the folder meet at the lock. The first one fetches, and the others find
+All pods that mount the folder wait for the lock. The first one fetches, and the others find
 everything there.
 """
 
@@ -45,17 +45,17 @@ from ddpjob_runtime.launcher.s3_reader import (
 from ddpjob_runtime.launcher.shutdown import log
 
 THREADS = 8
-"""How many objects are fetched at a time, each over its own connection with at most two pieces
-in memory."""
+"""Number of objects to fetch at a time, each over its own connection with at most two pieces in
+memory."""
 OWN = ".ddpjob-"
 LONGEST_PAUSE = 60.0
 LOG_SECONDS = 30.0
 FIRST_NEWS_SECONDS = 3.0
 """How long a fetch must take before it is reported to the coordinator."""
 WRONG_TRIES = 3
-"""How often an object is fetched if its checksum differs."""
+"""Number of attempts to fetch an object if its checksum differs."""
 LISTINGS = 5
-"""How often one start lists a bucket that changes while it is read."""
+"""Maximum number of listings per start if the bucket changes while it is read."""
 _RECORD, _PART, _LOCK = OWN + "fetched.jsonl", OWN + "part-", OWN + "lock"
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -66,7 +66,7 @@ _Found = TypeVar("_Found")
 
 
 class Unfit(Exception):
-    """This node's disk cannot hold the data, but that of a different node may."""
+    """This node's disk cannot hold the data, but a different node's disk may."""
 
 
 class FetchAbandoned(Exception):
@@ -99,7 +99,7 @@ class FetchSettings:
 class Fetch:
     """One start's fetch.
 
-    `report(text)` is called now and then for the job's status; empty when it is over.
+    `report(text)` is called occasionally for the job's status, with an empty text at the end.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -139,7 +139,7 @@ class Fetch:
     def _hold_lock(self) -> Iterator[None]:
         """Hold the folder's lock.
 
-        It depends on no clock, and the kernel frees that of a killed holder.
+        The lock does not depend on a clock, and the kernel releases it if its holder is killed.
         """
         with (self._folder / _LOCK).open("a") as file:
             self._began, waited = time.monotonic(), False
@@ -194,7 +194,7 @@ class Fetch:
     # --- what is there
 
     def _read_record(self) -> dict[str, list[Any]]:
-        """Return {name: [name, ETag, size, nanoseconds]} without lines that are malformed."""
+        """Return {name: [name, ETag, size, nanoseconds]}, skipping malformed lines."""
         found: dict[str, list[Any]] = {}
         with contextlib.suppress(FileNotFoundError), (self._folder / _RECORD).open("rb") as file:
             while line := file.readline(16384):
@@ -226,19 +226,19 @@ class Fetch:
         return [found.st_size, found.st_mtime_ns] == [remote.size, entry[3]]
 
     def _forget(self, known: Iterable[str], wanted: set[str]) -> None:
-        """Remove fetched files that the bucket no longer has. Other files are left alone."""
+        """Remove fetched files that the bucket no longer has. Other files are not touched."""
         for name in known:
             if name in wanted:
                 continue
-            with contextlib.suppress(OSError, ValueError):  # Such a name cannot be a file's.
+            with contextlib.suppress(OSError, ValueError):  # Such a name cannot be a file name.
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
-                    folder.rmdir()  # Fails, and ends here, if something is left in it.
+                    folder.rmdir()  # Fails, which ends the loop, if the folder is not empty.
 
     def _part(self, remote: Remote) -> Path:
         """Return the path of the partial download of this version of an object.
 
-        It names this boot as well, so that a file cut by a power failure is never resumed.
+        The path includes this boot, so that a file truncated by a power failure is never resumed.
         """
         text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
@@ -308,7 +308,7 @@ class Fetch:
         raise BucketRefusal(f"{self._url}/{remote.name}: {problem}, {WRONG_TRIES} times: the object is damaged there")
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
-        """Complete the part. Returns what is wrong with it, empty if nothing.
+        """Complete the part. Return what is wrong with it; empty if nothing is.
 
         Raises Away, Changed, BucketRefusal, OSError.
         """
@@ -316,7 +316,7 @@ class Fetch:
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
             try:
                 if os.fstat(file.fileno()).st_size > remote.size:
-                    file.truncate(0)  # The runtime did not write that.
+                    file.truncate(0)  # The runtime did not write this content.
                 while piece := file.read(PIECE):
                     sums.update(piece)
                     counted = self._count(counted, piece)
@@ -324,7 +324,7 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        self._problem = ""  # Already now, because the object may take hours.
+                        self._problem = ""  # Set here already, because the object may take hours.
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
                             reader.close()
@@ -349,7 +349,7 @@ class Fetch:
         target = self._folder / remote.name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir() and not target.is_symlink():
-            target.rmdir()  # The bucket had a folder of this name before.
+            target.rmdir()  # The bucket previously had a folder of this name.
         part.replace(target)
         line = json.dumps([remote.name, remote.etag, remote.size, target.stat().st_mtime_ns])
         with self._lock:
@@ -358,7 +358,7 @@ class Fetch:
             self._problem = ""
 
     def _count(self, before: int, piece: bytes) -> int:
-        """Count a piece, and return how many bytes of the object there are with it."""
+        """Count a piece, and return the object's number of bytes so far, including it."""
         with self._lock:
             self._done += len(piece)
         return before + len(piece)
@@ -379,7 +379,7 @@ class Fetch:
                 pause = min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1))
                 with self._lock:
                     known, self._problem = self._problem, str(error)
-                if not known or failures > 3:  # Only one of eight downloads logs it.
+                if not known or failures > 3:  # Only one of eight downloads logs the problem.
                     log(f"data: {error}; tries again in {pause:.0f} s")
                 if not self._total:
                     self._say(f"waiting for the bucket with the data: {error}")
@@ -402,7 +402,7 @@ class Fetch:
     def _say(self, text: str) -> None:
         """Log `text` twice a minute.
 
-        Report it to the coordinator if 5 % more is done, or the problem differs.
+        Report it to the coordinator after another 5 %, or if the problem has changed.
         """
         now = time.monotonic()
         if now - self._logged >= LOG_SECONDS:
@@ -415,7 +415,7 @@ class Fetch:
 
 
 class Sums:
-    """Compares the checksums that the server sends for one object with its bytes."""
+    """Compares the checksums that the server sends for an object with the object's bytes."""
 
     def __init__(self, remote: Remote) -> None:
         self._etag = remote.etag
@@ -431,14 +431,14 @@ class Sums:
         self._crc32 = zlib.crc32(piece, self._crc32)
 
     def expect(self, headers: Mapping[str, str]) -> None:
-        """Set the headers, whose checksums are those of the whole object."""
+        """Set the headers, which have the whole object's checksums."""
         self._headers = headers
 
     def problem(self) -> str:
         """Return what differs; empty if nothing does.
 
-        The ETag is the MD5 of an object that was uploaded in one part, unless a customer's key
-        encrypts it.
+        The ETag is the MD5 of an object uploaded in one part, unless a customer's key encrypts the
+        object.
         """
         said = self._headers.get
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"
@@ -453,7 +453,7 @@ class Sums:
 
 
 def check_names(objects: list[Remote], url: str) -> None:
-    """Raise BucketRefusal unless each object can be a file of its own below a folder."""
+    """Raise BucketRefusal unless each object can be a separate file below a folder."""
     if not objects:
         raise BucketRefusal(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
     names = set[str]()

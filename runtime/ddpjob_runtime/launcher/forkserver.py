@@ -1,33 +1,32 @@
-"""Workers without the wait for imports: a process that has imported torch forks them in
-milliseconds.
+"""Forks workers from a process that has imported torch, so that they do not wait for imports.
 
-After a loss the survivors' workers are started again, although nothing happened to their machines.
-A fresh interpreter spends 1.3 to 3 s on `import torch`; a fork of a process that has imported it
-takes some 20 ms.
+After a loss, the survivors' workers are restarted, although nothing happened to their machines. A
+new interpreter spends 1.3 to 3 s on `import torch`; forking a process that has imported it takes
+about 20 ms.
 
 The launcher imports torch and forks the server from itself before it starts threads. The server
-imports the modules of DDPJOB_PRELOAD, freezes the collector so that workers share its pages, and
-waits for orders. The two exchange JSON objects, one per line, over a pair of sockets:
+imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share its
+pages, and waits for orders. The two exchange JSON objects, one per line, over a pair of sockets:
 
-    server -> launcher   {"importing": "timm"}                   for the message if that one hangs
+    server -> launcher   {"importing": "timm"}                   for the message if it hangs
     server -> launcher   {"ready": ""}                           or the reason for a refusal
     launcher -> server   {"number": 1, "words": [...], "environment": {...}, "stdout": FILE, ...}
     server -> launcher   {"number": 1, "pid": 4711}              or "problem": why it cannot fork
     server -> launcher   {"pid": 4711, "code": -9}               the worker's end
 
-A fork copies memory and one thread, and nothing else. Threads and device contexts do not survive
-it, so the server refuses to serve if an import leaves threads behind or initializes CUDA. The
-launcher then starts its workers cold, and a condition of the job says why.
+A fork copies only memory and one thread. Other threads and device contexts do not survive it, so
+the server refuses to serve if an import starts threads or initializes CUDA. The launcher then
+starts its workers cold, and a condition of the job shows the reason.
 
 A worker must look like a fresh process (`_become`). It gets its own session, signals, environment,
 output streams, random seeds and number of threads. torch is hidden from it, so that `import torch`
-in the script reads the script's variables again. At its end it runs what the interpreter would run,
-for the program's modules only, because unloading torch takes a second.
+in the script makes torch read the script's variables. At its end, it finalizes only the program's
+modules, as the interpreter would, because unloading torch takes a second.
 
-The server ends with the launcher, and its workers end with it: each asks the kernel for a signal at
-its parent's death.
+The server ends with the launcher, and the workers end with the server, because each asks the kernel
+for a signal when its parent dies.
 
-Why: docs/decisions/0007. What a script can notice is a table in docs/protocol.md.
+Why: docs/decisions/0007. A table in docs/protocol.md lists what a script can notice.
 """
 
 from __future__ import annotations
@@ -67,22 +66,22 @@ PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
 """Seconds without an order after which the fork server imports torch's compiler, which some scripts
-need (see late_dynamo). An order that arrives meanwhile has to wait, and losses are not rare in a
-job's first seconds."""
+need (see late_dynamo). An order that arrives during the import has to wait, and losses are not rare
+in a job's first seconds."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
-"""How long the modules of DDPJOB_PRELOAD may take; cold workers import them in their own time."""
+"""How long importing the modules in DDPJOB_PRELOAD may take. Cold workers import them without this
+limit."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
-"""What importing torch has put on sys.path; up to torch 2.8 that is a folder for generated
-modules."""
+"""Paths that importing torch added to sys.path; up to torch 2.8, a folder for generated modules."""
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""Files that are open in a process that has initialized CUDA or ROCm. NVML, which only lists the
-devices, opens neither."""
+"""Files that a process has open if it has initialized CUDA or ROCm. NVML, which only lists devices,
+opens neither."""
 
 
 def preload() -> None:
-    """Import what every worker needs. Raises ImportError, or any error of a broken torch."""
+    """Import what every worker needs. Raises ImportError, or any error from a broken torch."""
     with _remove_traces():
         import_torchrun()
         for name in PRELOADED:
@@ -92,7 +91,7 @@ def preload() -> None:
 
 @contextlib.contextmanager
 def _remove_traces() -> Iterator[None]:
-    """Undo what imports of torch set in the environment, and record what they add to sys.path."""
+    """Undo torch's changes to the environment on import, and record what it adds to sys.path."""
     before, paths = dict(os.environ), list(sys.path)
     try:
         with late_dynamo.uncollected():
@@ -104,9 +103,9 @@ def _remove_traces() -> Iterator[None]:
 
 
 class ForkServerEnded(RuntimeError):
-    """The fork server has ended, and its workers too.
+    """The fork server and its workers have ended.
 
-    `out_of_memory`: the kernel killed it for memory.
+    `out_of_memory`: the kernel killed it to free memory.
     """
 
     def __init__(self, pid: int, out_of_memory: bool) -> None:
@@ -120,7 +119,7 @@ class ForkServer:
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
-        gc.freeze()  # a collection in a worker would copy the pages that all of them share
+        gc.freeze()  # a garbage collection in a worker would copy the pages that all workers share
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -131,7 +130,7 @@ class ForkServer:
         self._socket, self._buffer, self._lock = ours, b"", threading.RLock()
         self._number, self._oom_kills = 0, oom.oom_kills()
         self._started: dict[int, int | str] = {}
-        """The worker's pid, or why it could not be forked, by the order's number."""
+        """Number of an order: the worker's pid, or why it could not be forked."""
         self._ended: dict[int, int] = {}
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
@@ -141,7 +140,7 @@ class ForkServer:
             )
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
-        """Wait until it has imported everything.
+        """Wait until the server has imported everything.
 
         Return why it cannot fork workers; empty if it can.
         """
@@ -172,7 +171,7 @@ class ForkServer:
 
         `words`: arguments of worker.py; `stdout`, `stderr`: files, or None for the launcher's own.
 
-        Raises OSError if it cannot be forked now.
+        Raises OSError if the worker cannot be forked now.
         """
         with self._lock:
             self._number += 1
@@ -193,13 +192,13 @@ class ForkServer:
             return Worker(self, pid, words)
 
     def refusal(self) -> str:
-        """Return why it can no longer fork workers, as reported so far; empty if it can."""
+        """Return why the server can no longer fork workers, as reported so far; empty if it can."""
         with self._lock:
             self._hear(block=False)
             return self._refusal
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the worker's exit code as Popen.returncode; None while it runs."""
+        """Return the worker's exit code in the form of Popen.returncode; None while it runs."""
         with self._lock:
             if pid not in self._ended:
                 self._hear(block=False)
@@ -216,7 +215,7 @@ class ForkServer:
             event = json.loads(line)
             if "number" in event:
                 self._started[event["number"]] = event.get("problem") or event["pid"]
-                self._ended.pop(event["pid"], None)  # It would belong to an earlier worker with the same pid.
+                self._ended.pop(event["pid"], None)  # Such an end would belong to an earlier worker with the same pid.
             elif "importing" in event:
                 self._importing = event["importing"]
             elif "ready" in event:
@@ -249,15 +248,15 @@ class Worker:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the worker, if it still runs."""
+        """Send a signal to the worker, if it is still running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Callable[[str], None]) -> Any:
-    """Return a SubprocessHandler that forks workers if they run `entry` (worker.py) in this Python.
+    """Return a SubprocessHandler that forks workers that run `entry` (worker.py) in this Python.
 
-    `on_cold(why)` is called for each worker that is started differently.
+    `on_cold(why)` is called for each worker that is not forked.
     """
 
     class WarmHandler(base):  # type: ignore[misc]
@@ -322,12 +321,12 @@ def _send(orders: socket.socket, **event: Any) -> None:
 def _import(modules: list[str], orders: socket.socket) -> str:
     """Import the modules in order.
 
-    Return why workers must not be forked from this process; empty if they can be.
+    Return why workers must not be forked from this process; empty if they may be.
     """
     if why := _find_obstacle():
         return f"{why} when Python starts or torch is imported in this image, and forked processes do not survive that"
     asked = os.environ.get(NVML_CHECK)
-    os.environ[NVML_CHECK] = "1"  # torch.cuda.is_available() then asks without initializing CUDA
+    os.environ[NVML_CHECK] = "1"  # torch.cuda.is_available() then checks without initializing CUDA
     for name in modules:
         _send(orders, importing=name)
         try:
@@ -348,14 +347,14 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 
 
 def _import_compiler(orders: socket.socket) -> None:
-    """Import the compiler while nobody waits for a worker.
+    """Import the compiler while no worker is requested.
 
-    Refuse to serve if no fork survives that.
+    Refuse to serve if forks do not survive that.
     """
     try:
         with _remove_traces():
             late_dynamo.load()
-    except BaseException as error:  # Scripts that need it fail too, as they would anyway.
+    except BaseException as error:  # Scripts that need the compiler would fail anyway.
         log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
     gc.freeze()
     try:
@@ -364,16 +363,16 @@ def _import_compiler(orders: socket.socket) -> None:
                 orders,
                 ready=f"{why} when torch._dynamo is imported in this image, and forked processes do not survive that",
             )
-    except OSError as error:  # The script has too many processes now, which must not end running workers.
+    except OSError as error:  # The script has too many processes now, but running workers must not end because of that.
         _send(orders, ready=f"it is unknown whether a forked process survives torch._dynamo: {error}")
 
 
 def _find_obstacle() -> str:
     """Return what in this process does not survive a fork; empty if nothing.
 
-    Raises OSError if it cannot fork at all.
+    Raises OSError if the process cannot fork at all.
     """
-    child = os.fork()  # Libraries that support forks end their threads first: OpenBLAS does.
+    child = os.fork()  # Libraries that support forks, such as OpenBLAS, end their threads first.
     if child == 0:
         code = 2
         try:
@@ -396,7 +395,7 @@ def _open_devices() -> bool:
 
 
 def _threads() -> str:
-    """Return the names of the threads other than the main one; empty if there are none."""
+    """Return the names of the threads other than the main one; empty if it is the only one."""
     others = sum(1 for _ in Path("/proc/self/task").iterdir()) - 1
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return ", ".join(names) or (f"{others} of a library" if others else "")
@@ -419,7 +418,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
     try:
         reader, writer = opened = os.pipe()
         pid = os.fork()
-    except OSError as error:  # Too many processes: the launcher reports that as the reason for this node's end.
+    except OSError as error:  # Too many processes. The launcher reports this as the reason for this node's end.
         for end in opened:
             os.close(end)
         _send(orders, number=order["number"], pid=0, problem=str(error))
@@ -434,7 +433,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
             os.close(end)
         _become(order, parent)
     os.close(writer)
-    os.read(reader, 1)  # Now it has its session and heeds signals, or has ended, so the launcher may signal it.
+    os.read(reader, 1)  # It now has its session and handles signals, or has ended, so the launcher may signal it.
     os.close(reader)
     _send(orders, number=order["number"], pid=pid)
 
@@ -442,7 +441,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
 def _become(order: dict[str, Any], parent: int) -> NoReturn:
     """Become the worker.
 
-    All is as worker.py finds it in a fresh interpreter, but torch is imported.
+    Everything is as worker.py finds it in a new interpreter, except that torch is imported.
     """
     code = 1
     try:
@@ -456,11 +455,10 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         _renew_libraries()
         shared = set(sys.modules)
         runtime = [sys.modules.pop(name) for name in shared if name.partition(".")[0] == __name__.partition(".")[0]]
-        # The worker itself hides torch, after it has hooked into the present optimizers to count
-        # steps.
+        # The worker itself hides torch after hooking into the existing optimizers to count steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)
-        del runtime  # the program could not import it, and it had to stay
+        del runtime  # hidden so that the program could not import it, but kept alive until here
     finally:
         if code == -signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -469,7 +467,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
 
 
 def _redirect(order: dict[str, Any]) -> None:
-    """Redirect the output to its files, and give the program streams as `python -u` makes them."""
+    """Redirect the output to its files, and give the program the streams of `python -u`."""
     for target, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -498,9 +496,9 @@ def _redirect(order: dict[str, Any]) -> None:
 
 
 def _renew_libraries() -> None:
-    """Renew what forks would share, or what was read from the environment too early.
+    """Renew state that forks would share, or that was read from the environment too early.
 
-    Python's own random generator renews itself.
+    Python's own random generator reseeds itself.
     """
     tempfile.tempdir = None  # The script may name a different folder in TMPDIR.
     if "numpy.random" in sys.modules:
@@ -514,7 +512,7 @@ def _renew_libraries() -> None:
 def _exit_code_of(program: Callable[[], None]) -> int:
     """Run the program, and handle its end as the interpreter does.
 
-    Returns the exit code; -SIGINT if it should end by that signal.
+    Return the exit code; -SIGINT if the process should end with that signal.
     """
     try:
         program()
@@ -532,15 +530,15 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 
 
 def _finalize(shared: set[str]) -> None:
-    """Finalize the program and the modules that it imported, as the interpreter does at its end.
+    """Finalize the program and the modules that it imported, as the interpreter does at exit.
 
     torch and the other `shared` modules are left as they are, because unloading them takes a
     second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):  # Python 3.9 raises the last one, which it has printed
+    with contextlib.suppress(BaseException):  # Python 3.9 raises the last exception, which it has already printed
         atexit._run_exitfuncs()
-    # Daemon threads are suspended while the interpreter ends. Here they may run and miss their
+    # The interpreter suspends daemon threads while it ends. Here they could run without their
     # globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
@@ -552,7 +550,7 @@ def _finalize(shared: set[str]) -> None:
         module = reference()
         if module is not None:
             for name in [n for n in vars(module) if n != "__builtins__"]:
-                vars(module)[name] = None  # closes open files, and writes their buffers
+                vars(module)[name] = None  # closes open files and writes their buffers
     gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()

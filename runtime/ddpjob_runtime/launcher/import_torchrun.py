@@ -1,4 +1,4 @@
-"""Imports torchrun's module, with a package that torch forgets to require on Python 3.9."""
+"""Imports torchrun's module, and supplies a package that torch fails to require on Python 3.9."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKPORT = "importlib_metadata"
 def import_torchrun() -> Any:
     """Return torch.distributed.run.
 
-    Raises any error of a broken torch, such as ImportError and OSError.
+    Raises any error from a broken torch, such as ImportError or OSError.
     """
     with uncollected(), _backport():
         return importlib.import_module("torch.distributed.run")
@@ -27,10 +27,10 @@ def import_torchrun() -> Any:
 
 @contextlib.contextmanager
 def _backport() -> Iterator[None]:
-    """Stand in for a package that torch imports on Python 3.9 but does not require.
+    """Substitute a package that torch imports on Python 3.9 but does not require.
 
     torch imports `entry_points` from it (pytorch/pytorch#163946). Images without the package get a
-    stand-in only during the import, because a script must not find it later.
+    substitute, but only during the import, because a script must not find it later.
     """
     if sys.version_info >= (3, 10) or importlib.util.find_spec(BACKPORT) is not None:
         yield
@@ -45,7 +45,7 @@ def _backport() -> Iterator[None]:
 
 
 class _EntryPoints(tuple):  # type: ignore[type-arg]
-    """Entry points of a group that can also be found by their names."""
+    """A group's entry points, which can also be looked up by name."""
 
     def __getitem__(self, name: Any) -> Any:
         return next(point for point in self if point.name == name)

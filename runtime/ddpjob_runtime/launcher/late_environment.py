@@ -1,7 +1,7 @@
-"""Applies variables that a script sets before `import torch`, although torch is imported already.
+"""Applies variables that a script sets before `import torch`, although torch is already imported.
 
 In a worker that was forked with torch imported, torch is hidden until the program imports it. Then
-what torch had read from the environment is read again if possible, and a line on stderr names the
+variables that torch had already read are read again if possible, and a line on stderr names the
 rest.
 """
 
@@ -27,7 +27,7 @@ READ_ONCE = (
 
 
 def hide_torch(paths: list[str]) -> None:
-    """Take torch out of sys.modules until the program imports it, and then compare the environment.
+    """Remove torch from sys.modules until the program imports it, and then compare the environment.
 
     `paths`: what torch has put on sys.path, which is removed and restored in the same way.
     """
@@ -39,7 +39,7 @@ def hide_torch(paths: list[str]) -> None:
 
 
 def hide_loggers() -> dict[str, logging.Logger]:
-    """Take torch's loggers away. logging.config disables the loggers that exist before its call."""
+    """Remove torch's loggers, because logging.config disables existing loggers."""
     known = logging.root.manager.loggerDict
     names = [name for name in known if name == "torch" or name.startswith("torch.")]
     found = {name: known.pop(name) for name in names}
@@ -47,9 +47,10 @@ def hide_loggers() -> dict[str, logging.Logger]:
 
 
 def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
-    """Bring torch's loggers back.
+    """Restore torch's loggers.
 
-    One that the program has configured meanwhile keeps its settings, and both share one state.
+    A logger that the program has configured meanwhile keeps its settings, and shares its state with
+    torch's logger.
     """
     manager: Any = logging.root.manager
     for name, logger in hidden.items():
@@ -61,13 +62,13 @@ def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
             continue
         manager.loggerDict[name] = logger
         manager._fixupParents(logger)
-        if made is not None:  # A placeholder for the parent of the program's loggers.
+        if made is not None:  # A placeholder for a parent of the program's loggers.
             manager._fixupChildren(made, logger)
     manager._clear_cache()
 
 
 class Reveal:
-    """Import hook that brings the hidden modules back at the first import of one of them."""
+    """Import hook that restores the hidden modules when one of them is first imported."""
 
     def __init__(self, hidden: dict[str, ModuleType], paths: list[str], loggers: dict[str, logging.Logger]) -> None:
         self._hidden, self._paths, self._loggers, self._before = hidden, paths, loggers, dict(os.environ)
@@ -100,7 +101,7 @@ class Reveal:
 
 
 def read_again(changed: Iterable[str]) -> None:
-    """Have torch read these variables again, and report those that it cannot."""
+    """Make torch reread these variables, and report those that it cannot reread."""
     left = {name for name in changed if name.startswith(READ_ONCE)}
     for names, read in RENEWALS:
         found = names.intersection(changed)
@@ -110,7 +111,7 @@ def read_again(changed: Iterable[str]) -> None:
                 left -= found
     read_configurations(changed)
     if left:
-        with contextlib.suppress(OSError):  # A full disk.
+        with contextlib.suppress(OSError):  # The disk may be full.
             sys.stderr.write(
                 f"ddpjob: these variables were set before `import torch`, but recovery.mode Fast had imported torch "
                 f"already, so they have no effect: {', '.join(sorted(left))}; set it in spec.env\n"
@@ -118,15 +119,15 @@ def read_again(changed: Iterable[str]) -> None:
 
 
 def read_threads(torch: Any) -> None:
-    """Set the number of threads of an operation from the variables of OpenMP and MKL."""
+    """Set the number of threads per operation from the variables for OpenMP and MKL."""
     torch.set_num_threads(int(os.environ.get("MKL_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]))
 
 
 def read_allocator(torch: Any) -> None:
-    """Set the options of the GPU allocator, which nothing has used yet."""
+    """Set the options of the GPU allocator, which has not been used yet."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None:  # otherwise it reads the variable when it is first used
+    if change is not None:  # otherwise the allocator reads the variable on first use
         change(text)
 
 
@@ -139,9 +140,9 @@ RENEWALS: tuple[tuple[frozenset[str], Callable[[Any], None]], ...] = (
 
 
 def read_configurations(changed: Iterable[str]) -> None:
-    """Give torch's settings modules (of dynamo, inductor, ...) the defaults of the new environment.
+    """Give torch's settings modules (of dynamo, inductor, ...) the new environment's defaults.
 
-    Such a module is run again in a copy, if it mentions one of the variables.
+    A module that mentions one of the variables is run again in a copy.
     """
     words = [name.encode() for name in changed]
     for name, module in list(sys.modules.items()):
@@ -156,7 +157,7 @@ def read_configurations(changed: Iterable[str]) -> None:
 
 
 def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str) -> None:
-    """Run the module again and take over the defaults. Values that the program has set stay."""
+    """Run the module again and adopt its defaults. Values that the program has set are kept."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     fresh: Any = importlib.util.module_from_spec(spec)
@@ -169,4 +170,4 @@ def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str
         for field in ("default", "env_value_force", "env_value_default"):
             if key in settings and hasattr(entry, field):
                 setattr(settings[key], field, getattr(entry, field))
-    module._is_dirty = True  # otherwise its old hash is kept
+    module._is_dirty = True  # otherwise the module keeps its old hash

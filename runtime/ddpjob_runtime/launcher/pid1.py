@@ -7,8 +7,8 @@ import signal
 import sys
 from types import FrameType
 
-# No others: the kernel withholds from PID 1 signals without a handler (SIGUSR1), which would end
-# the launcher.
+# Only these, because others, such as SIGUSR1, would end the launcher. The kernel does not deliver
+# signals without a handler to PID 1.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -24,7 +24,7 @@ def become_init() -> None:
         try:
             os.kill(child, number)
         except ProcessLookupError:
-            return  # it has just ended; the loop below notices
+            return  # it has just ended, which the loop below notices
 
     for number in PASSED_ON:
         signal.signal(number, pass_on)

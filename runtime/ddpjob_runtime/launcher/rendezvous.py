@@ -1,31 +1,30 @@
-"""torchrun's rendezvous handler: the coordinator decides who takes part in a round, and with which
-rank.
+"""torchrun's rendezvous handler, in which the coordinator decides the members and ranks of a round.
 
-torchrun's agent asks its handler for the next group by `next_rendezvous`, and starts workers with
-the rank, the world size and the store that it gets. torchrun's own handler, c10d, lets the agents
-find each other in a store. Each of them looks about once a second, and many agents overwrite each
-other's view of the group. Here the coordinator knows who is ready, so an agent only waits for its
+torchrun's agent calls its handler's `next_rendezvous` for the next group, and starts workers with
+the rank, world size and store that it gets. With torchrun's own handler, c10d, the agents find each
+other through a store. Each agent looks about once a second, and many agents overwrite each other's
+view of the group. Here the coordinator knows which agents are ready, so an agent only waits for its
 `go`.
 
     agent -> coordinator   ready {host, port}      no workers here; a store would be at host:port
     coordinator -> agent   go {round 8, rank 2, world 3, members [rank 0's host and port]}
 
-What is left for the handler is a store in which the round's workers meet, in rank 0's agent.
+The handler only has to provide a store, in rank 0's agent, in which the round's workers meet.
 
-- Standard: the agents meet at c10d's store next to the coordinator, in a part of its own for each
-  round (`RUN-8/`), so that keys of a dead round do not matter. Rank 0 opens a store for the workers
-  and writes its address there. The others poll for it, because a store's own wait could not be
-  ended when the round is over.
-- Fast needs no central store. Every agent opens one before it says `ready`. Rank 0's is used; the
-  others drop theirs and connect to it.
+- Standard: the agents meet at c10d's store next to the coordinator, with a separate key prefix for
+  each round (`RUN-8/`), so that keys of a dead round do not matter. Rank 0 opens a store for the
+  workers and writes its address there. The others poll for the address, because a store's own wait
+  could not be interrupted when the round is over.
+- Fast does not need a central store. Every agent opens one before it sends `ready`. Rank 0's store
+  is used; the other agents drop theirs and connect to it.
 
-A round may be over before it is complete, because a node of it has died. Then a store is
-unreachable, or a key is missing; these errors (CAME_APART) make the handler wait for the next `go`.
-While it waits for a store, it asks the client again and again whether the round is over
-(`must_restart`), so a dead rank 0 does not cost the others STORE_SECONDS.
+A round may end before it is complete because one of its nodes has died. Then a store is unreachable
+or a key is missing, and these errors (CAME_APART) make the handler wait for the next `go`. While
+waiting for a store, it keeps checking whether the round is over (`must_restart`), so a dead rank 0
+does not cost the others STORE_SECONDS.
 
 The coordinator ends rounds, so `num_nodes_waiting` and `is_closed` never make torchrun restart or
-stop by itself. Why: docs/decisions/0001, and 0008 for the two modes.
+stop on its own. Why: docs/decisions/0001, and 0008 for the two modes.
 """
 
 from __future__ import annotations
@@ -54,23 +53,23 @@ from ddpjob_runtime.launcher.shutdown import Shutdown, log
 
 FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
-"""How long to wait for a key of a complete rendezvous. Its writer is there, or dead."""
+"""How long to wait for a key in a complete rendezvous. Its writer is either present or dead."""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
-"""How long to wait for a connection to a store that listens, because a name server may be slow
-or silent."""
+"""How long to wait for a connection to a listening store, because a name server may be slow or
+silent."""
 LONGEST_PAUSE = 0.5
-"""The longest pause between two looks for a missing key. A store's own wait could not be ended
-when the round is over."""
+"""Longest pause between checks for a missing key. A store's own wait could not be interrupted when
+the round is over."""
 VERDICT_SECONDS = 30.0
-"""How long a round may take to end once a check has found a faulty node, which ends then."""
+"""How long a round may take to end once a check has found a faulty node, which exits then."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
 """Errors after which the coordinator forms a new round, because a node died before the round was
 complete."""
 
 
 class CoordinatedRendezvous(RendezvousHandler):
-    """The part that both modes share. `number`: this node's round, or 0 before the first."""
+    """Code shared by both modes. `number`: this node's round, or 0 before the first."""
 
     def __init__(
         self, client: MemberClient, shutdown: Shutdown, host: str, preflight: NodePreflight | None = None
@@ -103,7 +102,7 @@ class CoordinatedRendezvous(RendezvousHandler):
     def _check_links(self, preflight: NodePreflight, info: Any) -> None:
         """Check the links before the workers start.
 
-        Raises RendezvousClosedError if the round is over, or is about to be.
+        Raises RendezvousClosedError if the round is over or about to end.
         """
 
         def over() -> bool:
@@ -114,7 +113,7 @@ class CoordinatedRendezvous(RendezvousHandler):
             verdict = preflight.check_links(notes, info.rank, info.world_size, self._host, over)
         except Abandoned:
             raise RendezvousClosedError(self._client.why) from None
-        except RuntimeError as error:  # raised by torch when rank 0, which has the store, is gone
+        except RuntimeError as error:  # raised by torch when rank 0, which hosts the store, is gone
             raise RendezvousClosedError(f"the check of the links lost its store: {error}") from error
         log(f"preflight: {verdict.failed or verdict.passed}")
         if not verdict.failed:
@@ -131,11 +130,11 @@ class CoordinatedRendezvous(RendezvousHandler):
         raise RendezvousClosedError(verdict.failed)
 
     def _offer(self) -> int:
-        """Return the port of the store that this node would host as rank 0; 0 for none."""
+        """Return the port of the store that this node would host as rank 0; 0 if none."""
         raise NotImplementedError
 
     def _join(self, go: dict[str, Any]) -> Any:
-        """Form the group of this round. Raises one of CAME_APART if that fails."""
+        """Form this round's group. Raises one of CAME_APART if that fails."""
         raise NotImplementedError
 
     # ---- what torchrun asks as well
@@ -144,8 +143,8 @@ class CoordinatedRendezvous(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Whether workers are clients of a store that rank 0's launcher hosts.
 
-        A store of their own would listen on every address of the machine, and its port would have
-        to be found free twice.
+        Their own store would listen on every address of the machine, and its port would have to be
+        free at two different times.
         """
         return True
 
@@ -206,7 +205,10 @@ class StandardRendezvous(CoordinatedRendezvous):
         return RendezvousInfo(of_round, rank, int(go["world"]), first)
 
     def _wait_for_first(self, ranks: Any) -> None:
-        """Wait until rank 0 has written its address. It may be dead, and the round over."""
+        """Wait until rank 0 has written its address.
+
+        If rank 0 is dead, the round may end instead.
+        """
         deadline, pause = time.monotonic() + STORE_SECONDS, 0.01
         while not ranks.check([RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]):
             if self._client.must_restart(self.number):
@@ -262,7 +264,8 @@ class FastRendezvous(CoordinatedRendezvous):
             try:
                 found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait))
             except (dist.DistNetworkError, dist.DistStoreError) as error:
-                # Before it connects, torch looks up the name of the address, and counts that time.
+                # Before connecting, torch looks up the name of the address, which counts towards
+                # the timeout.
                 wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS
                 if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
                     raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error
@@ -280,7 +283,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def register_fast(client: MemberClient, shutdown: Shutdown, preflight: NodePreflight | None = None) -> None:
-    """Make `--rdzv-backend=ddpjob` known to torchrun."""
+    """Register `--rdzv-backend=ddpjob` with torchrun."""
 
     def create(parameters: Any) -> Any:
         host = str(parameters.local_addr or "127.0.0.1")

@@ -15,16 +15,16 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 MAX_BYTES = 4 << 20
-"""The most bytes of the file. Then it becomes .ddpjob-rounds.jsonl.1 and replaces an earlier
-one."""
+"""Maximum size of the file in bytes. A full file is renamed to .ddpjob-rounds.jsonl.1, replacing
+any earlier one."""
 _WAITING = 100
 _CLOSE_SECONDS = 2.0
-"""How long leftover lines may take at the end. A volume that does not answer must not keep the
-pod."""
+"""How long leftover lines may take at the end. An unresponsive volume must not block the pod's
+end."""
 
 
 class RoundLog:
-    """Appends lines in a thread of its own. A volume that hangs or is full costs only lines."""
+    """Appends lines in a separate thread. A hung or full volume costs only lines."""
 
     def __init__(self) -> None:
         job = JobEnvironment.read()
@@ -36,7 +36,7 @@ class RoundLog:
         self._thread: threading.Thread | None = None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line soon, with the names of job and pod, and return at once."""
+        """Queue a line, with the names of the job and pod, and return at once."""
         if self._path is None:
             return
         if self._thread is None:
@@ -70,12 +70,12 @@ class RoundLog:
     def _append(self, line: bytes) -> None:
         path = self._path
         if path is None or not path.parent.is_dir():
-            return  # Not created: without the volume's mount it would be on the node's own disk.
+            return  # Not created: if the volume were not mounted, it would be on the node's own disk.
         with path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(size - 1)
-                line = line if file.read(1) == b"\n" else b"\n" + line  # A writer was killed while it wrote a line.
+                line = line if file.read(1) == b"\n" else b"\n" + line  # A writer was killed while writing.
             file.write(line)
         if size + len(line) > MAX_BYTES:
             path.replace(path.with_name(path.name + ".1"))

@@ -1,6 +1,6 @@
-"""Reads objects from a bucket by the S3 protocol with the standard library, which any image has.
+"""Reads objects from a bucket over the S3 protocol, using only the standard library.
 
-A server's answers are limited in size and checked, because anyone may run it.
+Responses are checked and limited in size, because anyone may run the server.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 MOST_OBJECTS = 500_000
-"""The most objects, which take some 150 MiB of memory. A larger data set should be packed into
-shards, which are also read faster."""
+"""Maximum number of objects, which take about 150 MiB of memory. A larger data set should be packed
+into shards, which are also read faster."""
 MOST_BYTES = 2**60
 PIECE = 2**20
-"""How many bytes one download keeps in memory."""
+"""Number of bytes that one download keeps in memory."""
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""Seconds without a single byte after which a connection is given up. A slow one is kept."""
+"""Seconds without a single byte after which a connection is given up. A slow connection is kept."""
 _MOST_PAGES = 10_000
 _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024
 _RENEW_SECONDS = 300.0
-"""How long before their expiry credentials are renewed."""
+"""How many seconds before they expire to renew credentials."""
 _NO_BODY = hashlib.sha256(b"").hexdigest()
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Error codes that pass. The last one is for a node whose clock is wrong until it is set, which
-should fail no job."""
+"""Transient error codes. The last one is for a node whose clock is still wrong, which should not
+fail a job."""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
-"""Errors with HTTP 400 that many pods cause when they ask for keys at the same time."""
+"""HTTP 400 errors that many pods cause by requesting keys at the same time."""
 _UNRESERVED = "-_.~"
 
 
@@ -67,7 +67,7 @@ class Changed(Exception):
 
 @dataclass(frozen=True)
 class Remote:
-    """An object. `name`: its key without the place's prefix; `etag`: without its quotes."""
+    """An object. `name`: its key without the place's prefix; `etag`: without quotes."""
 
     name: str
     size: int
@@ -110,10 +110,10 @@ class Keys:
 
 
 class Credentials:
-    """Reads the keys that sign requests from a container's variables, and renews them in time.
+    """Reads signing keys from a container's variables, and renews them in time.
 
-    The order is: the keys themselves, a role for the service account's token (IRSA), EKS Pod
-    Identity. If there is none of them, requests are not signed, which a public bucket allows.
+    It looks for the keys themselves, a role for the service account's token (IRSA), then EKS Pod
+    Identity. Without any of these, requests are not signed, which a public bucket allows.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str) -> None:
@@ -122,16 +122,16 @@ class Credentials:
         self._lock = threading.Lock()
 
     def keys(self) -> Keys | None:
-        """Return the current keys; None if there are none. Raises BucketRefusal, Away."""
+        """Return the current keys, if any. Raises BucketRefusal, Away."""
         with self._lock:
             if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
                 self._keys = self._read()
             return self._keys
 
     def renew(self, refused: Keys) -> bool:
-        """Discard keys that the server calls expired, since its clock counts.
+        """Discard keys that the server reports as expired, because the server's clock counts.
 
-        Return whether there may be new ones.
+        Return whether new keys may be available.
         """
         with self._lock:
             if self._keys is refused and refused.until < float("inf"):
@@ -205,7 +205,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
     try:
-        # Python before 3.11 reads neither Z nor Go's nine digits of a second.
+        # Before 3.11, Python parses neither Z nor Go's nine-digit fractional seconds.
         text = re.sub(r"[.]\d+", "", str(found["Expiration"])).replace("Z", "+00:00")
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
@@ -214,7 +214,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 
 
 class Reader:
-    """A connection to a place, which is renewed when it breaks.
+    """A connection to a place, which is reopened when it breaks.
 
     Methods raise BucketRefusal, Away, Changed.
     """
@@ -224,7 +224,7 @@ class Reader:
         self._connection: http.client.HTTPConnection | None = None
 
     def objects(self) -> Iterator[Remote]:
-        """Yield all objects below the prefix, without folder markers, in the server's order."""
+        """Yield all objects below the prefix, except folder markers, in the server's order."""
         token, count, place = "", 0, self._place
         for _ in range(_MOST_PAGES):
             query = {"list-type": "2", "prefix": place.prefix, "encoding-type": "url", "max-keys": "1000"}
@@ -286,9 +286,9 @@ class Reader:
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
-            piece = self._read(response.read1, PIECE)  # Not a whole piece, which takes minutes on a slow line.
+            piece = self._read(response.read1, PIECE)  # Not a whole piece, which takes minutes on a slow connection.
             if not piece:
-                response.close()  # Before Python 3.13 it stays open, and blocks the connection's next request.
+                response.close()  # Before Python 3.13, it stays open and blocks the connection's next request.
                 return
             yield piece
 
@@ -330,7 +330,7 @@ class Reader:
         if response.status in (200, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
-        self.close()  # The rest of the answer is not read.
+        self.close()  # The rest of the response is not read.
         raise self._problem(response, key, body, keys)
 
     def _problem(self, response: http.client.HTTPResponse, key: str, body: str, keys: Keys | None) -> Exception:
@@ -383,7 +383,7 @@ def _connection(server: str) -> http.client.HTTPConnection:
 def sign(
     keys: Keys, region: str, path: str, query: str, headers: Mapping[str, str], now: time.struct_time
 ) -> dict[str, str]:
-    """Return the headers of a GET, with a signature of version 4.
+    """Return the headers of a GET request with a version 4 signature.
 
     `path` and `query` are quoted, and the query's names are sorted. See "Signature Version 4
     signing process" on docs.aws.amazon.com.

@@ -1,4 +1,4 @@
-"""The only way out of the launcher: ends the workers, records the reason, and happens once."""
+"""The launcher's only exit path: ends the workers, records the reason, and runs only once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PR_SET_PDEATHSIG = 1
 
 
 class Shutdown:
-    """Ends this process. The first caller wins, and others block until the end."""
+    """Ends this process. The first caller wins; others block until the end."""
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.stop_workers: Callable[[float], None] = lambda grace: None
         self.close_client: Callable[[], None] = lambda: None
         self.clean_up: Callable[[], None] = lambda: None
-        self.starting = threading.Lock()  # held while workers are started, so that none is missed
+        self.starting = threading.Lock()  # held while workers start, so that none is missed
         self._once = threading.Lock()
         self.begun = False
 
@@ -43,7 +43,7 @@ class Shutdown:
         grace: float = 0.0,
         announce: Callable[[], None] | None = None,
     ) -> NoReturn:
-        """End the workers (SIGTERM, `grace` seconds, SIGKILL), write the termination log, exit with
+        """End the workers (SIGTERM, `grace`, SIGKILL), write the termination log, exit with
         `code`.
         """
         if not self._once.acquire(blocking=False):
@@ -61,19 +61,19 @@ class Shutdown:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
-        os._exit(code)  # torch's threads need no orderly shutdown, and must not change this code
+        os._exit(code)  # torch's threads need no orderly shutdown, and must not change this exit code
 
     def block_if_begun(self) -> None:
         """Block the calling thread if the shutdown has begun.
 
-        The agent calls it between its actions.
+        The agent calls this between its actions.
         """
         if self.begun:
             wait_for_the_end()
 
 
 def _attempt(act: Callable[[], None]) -> None:
-    """Run a step of the way out, and log its failure, since nothing else would end this process."""
+    """Run a step of the shutdown. Log its failure, because nothing else would end this process."""
     try:
         act()
     except Exception:
@@ -87,10 +87,10 @@ def wait_for_the_end() -> NoReturn:
 
 
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
-    """Call `on_signal` on a thread of its own as soon as the process is asked to end.
+    """Call `on_signal` on a separate thread as soon as the process is asked to end.
 
-    A Python handler would wait for the main thread, which may be in a store's blocking C++ call for
-    a minute.
+    A Python handler would wait for the main thread, which may spend a minute in a store's blocking
+    C++ call.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -109,7 +109,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
 
 
 def ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing as the Python half of a signal, because the watching thread does the work."""
+    """Do nothing. This is only the signal's Python handler; the watching thread does the work."""
 
 
 def die_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""Collects Python stacks of hung workers, each written at a signal, even while blocked in C++."""
+"""Collects hung workers' Python stacks, which a signal makes them write even if blocked in C++."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ddpjob_runtime.launcher.shutdown import log
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
-"""A worker with fewer wake-ups of its main thread, and a smaller share of a core, counts as
+"""A worker whose main thread wakes up less often, and which uses a smaller share of a core, is
 idle."""
 ENVIRONMENT = "DDPJOB_STACKS_DIR"
 PREFIX = "ddpjob-worker-stacks-"
 
 
 def prepare() -> None:
-    """Create a folder for the files, and name it in the workers' environment.
+    """Create a folder for the stack files, and name it in the workers' environment.
 
-    Without it there are no stacks.
+    If that fails, stacks are not available.
     """
     try:
-        for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):  # of launchers that were killed
+        for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):  # left by launchers that were killed
             with contextlib.suppress(OSError):
                 descriptor = _lock(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
-        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # no other launcher removes this name before it is locked
+        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # no other launcher removes this name before the lock
         prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:
@@ -46,7 +46,7 @@ def prepare() -> None:
 
 
 def remove() -> None:
-    """Remove the folder, because this launcher ends."""
+    """Remove the folder, because this launcher is ending."""
     folder = os.environ.pop(ENVIRONMENT, "")
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,7 +55,7 @@ def remove() -> None:
 def _lock(folder: Path) -> int:
     """Lock the folder until this process ends, and return the descriptor.
 
-    Raises OSError if it is locked already.
+    Raises OSError if the folder is already locked.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -69,7 +69,7 @@ def _lock(folder: Path) -> int:
 def collect(ranks: Mapping[int, int]) -> dict[int, str]:
     """Collect the stacks {global rank: text} of the workers {global rank: pid}.
 
-    They are also logged, and kept in the checkpoint folder.
+    The stacks are also logged, and kept in the checkpoint folder.
     """
     folder = JobEnvironment.read().stacks_dir
     if not folder:
@@ -94,7 +94,7 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
 
 
 def strip_runtime_frames(text: str) -> str:
-    """Return the stack without the frames of the runtime and of `python -m`."""
+    """Return the stack without frames of the runtime and of `python -m`."""
     lines = text.splitlines(keepends=True)
     kept = [line for line in lines if not _OWN_FRAME.match(line)]
     return "".join(kept) if any(line.startswith("  File ") for line in kept) else text
@@ -116,7 +116,7 @@ class Activity:
         self._before: dict[int, tuple[float, int, float]] = {}
 
     def idle(self, pid: int) -> bool | None:
-        """Whether the worker was idle; None if there was no earlier look, or if it is gone."""
+        """Whether the worker was idle; None at the first look, or if the worker is gone."""
         before, now = self._before.get(pid), _counters(pid)
         if before is None or now is None:
             return None
@@ -124,9 +124,9 @@ class Activity:
         return switches < IDLE_SWITCHES and cpu < IDLE_SHARE * seconds
 
     def remember(self, pids: Iterable[int]) -> None:
-        """Have the next look compare with now.
+        """Make the next look compare with the present state.
 
-        Call it after stacks are written, which wakes workers up.
+        Call this after stacks are written, because that wakes up workers.
         """
         found = {pid: _counters(pid) for pid in pids}
         self._before = {pid: counters for pid, counters in found.items() if counters is not None}
@@ -144,9 +144,7 @@ def _counters(pid: int) -> tuple[float, int, float] | None:
 
 
 def _processor_ticks(path: Path, session: int) -> int:
-    """Return the ticks of a process of the session and its ended children; 0 for others and for one
-    that is gone.
-    """
+    """Return the ticks of a process in the session and its ended children; 0 for others."""
     try:
         fields = path.read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -155,8 +153,9 @@ def _processor_ticks(path: Path, session: int) -> int:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process handles the signal, which would otherwise end it. Raises
-    FileNotFoundError or ProcessLookupError if there is no such process.
+    """Whether the process handles the signal, which would otherwise end it.
+
+    Raises FileNotFoundError or ProcessLookupError if the process does not exist.
     """
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.M)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)

@@ -1,26 +1,27 @@
-"""The private parts of torch that the launcher needs: what it replaces, and a check of all of them.
+"""The private parts of torch that the launcher replaces or uses, and a check that they exist.
 
-torchrun has no hooks for an agent of one's own, so the launcher replaces five of its names, each by
-a function of this module, and nowhere else. All are there since torch 2.6, the oldest supported.
+torchrun has no hooks for a custom agent, so the launcher replaces five of its names, each with a
+function in this module and nowhere else. All have existed since torch 2.6, the oldest supported
+version.
 
     torch.distributed.                                  replaced, so that
-    launcher.api.LocalElasticAgent                      the coordinator drives the agent
-    run.config_from_args                                workers start by worker.py
+    launcher.api.LocalElasticAgent                      the coordinator controls the agent
+    run.config_from_args                                workers start through worker.py
     elastic.multiprocessing.api.
-        _terminate_process_handler                      signals reach the launcher alone
+        _terminate_process_handler                      signals reach only the launcher
         get_subprocess_handler                          workers are forked (mode Fast)
     elastic.multiprocessing.errors.ProcessFailure.
-        __post_init__                                   a damaged error file does not end it
+        __post_init__                                   a damaged error file is ignored
 
-The other names of NAMES, SET and CALLED are overridden or called by agent.py and rendezvous.py. A
-torch that lacks one is refused at the start, and the message names it (`missing`). Otherwise the
-launcher would end with an AttributeError in the middle of a job, or torchrun's own handler or
-barrier would be used unnoticed. Only `get_subprocess_handler` has a fallback: workers are then
-started cold, and a line of the log says so.
+agent.py and rendezvous.py override or call the other names in NAMES, SET and CALLED. A version of
+torch that lacks one is refused at startup with a message that names it (`missing`). Otherwise the
+launcher would fail with an AttributeError in the middle of a job, or silently use torchrun's own
+handler or barrier. Only `get_subprocess_handler` has a fallback: workers are then started cold, and
+the log says so.
 
-worker.py replaces one more name, because it knows no other module: `FileBaton.try_acquire`. The
-modules `late_*.py` call what they can find, and report what they cannot. The trainer has a module
-of its own, `ddpjob_trainer/private_torch.py`; neither may import the other.
+worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
+modules `late_*.py` call whatever they find, and report what they cannot find. The trainer has its
+own module for this, `ddpjob_trainer/private_torch.py`; neither may import the other.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ NAMES = {
     ELASTIC + "multiprocessing.errors": ("ProcessFailure.__post_init__",),
     ELASTIC + "multiprocessing.subprocess_handler": ("SubprocessHandler.close",),
 }
-"""The names that are replaced, overridden or called, by module."""
+"""Names that are replaced, overridden or called, by module."""
 SET = {
     (ELASTIC + "agent.server.api", "SimpleElasticAgent"): ("_worker_group", "_remaining_restarts"),
     (ELASTIC + "agent.server.local_elastic_agent", "LocalElasticAgent"): ("_pcontext",),
@@ -59,16 +60,16 @@ SET = {
     (ELASTIC + "multiprocessing.api", "SubprocessContext"): ("subprocess_handlers",),
     (ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler"): ("proc",),
 }
-"""The attributes that a class's constructor sets."""
+"""Attributes that a class's constructor sets."""
 CALLED = {
     (ELASTIC + "rendezvous.c10d_rendezvous_backend", "create_backend"): 1,
     (ELASTIC + "rendezvous.api", "RendezvousStoreInfo.build"): 4,
 }
-"""The number of arguments with which each function is called."""
+"""Number of arguments with which each function is called."""
 
 
 def missing() -> list[str]:
-    """Return the parts that this torch lacks."""
+    """Return the parts that this version of torch lacks."""
     wanted = [(module, name) for module, names in NAMES.items() for name in names]
     lacks = [f"{module}.{name}" for module, name in wanted if _find(module, name) is None]
     for (module, name), attributes in SET.items():
@@ -85,24 +86,24 @@ def missing() -> list[str]:
 
 
 def use_agent(agent: Callable[..., Any]) -> None:
-    """Have torchrun make its agent by `agent`."""
+    """Make torchrun create its agent with `agent`."""
     _replace("torch.distributed.launcher.api", "LocalElasticAgent", lambda _: agent)
 
 
 def use_signal_handler(handler: Callable[..., None]) -> None:
-    """Have torchrun install `handler` for the signals that would end it."""
+    """Make torchrun install `handler` for the signals that would end it."""
     _replace(ELASTIC + "multiprocessing.api", "_terminate_process_handler", lambda _: handler)
 
 
 def wrap_configuration(wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """Have torchrun read its parsed arguments by the function that `wrap` makes of its own."""
+    """Make torchrun read its parsed arguments with `wrap(FUNCTION)` instead of its own FUNCTION."""
     _replace("torch.distributed.run", "config_from_args", wrap)
 
 
 def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
-    """Have torchrun start workers by `make(SubprocessHandler)`.
+    """Make torchrun start workers with `make(SubprocessHandler)`.
 
-    Return False if this torch starts them in an unknown way.
+    Return False if this version of torch starts them in an unknown way.
     """
     base = _find(ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler")
     if not hasattr(base, "_popen") or _find(ELASTIC + "multiprocessing.api", "get_subprocess_handler") is None:
@@ -115,9 +116,9 @@ def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
 
 
 def tolerate_error_files() -> None:
-    """Have torch ignore an error file that it cannot read, which would end the launcher otherwise.
+    """Make torch ignore an error file that it cannot read, which would otherwise end the launcher.
 
-    A full disk leaves an empty file, and a kill leaves half of one.
+    A full disk leaves an empty file, and a killed worker leaves a partial one.
     """
 
     def tolerate(read: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -127,7 +128,7 @@ def tolerate_error_files() -> None:
             except Exception:
                 path, failure.error_file = failure.error_file, ""
                 read(failure)
-                failure.error_file = path  # For `read_error_file`, which reports what is wrong with it.
+                failure.error_file = path  # For `read_error_file`, which reports what is wrong with the file.
 
         return read_or_leave
 
@@ -135,7 +136,7 @@ def tolerate_error_files() -> None:
 
 
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a name by what `make` returns for its present value. `missing` has found it."""
+    """Replace a name with `make(its current value)`. `missing` has checked that it exists."""
     *owners, attribute = name.split(".")
     place: Any = importlib.import_module(module)
     for owner in owners:

@@ -213,7 +213,7 @@ def test_a_mistake_is_reported_before_ranks_are_started() -> None:
         (["--spawn", "0"], r"--spawn: '0' is not a whole number from 1 on"),
         (["--spawn=x"], r"--spawn: 'x' is not a whole number"),
         (["--spawn"], r"--spawn: its value is missing"),
-        (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: with --nodes 2 they are numbered 0 to 1"),
+        (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: with --nodes 2, it must be from 0 to 1"),
         (
             ["--spawn=2", "--init=udp://x"],
             r"init method 'udp://x' is not known; write env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH",

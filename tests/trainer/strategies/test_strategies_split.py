@@ -211,7 +211,7 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
         (
             2,
             ["strategy=pipeline", "train.accumulate=2", "data.micro_batches=0"],
-            "train.accumulate: strategy=pipeline has pipeline.micro_batches",
+            "train.accumulate: strategy=pipeline uses pipeline.micro_batches",
         ),
         (2, ["strategy=pipeline", "ddp.ordered=true"], "ddp.ordered: strategy=pipeline has no rank"),
         (

@@ -20,7 +20,7 @@ _NAME, _LINK = "best.json", "best"
 def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
     """Return the value of `metric` by step.
 
-    A file that is damaged or holds a different metric counts as empty, with a warning. Raises
+    A file that is damaged or holds a different metric is treated as empty, with a warning. Raises
     OSError.
     """
     path = folder / _NAME
@@ -61,9 +61,9 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     temporary.unlink(missing_ok=True)
     try:
         temporary.symlink_to(best.name)
-    except OSError:  # Not every file system has links; best.json names it too.
+    except OSError:  # Not every file system supports links; best.json names the checkpoint too.
         return
-    # A copy that followed the link, as rsync --copy-links makes it.
+    # A copy that followed the link, as made by rsync --copy-links.
     if link.is_dir() and not link.is_symlink():
         temporary.unlink()
         print(
@@ -89,7 +89,7 @@ def _unlink(folder: Path, but: Path | None = None) -> None:
 
 
 def find_marked(folder: Path) -> Path | None:
-    """Return the best checkpoint of a folder, or None if none is marked."""
+    """Return the best checkpoint in a folder, or None if none is marked."""
     try:
         name = json.loads((folder / _NAME).read_text())["best"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""Copies of a checkpoint folder in an object store, which a start may fetch.
+"""Copies a checkpoint folder to an object store, from which a start may fetch checkpoints.
 
-They are uploaded in the background. Of a checkpoint in parts, each rank uploads the files that it
-has written. All ranks know the manifest, which names every file with size and checksum, before the
-upload. Rank 0 writes it into the bucket once the bucket itself lists all of these files.
+Copies are uploaded in the background. If a checkpoint is in parts, each rank uploads the files that
+it has written. Before the upload, all ranks know the manifest, which lists every file with size and
+checksum. Rank 0 writes the manifest to the bucket once the bucket itself lists all of these files.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 LOOK_SECONDS = 0.1, 2.0
-"""Seconds between two of rank 0's checks for what other ranks have uploaded: at first, and at
-most."""
+"""First and longest pause in seconds between rank 0's checks for other ranks' uploads."""
 T = TypeVar("T")
 
 
 class FetchError(CheckpointError):
     """An intact copy could not be fetched: the bucket is unreachable or the disk is full.
 
-    Continuing from an older checkpoint would lose this one, because the bucket keeps the line that
-    the newest incarnation continues.
+    Continuing from an older checkpoint would lose this one, because the bucket keeps only the
+    history that the newest incarnation continues.
     """
 
 
@@ -66,20 +65,23 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
 
 
 class Share:
-    """Uploads this rank's files of checkpoints in parts. Rank 0 has `Copies` instead."""
+    """Uploads this rank's files of multi-part checkpoints. Rank 0 uses `Copies` instead."""
 
     def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
-        """`term` and `mark` are those of rank 0's `Copies`."""
+        """`term` and `mark` are the same as in rank 0's `Copies`."""
         self._bucket, self._mark, bucket.term = bucket, mark, term
         self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
 
     def offer(self, path: Path, step: int, names: Iterable[str]) -> None:
-        """Upload files of a checkpoint on disk, in the background, after those offered earlier."""
+        """Upload files of a checkpoint on disk in the background, after files offered earlier."""
         if names := tuple(names):
             self._uploads.offer(Waiting(path, step, names=names))
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything is uploaded, for at most `seconds`. Return whether it is."""
+        """Wait until everything is uploaded, for at most `seconds`.
+
+        Return whether all uploads are done.
+        """
         return self._uploads.wait(seconds)
 
     def _publish(self, waiting: Waiting) -> None:
@@ -88,9 +90,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Offered:
-    """A complete checkpoint of the bucket.
+    """A complete checkpoint in the bucket.
 
-    It is either a file that was fetched, or in parts, which the ranks read together.
+    It is either a fetched file, or in parts that the ranks read together.
     """
 
     entry: Stored
@@ -98,7 +100,7 @@ class Offered:
 
     @property
     def in_parts(self) -> bool:
-        """Whether it is in parts; if so, nothing of it was fetched."""
+        """Whether the checkpoint is in parts; if so, it has not been fetched."""
         return self.manifest.name.endswith(dcp.SUFFIX)
 
     def written(self) -> bytes:
@@ -107,7 +109,7 @@ class Offered:
 
     @classmethod
     def read(cls, text: bytes, step: int) -> Offered:
-        """Parse a text of `written`."""
+        """Parse the output of `written`."""
         term, _, manifest = text.partition(b" ")
         entry = Stored(int(term), step)
         found = CopyManifest.read(manifest, entry)
@@ -115,10 +117,10 @@ class Offered:
         return cls(entry, found)
 
     def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
-        """Return a function that gets missing or damaged files of this checkpoint into a folder.
+        """Return a function that fetches this checkpoint's missing or damaged files into a folder.
 
-        Processes that fetch into one folder do not fetch a file twice; each begins with a different
-        file, by `first`. The function raises CheckpointError and FetchError.
+        Processes that share a folder do not fetch a file twice; `first` makes each begin with a
+        different file. The function raises CheckpointError and FetchError.
         """
         files = {file.path.partition("/")[2]: file for file in self.manifest.files}
         certain = set[str]()
@@ -138,7 +140,7 @@ class Offered:
 
 
 class Copies:
-    """The copies of one folder's checkpoints in checkpoint.url, which rank 0 maintains."""
+    """Copies of a folder's checkpoints in checkpoint.url, which rank 0 maintains."""
 
     def __init__(self, bucket: Bucket, config: CheckpointConfig) -> None:
         self._bucket, self._config = bucket, config
@@ -156,14 +158,14 @@ class Copies:
 
     @property
     def term(self) -> int:
-        """The number that `begin` took for this incarnation."""
+        """The number that `begin` acquired for this incarnation."""
         return self._bucket.term
 
     def begin(self, mark: str, *, in_parts: bool) -> dict[int, float]:
         """Become the newest incarnation that writes to the bucket, and return the scores in it.
 
-        `mark` consists of eight hexadecimal digits of this incarnation. Raises CheckpointError if
-        the bucket is unreachable, because a start must know what it holds.
+        `mark` is eight hexadecimal digits that identify this incarnation. Raises CheckpointError if
+        the bucket is unreachable, because a start must know what the bucket holds.
         """
         _patiently(self._bucket.take_term)
         self._mark = mark
@@ -175,9 +177,9 @@ class Copies:
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
         """Return the newest complete checkpoint if it is newer than `step`.
 
-        A file is downloaded, a checkpoint in parts is not. A broken one is named in a warning, and
-        the next older one is tried. Raises CheckpointError if all newer ones are broken, and
-        FetchError.
+        A file is downloaded, but a checkpoint in parts is not. A broken checkpoint is named in a
+        warning, and the next older one is tried. Raises CheckpointError if all newer checkpoints
+        are broken, and FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
@@ -201,9 +203,9 @@ class Copies:
         return None
 
     def _fetch(self, entry: Stored, folder: Path) -> Offered:
-        """Return a checkpoint of the bucket, after fetching it into the folder if it is a file.
+        """Return a checkpoint in the bucket, after fetching it into the folder if it is a file.
 
-        Raises CheckpointError if it is broken, and FetchError.
+        Raises CheckpointError if the checkpoint is broken, and FetchError.
         """
         offered = Offered(entry, _patiently(lambda: self._bucket.manifest(entry)))
         name = offered.manifest.name
@@ -215,24 +217,24 @@ class Copies:
         return offered
 
     def cannot_be_read(self, offered: Offered, problem: str) -> None:
-        """Skip a checkpoint from now on, with a warning that gives `problem`."""
+        """Skip a checkpoint from now on, with a warning that includes `problem`."""
         self._unreadable.add(offered.entry)
         name = f"{self._bucket.url}/{offered.entry.key}"
         _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
 
     def pass_over(self, step: int) -> None:
-        """Do not fetch a file of this step again that was fetched and cannot be read."""
+        """Do not fetch this step's file again, because it was fetched but cannot be read."""
         if self._fetched is not None and self._fetched.step == step:
             self._unreadable.add(self._fetched)
 
     def has(self, step: int) -> bool:
-        """Return whether `fetch_newer` saw a checkpoint at least this new in the bucket."""
+        """Return whether `fetch_newer` saw a checkpoint of this or a later step in the bucket."""
         return self._there >= step
 
     def offer(self, entry: Entry, scores: dict[int, float], names: Iterable[str] = ()) -> None:
         """Upload a checkpoint that is on disk, in the background.
 
-        `names` are the files that this rank has written, if the other ranks upload theirs.
+        If other ranks upload their own files, `names` are the files that this rank has written.
         """
         self._scores = scores
         if self._uploads is not None:
@@ -241,7 +243,7 @@ class Copies:
     def wait(self, seconds: float) -> bool:
         """Wait until everything offered is in the bucket, for at most `seconds`.
 
-        Return whether it is.
+        Return whether everything is there.
         """
         return self._uploads is None or self._uploads.wait(seconds)
 
@@ -257,18 +259,17 @@ class Copies:
     def figures(self) -> dict[str, float]:
         """Return figures for the copies: copyStep, copyTime and copyBehind.
 
-        copyStep and copyTime (Unix seconds) are those of the newest checkpoint in the bucket.
-        copyBehind is the number of seconds for which a checkpoint has been on this machine alone
-        while none reached the bucket.
+        copyStep and copyTime (Unix seconds) describe the newest checkpoint in the bucket.
+        copyBehind is how many seconds a checkpoint has existed only on this machine without any
+        reaching the bucket.
         """
         found = self._uploads.figures() if self._uploads is not None else {}
         return {"copyStep": self._there, **found} if self._there >= 0 else found
 
     def finish(self, scores: dict[int, float], waited: float) -> bool:
-        """Return whether the bucket has the last checkpoint.
+        """Return whether the bucket has the last checkpoint, and print a warning if not.
 
-        Its upload was waited for, for at most `waited` seconds. If it is missing, a warning says
-        so.
+        `waited` is the maximum number of seconds that its upload was waited for.
         """
         if self._uploads is None:
             return True
@@ -285,7 +286,10 @@ class Copies:
         return True
 
     def _publish(self, waiting: Waiting) -> None:
-        """Upload a checkpoint; one in parts is complete once all ranks have uploaded theirs."""
+        """Upload a checkpoint.
+
+        A multi-part one is complete once all ranks have uploaded their parts.
+        """
         if not waiting.names:
             self._bucket.publish(waiting.path, waiting.step, waiting.epoch)
             return
@@ -335,7 +339,7 @@ def _patiently(act: Callable[[], T]) -> T:
 
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
-    """Get one file, unless it is there. Another process of this machine may be getting it."""
+    """Fetch a file, unless it exists. Another process on this machine may be fetching it."""
     # The files are next to the folder, where a start removes leftovers.
     start = f".{path.parent.name}.{path.name}"
     with _disk(path), alone(path.parent.parent / f"{start}.lock.tmp"):
@@ -352,7 +356,7 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Turn a fault of this disk into FetchError, which ends a start: the bucket's copy is whole."""
+    """Turn a fault of this disk into FetchError, because the bucket's copy is intact."""
     try:
         yield
     except OSError as error:

@@ -19,20 +19,20 @@ from ddpjob_trainer.errors import CheckpointError, first_line
 Tensors = Mapping[str, torch.Tensor]
 _SHOWN = 3
 _SHAPING = ("model.", "data.name", "data.shape", "data.classes", "optim.name", "amp.")
-"""Prefixes of keys that decide which tensors there are."""
+"""Prefixes of keys that determine which tensors exist."""
 _WHERE = ("model", "state_dict", "model_state_dict")
-"""Keys of a state dict in files of torch.save: this trainer's and torchvision's, timm's, PyTorch's
-examples'."""
+"""Keys of the state dict in torch.save files: those of this trainer and torchvision, timm,
+PyTorch's examples."""
 _AVERAGES = ("state_dict_ema", "model_ema")
-"""Keys of its moving average in timm's files and those of torchvision's references."""
+"""Keys of its moving average in the files of timm and of torchvision's references."""
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts that torch.compile and other wrappers of modules put into the names of tensors."""
+"""Parts of tensor names that torch.compile and other module wrappers add."""
 
 
 def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
     """Return the differences between a checkpoint's tensors and a model's, as text.
 
-    They are in the model's order. An empty list means that the tensors fit.
+    The differences are in the model's order. An empty list means that the tensors fit.
     """
     found = []
     for name, tensor in wanted.items():
@@ -90,12 +90,12 @@ def load_weights(
     average: bool = True,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights to start from, by name, complete, on every rank.
+    """Return the complete weights to start from, by name, on every rank.
 
-    They are the checkpoint's (with `average` their moving average, if there is one), and the
-    model's own for names that match `keep`. Rank 0 reads, and prints which of the two it took;
-    `alive` is called meanwhile. Raises CheckpointError on every rank if they cannot be read or do
-    not fit.
+    They come from the checkpoint (with `average`, from its moving average, if any), but names that
+    match `keep` retain the model's own weights. Rank 0 reads, and prints whether it took the
+    average; `alive` is called meanwhile. Raises CheckpointError on every rank if the weights cannot
+    be read or do not fit.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""
@@ -155,9 +155,9 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
 def read_whole(path: Path) -> Any:
     """Return everything in a checkpoint or a state dict.
 
-    `path` is a checkpoint of this trainer (a file, a dcp folder, or the folder of all, whose best
-    or newest counts), or a file of torch.save that holds a state dict, at the top or under a key in
-    `_WHERE`. Raises CheckpointError.
+    `path` is one of this trainer's checkpoints (a file, a dcp folder, or the checkpoint folder,
+    whose best or newest is used), or a torch.save file with a state dict, at the top level or under
+    a key in `_WHERE`. Raises CheckpointError.
     """
     try:
         path = _choose_checkpoint(path)
@@ -168,7 +168,7 @@ def read_whole(path: Path) -> Any:
         raise CheckpointError(
             f"checkpoint.load: {path} cannot be read: {error.strerror}; give an existing file"
         ) from error
-    except Exception as error:  # torch's reader fails in many ways on other files.
+    except Exception as error:  # torch's reader fails in many ways on arbitrary files.
         if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             raise CheckpointError(
                 f"checkpoint.load: {path} holds a {found[1]}, and loading it would run its code, so only tensors and "
@@ -182,7 +182,7 @@ def read_whole(path: Path) -> Any:
 
 
 def has_average(found: Any) -> bool:
-    """Return whether the content of a file holds a moving average of the weights as well."""
+    """Return whether a file's content also includes a moving average of the weights."""
     if not isinstance(found, dict):
         return False
     own = found.get("average")
@@ -192,10 +192,10 @@ def has_average(found: Any) -> bool:
 def weights_in(found: Any, path: Path, *, average: bool) -> dict[str, torch.Tensor]:
     """Return the model's tensors by name in the content of `path`.
 
-    With `average` they are their moving average, if there is one. The names are those of the plain
-    model, as in checkpoints of this trainer; from other files' names, the parts that
-    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) add are removed. Raises
-    CheckpointError.
+    With `average`, return their moving average instead, if there is one. The names are those of the
+    plain model, as in this trainer's checkpoints. In other files, the parts added by
+    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) are removed from names.
+    Raises CheckpointError.
     """
     ours = isinstance(found, dict) and "sampler" in found and "model" in found
     averages: dict[str, torch.Tensor] = {}
@@ -232,7 +232,7 @@ def _plain_name(name: str) -> str:
 
 
 def _choose_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a folder of them stands for, or any other path unchanged."""
+    """Return the checkpoint that a checkpoint folder stands for, or any other path unchanged."""
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
     if (marked := best.find_marked(path)) is not None and not marked.exists():

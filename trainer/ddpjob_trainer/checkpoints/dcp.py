@@ -1,13 +1,13 @@
-"""Format dcp: a checkpoint is a folder of torch.distributed.checkpoint; each rank writes its shard.
+"""Format dcp: a checkpoint is a torch.distributed.checkpoint folder; each rank writes its shard.
 
-torch writes the files, and an index of them that its own reader needs. That index is a pickle,
-which can do more than describe tensors, so nothing here reads it: the manifest says where the
-values of each tensor are (`manifest`), and reading copies these bytes. The folder has a temporary
-name until all shards are on disk. Reading needs no group, and does not depend on how many ranks
-wrote.
+torch writes the files and an index that its own reader needs. The index is a pickle, which can do
+more than describe tensors, so this module does not read it. Instead, the manifest records where
+each tensor's values are (`manifest`), and reading copies these bytes. The folder has a temporary
+name until all shards are on disk. Reading does not need a group, and does not depend on the number
+of ranks that wrote.
 
-Where nodes have folders of their own, each holds what its ranks have written, and the manifest of
-all of it.
+If each node has its own folder, it contains what the node's ranks have written, and the manifest of
+the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ def write(
 ) -> list[str]:
     """Put a checkpoint in place atomically. Collective over `group` (None: a single process).
 
-    `heads` gives for each rank the first rank that sees the same folder; None means that all see
-    one. If one rank fails, all ranks raise: OSError, CheckpointError, or what `may_write` raises.
-    `may_write` is called on these first ranks only, before the first byte and before the rename.
+    `heads` gives, for each rank, the first rank that sees the same folder; None means that all
+    ranks share one. If one rank fails, all ranks raise: OSError, CheckpointError, or what
+    `may_write` raises. `may_write` is called only on these first ranks, before the first byte and
+    before the rename.
 
-    Returns the names of the files that this rank has to copy: those that it has written and, on
+    Returns the names of the files that this rank has to copy: the files that it has written and, on
     rank 0, the manifest.
     """
     temporary = path.parent / f".{path.name}.{incarnation}.tmp"
@@ -71,8 +72,8 @@ def write(
     try:
         begun = together(group, lambda: _begin(temporary, may_write) if rank == head else None)
         stored = _write_tensors(tensors, temporary, group)
-        # The structure comes from rank 0, because its numbers may differ from rank to rank, and all
-        # ranks write the same manifest.
+        # The structure comes from rank 0, because its numbers may differ between ranks, but all
+        # ranks must write the same manifest.
         mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
         files = [found for found, _, _ in mine]
         listed = {name: found.written() for name, found in _merge([found for _, found, _ in mine]).items()}
@@ -93,9 +94,9 @@ def write(
 
 
 def check(path: Path) -> Metadata:
-    """Return a folder's metadata after reading and checking all of it.
+    """Return a folder's metadata after reading and checking everything in it.
 
-    Raises CheckpointError saying what is wrong with it, OSError.
+    Raises OSError, or CheckpointError with what is wrong.
     """
     metadata = check_sizes(path)
     check_share(path, 0, 1)
@@ -105,7 +106,7 @@ def check(path: Path) -> Metadata:
 def check_sizes(path: Path) -> Metadata:
     """Return a folder's metadata after checking that its files exist with their listed sizes.
 
-    Raises CheckpointError saying what is wrong with it, OSError.
+    Raises OSError, or CheckpointError with what is wrong.
     """
     found = read_manifest(path)
     for name, file in found.files.items():
@@ -119,9 +120,9 @@ def check_sizes(path: Path) -> Metadata:
 
 
 def check_share(path: Path, rank: int, world: int) -> None:
-    """Compare the checksums of this rank's share of the files. Shares have about equal sizes.
+    """Verify the checksums of this rank's share of the files. Shares have about equal sizes.
 
-    Raises CheckpointError saying what is wrong, OSError.
+    Raises OSError, or CheckpointError with what is wrong.
     """
     files = sorted(read_manifest(path).files.items(), key=lambda item: (-item[1].size, item[0]))
     for name, file in files[rank::world]:
@@ -130,7 +131,7 @@ def check_share(path: Path, rank: int, world: int) -> None:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the metadata without checking the shards. Raises CheckpointError, OSError."""
+    """Return the metadata without checking shards. Raises CheckpointError, OSError."""
     return read_manifest(path).metadata
 
 
@@ -138,16 +139,16 @@ def read_manifest(path: Path) -> CheckpointManifest:
     """Return the content of a folder's manifest. Raises CheckpointError, OSError."""
     try:
         with (path / MANIFEST).open("rb") as file:
-            # If it is too large to be read, take only its beginning.
+            # If the manifest is too large, read only its beginning.
             return manifests.read(file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1))
     except FileNotFoundError:
         raise CheckpointError("incomplete (it has no manifest)") from None
 
 
 def contents(path: Path) -> dict[str, tuple[int, str]]:
-    """Return size and SHA-256 of each file by name, as the manifest gives them.
+    """Return the size and SHA-256 of each file by name, as recorded in the manifest.
 
-    The manifest's own are included. Raises CheckpointError, OSError.
+    The manifest itself is included. Raises CheckpointError, OSError.
     """
     listed = {name: (file.size, file.sha256) for name, file in read_manifest(path).files.items()}
     manifest = path / MANIFEST
@@ -155,7 +156,7 @@ def contents(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def describe(path: Path) -> Snapshot:
-    """Return the snapshot with tensors that have a shape and a dtype but no values.
+    """Return the snapshot with tensors that have a shape and dtype but no values.
 
     Only the manifest is read. Raises CheckpointError, OSError.
     """
@@ -171,11 +172,11 @@ def describe(path: Path) -> Snapshot:
 def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -> Snapshot:
     """Return the snapshot, on the CPU.
 
-    If `layout` gives a DTensor for a tensor, the result holds this rank's shard of it, laid out in
-    that way; of other tensors it holds all. `fetch` is called with the names of files before they
-    are read, and makes sure that they are there, so that a rank whose folder lacks files gets only
-    those that it reads. Raises CheckpointError if this node does not see the folder or its content
-    does not match its manifest, and the errors of `fetch`.
+    If `layout` gives a DTensor for a tensor, the result contains this rank's shard in that layout;
+    other tensors are complete. `fetch` is called with the names of files before they are read and
+    makes sure that they exist, so that a rank whose folder lacks files gets only those that it
+    reads. Raises CheckpointError if this node does not see the folder or its content does not match
+    its manifest, and the errors of `fetch`.
     """
     if fetch is not None:
         fetch([MANIFEST])
@@ -209,7 +210,7 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 class _Target:
     """The part of a tensor that this rank reads, which begins at `offsets`.
 
-    `like` is the DTensor that it is a shard of.
+    `like` is the DTensor whose shard this is.
     """
 
     tensor: torch.Tensor
@@ -247,8 +248,7 @@ class _Target:
         into = self.tensor[
             tuple(slice(low - at, high - at) for (low, high), at in zip(common, self.offsets, strict=True))
         ]
-        # Whole rows of the chunk are read, and the needed part of them is copied, unless all of it
-        # is needed.
+        # Whole rows of the chunk are read, and only the needed part of them is copied.
         within = [slice(low - at, high - at) for (low, high), at in zip(common, chunk.offsets, strict=True)]
         shape = [*into.shape[:1], *chunk.sizes[1:]]
         rows = into if into.is_contiguous() and [*into.shape] == shape else torch.empty(shape, dtype=into.dtype)
@@ -266,8 +266,8 @@ class _Target:
 def together(group: Any, act: Any) -> list[Any]:
     """Return every rank's result of `act`, in rank order.
 
-    If it raises on one rank, all raise: that rank the error itself, the others an error that names
-    the rank.
+    If it fails on one rank, all ranks raise: that rank raises the error itself, the others an error
+    that names the rank.
     """
     own: Any = None
     error: Exception | None = None
@@ -293,7 +293,7 @@ def together(group: Any, act: Any) -> list[Any]:
 def _split(snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
     """Return (tensors by flat name, the structure around them as JSON).
 
-    The number before each name distinguishes the key a.b from a then b.
+    The number before each name distinguishes the key a.b from b inside a.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -317,7 +317,7 @@ def _begin(temporary: Path, may_write: Check) -> float:
 def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict[str, StoredTensor]:
     """Write the files.
 
-    Return what this rank has written, by name: its own chunks of each tensor.
+    Return this rank's own chunks of each tensor, by name.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -344,14 +344,14 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
                 raise _disk_error(error) or error from None
             return results
 
-    if group is None:  # This is intended with one process.
+    if group is None:  # With one process, this is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    # If some tensors are sharded, rank 0 writes the few that all ranks have. Spread over all files,
-    # they would make each rank fetch every file at a start. If none is sharded, all ranks write and
-    # read alike.
+    # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If they were
+    # spread over all files, each rank would have to fetch every file at a start. If no tensor is
+    # sharded, all ranks write and read alike.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
-    # torch 2.6 has no such argument, and notices by itself that there is no group.
+    # torch 2.6 lacks this argument, and detects by itself that there is no group.
     alone = {"no_dist": True} if group is None and "no_dist" in inspect.signature(save).parameters else {}
     try:
         save(tensors, storage_writer=writer, planner=planner, process_group=group, **alone)
@@ -377,10 +377,10 @@ def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) ->
 
 
 def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
-    """Return where in a file the values of a tensor written by torch.save begin.
+    """Return where the values of a tensor written by torch.save begin in a file.
 
-    `offset` and `length` bound the bytes that torch.save has written, and `size` is the number of
-    bytes of the values. Raises CheckpointError.
+    `offset` and `length` delimit the bytes that torch.save has written, and `size` is the size of
+    the values in bytes. Raises CheckpointError.
     """
     view = _FilePart(file, offset, length)
     with zipfile.ZipFile(view) as archive:
@@ -396,7 +396,7 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
 
 
 class _FilePart(io.RawIOBase):
-    """A part of an open file as a file, for zipfile."""
+    """A part of an open file, presented as a file for zipfile."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -443,8 +443,8 @@ def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
 def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any], may_write: Check) -> None:
     """Check the folder, write the manifest, and rename the folder to its final name.
 
-    `parts` has size and checksum of each file by the rank that wrote it, for the ranks that see
-    this folder.
+    `parts` has each file's size and checksum by the rank that wrote it, for ranks that see this
+    folder.
     """
     for rank, files in parts.items():
         for name, entry in files.items():
@@ -460,7 +460,7 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
     read_manifest(temporary)
     sync_folder(temporary)
     may_write()
-    if path.exists():  # A broken one of this step; otherwise training would have resumed from it.
+    if path.exists():  # It is broken; otherwise training would have resumed from it.
         path.rename(temporary.with_suffix(".old.tmp"))
     temporary.rename(path)
     sync_folder(path.parent)
@@ -468,11 +468,11 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
 
 
 def sha256(path: Path) -> str:
-    """Return the hash of a file, in hexadecimal digits."""
+    """Return a file's hash in hexadecimal digits."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size(path: Path) -> int:
-    """Return the number of bytes in all files."""
+    """Return the total size of all files in bytes."""
     return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())

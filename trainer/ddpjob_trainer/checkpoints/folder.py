@@ -1,4 +1,4 @@
-"""The checkpoint folder: when to save, who writes, what is kept, and where a start resumes."""
+"""The checkpoint folder: when to save, which ranks write, what to keep, where to resume."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 class CheckpointFolder:
     """The checkpoints in one folder, as seen by one rank.
 
-    `writes`: whether it maintains the folder.
+    `writes`: whether this rank maintains the folder.
     """
 
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
         config.check()
         self._config, self.path, self._group = config, path, group
         self._parts = config.format is Format.DCP
-        # With a bucket, parts may be on any disk; `claim` finds out which rank maintains which
+        # With a bucket, parts may be on any disk; `claim` determines which rank maintains which
         # folder.
         one_folder = config.shared and not (self._parts and config.url)
         self.writes = group.rank == 0 if one_folder else group.local_rank == 0
@@ -64,28 +64,28 @@ class CheckpointFolder:
         self._heads: list[int] | None = None
         """The first rank that sees each rank's folder. None means that `shared` decides."""
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
-        # Every writing rank has the same checkpoint, so one copy is enough. Of parts, each rank
-        # copies its own.
+        # Every writing rank has the same checkpoint, so one copy is enough. If it is in parts, each
+        # rank copies its own part.
         self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
         self.alive: Callable[[], None] = lambda: None
         """Called repeatedly while the ranks wait for a disk or the bucket."""
         self._share: Share | None = None
         self._copied: Path | None = None
-        """The checkpoint in parts that was last offered to the bucket."""
+        """The multi-part checkpoint last offered to the bucket."""
         self._uncopied: tuple[Entry, list[str]] | None = None
-        """The newest checkpoint and this rank's files of it, if it has not been offered."""
+        """The newest checkpoint and this rank's files of it, if it has not been offered yet."""
         if self.writes or self._parts:
             prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
 
     @classmethod
     def open(cls, group: Group, **settings: Any) -> CheckpointFolder:
-        """Open the folder for a training loop of your own, claimed for this incarnation of the job.
+        """Open the folder for your own training loop, and claim it for this incarnation of the job.
 
         `settings` are keys of the configuration's section `checkpoint`, such as every_steps=100,
-        keep=5. If they are not given, `dir`, `shared` and `url` come from the job's environment;
-        without a job, `dir` is ./checkpoints. Raises ConfigError for a setting that is unknown,
-        wrong, or only for the built-in trainer (load, load_average, load_except), and the errors of
-        `claim`. All ranks must call this together.
+        keep=5. By default, `dir`, `shared` and `url` come from the job's environment; outside a
+        job, `dir` is ./checkpoints. Raises ConfigError for a setting that is unknown, wrong, or
+        only for the built-in trainer (load, load_average, load_except), and the errors of `claim`.
+        All ranks must call this together.
         """
         if unused := sorted({"load", "load_average", "load_except"} & set(settings)):
             raise ConfigError(
@@ -105,8 +105,8 @@ class CheckpointFolder:
     def claim(self, claim: Claim) -> None:
         """Make this incarnation of the job the only one that may write.
 
-        All ranks must call this together. Raises FencedError if a newer one has claimed the folder,
-        and FolderTakenError if another job uses it.
+        All ranks must call this together. Raises FencedError if a newer incarnation has claimed the
+        folder, and FolderTakenError if another job uses the folder.
         """
         self._claim = claim
         # The writers communicate while training continues.
@@ -133,10 +133,10 @@ class CheckpointFolder:
                 self._share = Share(self._bucket, term, mark)
 
     def _find_heads(self) -> list[int]:
-        """Find for each rank the first rank that sees its folder, by looking.
+        """Find, for each rank, the first rank that sees its folder, by checking the disks.
 
-        All ranks must call this together. Each node may have a disk of its own, and pods of one
-        machine may share one.
+        All ranks must call this together. Each node may have its own disk, but pods on one machine
+        may share one.
         """
 
         def sign(rank: int) -> Path:
@@ -151,15 +151,15 @@ class CheckpointFolder:
 
     @property
     def _scattered(self) -> bool:
-        """Whether no rank sees all parts of a checkpoint, so that only the bucket has it whole."""
+        """Whether no rank sees all parts of a checkpoint, so that only the bucket has all of it."""
         several = bool(self._config.url) and self._group.world > 1
         return several and (any(self._heads) if self._heads else not self._config.shared)
 
     def _take_together(self) -> None:
         """Make the folder this job's.
 
-        A former owner may be watched for longer than train.timeout_seconds, so the ranks that wait
-        for it agree twice a second that the wait continues.
+        A former owner may be watched for longer than train.timeout_seconds, so the waiting ranks
+        agree twice a second to keep waiting.
         """
         watching, taking = True, self._ownership.take() if self.writes else iter(())
         while watching:
@@ -170,9 +170,9 @@ class CheckpointFolder:
     def due(self, step: int, *, epoch: int | None = None, last: bool = False) -> Due:
         """Return whether to save after `step` steps, by rank 0's clock and count.
 
-        `epoch` is the number of epochs that are then complete, or None within an epoch; `last`
-        says that training is complete. A save that becomes due while another is in progress waits
-        for a later step, unless retention needs this very one.
+        `epoch` is the number of epochs completed by then, or None within an epoch; `last` means
+        that training is complete. If a save becomes due while another is in progress, it is
+        postponed to a later step, unless retention needs exactly this one.
         """
         if self._group.rank != 0:
             return Due.NO
@@ -195,20 +195,20 @@ class CheckpointFolder:
 
     @property
     def state(self) -> SaverState:
-        """The state of this rank's writer. The ranks agree on it at each step."""
+        """The state of this rank's writer. The ranks agree on their states at each step."""
         fatal = self._writer.fatal
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
 
     def save(self, make: Callable[[], Snapshot], step: int) -> None:
         """Copy the result of `make`, and write it to disk in the background.
 
-        The result is a dict of tensors, numbers, text, and dicts, lists and tuples of them, with
+        The result is a dict of tensors, numbers, text, and dicts, lists and tuples of these, with
         the sampler's `state_dict()` under "sampler". Raises CheckpointError for anything else,
         because a resume could not read it.
 
-        This waits for a save that is in progress, and does nothing if the state after `step` steps
-        is already saved or being saved. `completed` and `finish` report success, `state` a failure.
-        All ranks must call this together.
+        This waits for any save in progress, and does nothing if the state after `step` steps is
+        already saved or being saved. `completed` and `finish` report success; `state` reports a
+        failure. All ranks must call this together.
         """
         if step == self._saved_step:
             return
@@ -236,9 +236,9 @@ class CheckpointFolder:
     def finish(self, seconds: float | None = None) -> None:
         """Wait until every save is on disk, on every rank. All ranks must call this together.
 
-        It also waits for the last copy in checkpoint.url, for `seconds` (None:
-        checkpoint.url_wait_seconds, and without checkpoint.shared the copy is required). Raises
-        CheckpointError on all ranks if one failed.
+        It also waits up to `seconds` for the last copy to checkpoint.url. None means
+        checkpoint.url_wait_seconds, and without checkpoint.shared the copy is then required. Raises
+        CheckpointError on all ranks if one rank failed.
         """
         began = time.monotonic()
         self._wait_for_the_disk()
@@ -266,7 +266,7 @@ class CheckpointFolder:
             raise failure or self.failure(2 in ends)
 
     def _wait_for_parts(self, seconds: float) -> None:
-        """Offer the last checkpoint to the bucket, and wait until it is there.
+        """Offer the last checkpoint to the bucket, and wait until it is uploaded.
 
         All ranks must call this together.
         """
@@ -287,9 +287,9 @@ class CheckpointFolder:
     def _wait_together(self, done: Callable[[float], bool], seconds: float = math.inf) -> None:
         """Wait until `done` returns true on every rank, for at most `seconds`.
 
-        All ranks must call this together. `done` gets the number of seconds that it may wait. The
-        ranks agree twice a second, because a rank alone would wait for longer than a collective may
-        take, and the others would end with an error.
+        All ranks must call this together. `done` receives the number of seconds that it may wait.
+        The ranks agree twice a second. Otherwise a single rank could wait for longer than a
+        collective may take, and the others would end with an error.
         """
         until, states = time.monotonic() + seconds, [1]
         while any(states) and 2 not in states:
@@ -298,7 +298,7 @@ class CheckpointFolder:
             self.alive()
 
     def _in_thread(self, act: Callable[[], _T]) -> Future[_T]:
-        """Return the outcome of `act()`, which takes as long as the disk or the bucket.
+        """Return the outcome of `act()`, whose duration depends on the disk or the bucket.
 
         All ranks must call this together.
         """
@@ -313,9 +313,9 @@ class CheckpointFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Give a save in progress some time when training ends, maybe by an error.
+        """Give a save in progress some time when training ends, possibly with an error.
 
-        Peers that restart wait for this process to end.
+        Restarting peers wait for this process to end.
         """
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
@@ -327,33 +327,33 @@ class CheckpointFolder:
         return kind("another rank can no longer save checkpoints; see its message for the reason")
 
     def scored(self, step: int, values: dict[str, float]) -> None:
-        """Record the evaluation of the model after `step` steps; `values` are by metric."""
+        """Record the model's evaluation after `step` steps; `values` maps metrics to values."""
         if (score := values.get(self._config.best_by.value)) is None:
             return
         self._scores = {**self._scores, step: score}
         self._unmarked = self._config.keep_best > 0
 
     def _write(self, path: Path, taken: Snapshot, metadata: Metadata) -> None:
-        """Write a checkpoint; runs in the background."""
+        """Write a checkpoint in the background."""
         self._staging.settle()
         entry, names = Entry(metadata.step, path, metadata.epoch), list[str]()
         try:
-            # All ranks learn together of a lost claim; otherwise they would wait for this one.
+            # All ranks must notice a lost claim together; otherwise they would wait for this one.
             if self._parts:
                 incarnation, group = self._claim.incarnation, self._parts_group
                 names = dcp.write(path, incarnation, taken, metadata, group, self._check_claim, self._heads)
             else:
-                self._check_claim()  # A folder that has vanished is not created again.
+                self._check_claim()  # A folder that has vanished is not recreated.
                 torch_file.write(path, taken, metadata, self._check_claim)
         except OSError:
-            # A newer incarnation removes temporary files, and is then the reason for the error.
+            # A newer incarnation removes temporary files, which would explain the error.
             self._check_claim()
             raise
         if self.writes:
             self._index.add(entry)
         if self._parts and self._config.url:
-            # All ranks upload the same checkpoints, or none would ever be complete. The next one
-            # follows when rank 0 has seen the last one complete.
+            # All ranks must upload the same checkpoints, or none would ever be complete. The next
+            # upload begins when rank 0 has seen the last one complete.
             free = dcp.together(self._parts_group, lambda: self.copies is None or self.copies.wait(0))[0]
             self._uncopied = entry, names
             if free:
@@ -364,7 +364,7 @@ class CheckpointFolder:
             self._try_to_tidy()
 
     def _offer(self, entry: Entry, names: list[str]) -> None:
-        """Offer this rank's files of a checkpoint in parts to the bucket; all ranks do so."""
+        """Offer this rank's files of a multi-part checkpoint to the bucket. All ranks do so."""
         self._copied, self._uncopied = entry.path, None
         if self.copies is not None:
             self.copies.offer(entry, self._scores, names)
@@ -378,7 +378,7 @@ class CheckpointFolder:
     def _try_to_tidy(self) -> None:
         """Tidy the folder, with a warning if that fails.
 
-        The checkpoint itself is on disk; tidying is tried again after the next one.
+        The checkpoint itself is on disk; tidying is retried after the next one.
         """
         try:
             self._tidy()
@@ -392,11 +392,11 @@ class CheckpointFolder:
             )
 
     def _tidy(self) -> None:
-        """Mark the best, then delete expendable checkpoints, so that the mark never dangles.
+        """Mark the best checkpoint, then delete expendable ones, so that the mark never dangles.
 
         Runs in the background.
         """
-        # Set it first, so that the next save marks whatever is scored from now on.
+        # Set this first, so that the next save marks any checkpoint scored from now on.
         self._unmarked = False
         scores = self._scores
         entries = self._index.entries()
@@ -410,11 +410,11 @@ class CheckpointFolder:
                 {entry.step: scores[entry.step] for entry in order},
                 order[0].path if order else None,
             )
-        # The mark is from an earlier start with keep_best.
+        # The mark was made by an earlier start with keep_best.
         elif best.find_marked(self.path) in [entry.path for entry in doomed]:
             best.unmark(self.path)
         for entry in doomed:
-            # Other ranks may still upload their parts of the checkpoint that was offered last.
+            # Other ranks may still be uploading their parts of the checkpoint offered last.
             if entry.path != self._copied and (self.copies is None or not self.copies.holds(entry.path)):
                 self._index.remove(entry)
 
@@ -425,9 +425,9 @@ class CheckpointFolder:
 
         None if there is none of a later step than `newer_than`.
 
-        `layout` says of which tensors a rank needs only its shard (format dcp). No rank has a
-        tensor in memory twice. A broken checkpoint, which some rank cannot read, is named in a
-        warning. Raises CheckpointError on every rank if all are broken.
+        `layout` determines for which tensors a rank needs only its shard (format dcp). A rank never
+        has a tensor in memory twice. A checkpoint that any rank cannot read is broken, and is named
+        in a warning. Raises CheckpointError on every rank if all are broken.
         """
         step, path = self._newest_here()
         if self._config.url:
@@ -487,11 +487,11 @@ class CheckpointFolder:
         return self._in_thread(lambda: looking() if self.writes else (NOTHING, None)).result()
 
     def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
-        """Return the newest checkpoint in the bucket, if it is in parts and newer than all ranks'.
+        """Return the bucket's newest checkpoint, if it is in parts and newer than every rank's.
 
-        `step` is this rank's newest one. A file is put into the folder of rank 0, and None is
-        returned. Raises CheckpointError on all ranks if the bucket cannot be read: training must
-        not start from scratch, because the bucket may hold the only checkpoints.
+        `step` is this rank's newest step. If the checkpoint is a file, put it into rank 0's folder,
+        and return None. Raises CheckpointError on all ranks if the bucket cannot be read, because
+        training must not start from scratch if the bucket holds the only checkpoints.
         """
         newest = max(self._group.gather(step))
         while True:
@@ -520,7 +520,7 @@ class CheckpointFolder:
                 self.copies.cannot_be_read(offered, problem)
 
     def _read_copy(self, offered: Offered, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Read a checkpoint in parts from the bucket; each rank fetches what it reads.
+        """Read a multi-part checkpoint from the bucket. Each rank fetches what it reads.
 
         All ranks must call this together. Returns (snapshot, ""), or (None, the first rank's
         problem). Raises CheckpointError on all ranks if the bucket or a disk is to blame.
@@ -541,7 +541,7 @@ class CheckpointFolder:
                 problem = "from a different step than its name says"
         except FetchError as error:
             unfetched = error
-        except Exception as error:  # A file that this trainer did not write can fail in any way.
+        except Exception as error:  # Reading a file that this trainer did not write can fail in any way.
             problem = self._unreadable(error)
         if 1 in (failed := self._group.gather(unfetched is not None)):
             raise unfetched or CheckpointError(
@@ -557,8 +557,9 @@ class CheckpointFolder:
     def _is_kept(self, step: int, path: Path | None) -> bool:
         """Return whether the state after `step` steps need not be saved again.
 
-        That is so if the bucket has it, or gets this rank's file of it, `path`. The file may also
-        be on another node's disk alone, from where nobody uploads it.
+        That is the case if the bucket has the state, or will get this rank's file of it, `path`. A
+        file that is only on another node's disk does not count, because it is not uploaded from
+        there.
         """
         kept = True
         if self.copies is not None:
@@ -571,7 +572,7 @@ class CheckpointFolder:
     def _spread(self, own: Snapshot | None, source: int) -> Snapshot:
         """Return rank `source`'s snapshot on every rank.
 
-        Large tensors are sent one by one, each into the memory that it stays in.
+        Large tensors are sent one by one, each into its final memory.
         """
         if self._group.world == 1:
             assert own is not None
@@ -592,7 +593,7 @@ class CheckpointFolder:
         return spread
 
     def _first_problem(self, problem: str) -> str:
-        """Return the problem of the first rank that has one, on all ranks; empty if none has.
+        """Return, on all ranks, the problem of the first rank that has one; empty if none has.
 
         All ranks must call this together.
         """
@@ -604,10 +605,10 @@ class CheckpointFolder:
         return self._group.broadcast_bytes(said, source).decode()
 
     def _read_parts(self, path: Path, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Return (what this rank reads from the folder itself, why any rank cannot).
+        """Return (this rank's data, read from the folder itself; why any rank cannot read).
 
-        All ranks must call this together. Raises CheckpointError on all ranks if one does not see
-        the folder, because the checkpoint is then not to blame.
+        All ranks must call this together. Raises CheckpointError on all ranks if one rank does not
+        see the folder, because then the checkpoint is not to blame.
         """
         seen = self._group.gather(self._in_thread(partial(os.path.exists, path)).result())
         if not all(seen):
@@ -619,10 +620,10 @@ class CheckpointFolder:
         return (None, problem) if problem else self._agree_on(partial(dcp.read, path, layout))
 
     def _agree_on(self, act: Callable[[], _T]) -> tuple[_T | None, str]:
-        """Return (this rank's result of `act`, the first rank's problem with it).
+        """Return (this rank's result of `act`, the first rank's problem).
 
-        All ranks must call this together. The problem is empty if no rank has one. `act` reads data
-        that another program may have written, so it can fail in any way.
+        All ranks must call this together. The problem is empty if all ranks succeed. `act` reads
+        data that another program may have written, so it can fail in any way.
         """
         result, problem = None, ""
         acting = self._in_thread(act)
@@ -634,7 +635,7 @@ class CheckpointFolder:
         return (None if problem else result), problem
 
     def _unreadable(self, error: Exception) -> str:
-        """Describe what is wrong with a checkpoint, by the error of reading it."""
+        """Describe what is wrong with a checkpoint, based on the error from reading it."""
         if isinstance(error, CheckpointError):
             return str(error)
         where = f"not readable on rank {self._group.rank}"

@@ -14,7 +14,7 @@ from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.errors import CheckpointError
 
 NOTHING, BROKEN = -1, -2
-"""Values instead of a step: the folder holds no checkpoint, or none that is whole."""
+"""Values instead of a step: the folder has no checkpoint, or no intact one."""
 _NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
 
 
@@ -26,14 +26,14 @@ class CheckpointIndex:
         self._known: dict[Path, Entry] = {}
 
     def path_of(self, step: int, *, in_parts: bool) -> Path:
-        """Return the path of the checkpoint of a step."""
+        """Return the path of a step's checkpoint."""
         return self._path / f"step-{step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}"
 
     def newest_whole(self, *, in_parts: bool = True) -> tuple[int, Path | None]:
-        """Return (step, path), with NOTHING or BROKEN instead of the step if there is none.
+        """Return (step, path), with NOTHING or BROKEN as the step if there is none.
 
-        Broken ones are named in warnings. For a folder of parts, only names and sizes are checked
-        here; without `in_parts` such folders are skipped.
+        Warnings name broken checkpoints. If a checkpoint is a folder of parts, only names and sizes
+        are checked here. Without `in_parts`, such folders are skipped.
         """
         found = [(step, path) for step, path in self._found() if in_parts or path.suffix != dcp.SUFFIX]
         for step, path in found:
@@ -60,20 +60,20 @@ class CheckpointIndex:
     def entries(self) -> list[Entry]:
         """Return all checkpoints, newest first. Raises OSError.
 
-        Only the newest are checked as a whole, at a start; for older ones, the metadata is trusted.
+        Only the newest are fully checked, at a start; for older ones, the metadata is trusted.
         """
         return [self._known.get(path) or self._read(step, path) for step, path in self._found()]
 
     def add(self, entry: Entry) -> None:
-        """Record that a whole checkpoint was put in place."""
+        """Record that a complete checkpoint was put in place."""
         self._known[entry.path] = entry
 
     def replaced(self, path: Path) -> None:
-        """Forget what is known of a checkpoint, because a different one has replaced it."""
+        """Forget what is known about a checkpoint, because a different one has replaced it."""
         self._known.pop(path, None)
 
     def remove(self, entry: Entry) -> None:
-        """Delete a checkpoint. One that cannot be deleted stays known, with a warning."""
+        """Delete a checkpoint. If that fails, keep its record and print a warning."""
         try:
             remove(entry.path)
             self._known.pop(entry.path, None)
@@ -81,7 +81,7 @@ class CheckpointIndex:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     def forget_parts_after(self, step: int) -> None:
-        """Delete folders of later steps that lack parts, because they would count as the newest."""
+        """Delete later steps' folders that lack parts, because they would count as the newest."""
         for later, path in self._found():
             if later <= step or path.suffix != dcp.SUFFIX:
                 continue
@@ -94,7 +94,7 @@ class CheckpointIndex:
         try:
             metadata = dcp.read_metadata(path) if path.suffix == dcp.SUFFIX else torch_file.read_metadata(path)
             self._known[path] = Entry(step, path, metadata.epoch)
-        # FileNotFoundError comes from a link that leads nowhere.
+        # A dangling link causes FileNotFoundError.
         except (CheckpointError, FileNotFoundError):
             self._known[path] = Entry(step, path, whole=False)
         return self._known[path]
@@ -105,9 +105,9 @@ class CheckpointIndex:
 
 
 def prepare_folder(path: Path, keys: str) -> None:
-    """Create a folder, and prove that it can be written.
+    """Create a folder, and verify that it is writable.
 
-    Raises CheckpointError naming the path, the reason and the remedy.
+    Raises a CheckpointError that names the path, the reason and the remedy.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

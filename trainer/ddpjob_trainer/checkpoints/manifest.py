@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint in format dcp: everything that reading one needs, as JSON.
+"""The manifest of a dcp checkpoint: everything needed to read the checkpoint, as JSON.
 
     {"format": 1, "step": 7, "epoch": null, "world": 2, "time": 1700000000.0,
      "files": {"__0_0.distcp": {"size": 4096, "sha256": "..."}, ...},
@@ -7,15 +7,16 @@
      "state": {"dict": [["step", 7], ["model", {"dict": [["weight", {"tensor": "0:model.weight"}]]}]]},
      "sha256": "..."}
 
-A chunk says where its part of the tensor begins, the sizes of that part, and in which file at which byte its values
-begin. The values are stored in row-major order, so sizes and dtype give their length.
+A chunk records where its part of the tensor begins, the part's sizes, and the file and byte at
+which its values begin. The values are in row-major order, so the sizes and dtype give their length.
 
-`state` is the structure around the tensors. Numbers, text, true, false, null and lists stand for themselves;
-an object has one key, which names what JSON lacks: `dict` (pairs of key and value), `tuple`, `float` (nan, inf) or
-`tensor` (a name).
+`state` is the structure around the tensors. Numbers, text, true, false, null and lists stand for
+themselves; an object has one key, which names a type that JSON lacks: `dict` (pairs of key and
+value), `tuple`, `float` (nan, inf) or `tensor` (a name).
 
-Whoever can write to the folder can write a manifest, with a correct checksum. `read` therefore refuses whatever could
-make a reader open another file, read outside of a file, or allocate more than the files hold.
+Anyone who can write to the folder can write a manifest with a correct checksum. `read` therefore
+refuses anything that could make a reader open another file, read beyond a file, or allocate more
+than the files contain.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ddpjob_trainer.checkpoints.snapshot import Path
 from ddpjob_trainer.errors import CheckpointError
 
 LARGEST = 2**28
-"""Limit in bytes for a manifest; it suffices for three million chunks."""
+"""Maximum size of a manifest in bytes, enough for three million chunks."""
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
@@ -51,7 +52,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A file of the checkpoint."""
+    """A file in the checkpoint."""
 
     size: int
     sha256: str
@@ -67,20 +68,20 @@ class TensorChunk:
     at: int
 
     def written(self) -> list[Any]:
-        """Return it in its JSON form."""
+        """Return the chunk in its JSON form."""
         return [[*self.offsets], [*self.sizes], self.file, self.at]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint. Its chunks cover it exactly once."""
+    """A tensor in the checkpoint. Its chunks cover it exactly once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[TensorChunk, ...]
 
     def written(self) -> dict[str, Any]:
-        """Return it in its JSON form.
+        """Return the tensor in its JSON form.
 
         Raises CheckpointError for a dtype that `read` does not know.
         """
@@ -95,7 +96,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The checked content of a manifest. `state` is still in its JSON form; see `decode`."""
+    """The checked content of a manifest. `state` is still in JSON form; see `decode`."""
 
     metadata: Metadata
     files: Mapping[str, CheckpointFile]
@@ -111,7 +112,7 @@ def write(recorded: dict[str, Any]) -> bytes:
 def read(data: bytes) -> CheckpointManifest:
     """Return the content of a manifest.
 
-    Raises CheckpointError, and nothing else, if it is not a valid manifest.
+    Raises CheckpointError, and no other error, if the manifest is invalid.
     """
     try:
         return _manifest(_recorded(data))
@@ -120,7 +121,7 @@ def read(data: bytes) -> CheckpointManifest:
 
 
 def _recorded(data: bytes) -> dict[str, Any]:
-    """Return a manifest's JSON, of which only the checksum is verified. Raises CheckpointError."""
+    """Return a manifest's JSON after verifying only its checksum. Raises CheckpointError."""
     if len(data) > LARGEST:
         raise _corrupt(f"it has {len(data)} bytes, and at most {LARGEST} are read")
     try:
@@ -202,7 +203,7 @@ def _chunk(name: str, found: Any) -> TensorChunk:
 
 
 def _covers(stored: StoredTensor) -> bool:
-    """Return whether the chunks form a grid over the whole shape, as shards of a tensor do."""
+    """Return whether the chunks form a grid over the whole shape, as a tensor's shards do."""
     shape, chunks = stored.shape, stored.chunks
     if 0 in shape:
         return not chunks
@@ -225,7 +226,7 @@ def _covers(stored: StoredTensor) -> bool:
 def encode(tree: Any, name: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
     """Return the structure around tensors in its JSON form; `name` gives each tensor's name.
 
-    Raises CheckpointError for a value that the form cannot hold.
+    Raises CheckpointError for a value that this form cannot represent.
     """
     if isinstance(tree, torch.Tensor):
         return {"tensor": name(path, tree)}
@@ -250,7 +251,7 @@ def _no_place(value: Any, path: Path, role: str) -> CheckpointError:
 
 
 def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> Any:
-    """Return a structure that `encode` wrote; `tensor` gives the value for each tensor's name.
+    """Return the structure that `encode` wrote; `tensor` gives the value for each tensor's name.
 
     Raises CheckpointError.
     """

@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import CheckpointError
 VERSION = 1
 """Version of the content. Other versions are refused."""
 _LATEST = 253402300800
-"""The start of the year 10000, which no clock shows."""
+"""The start of the year 10000; real clocks are earlier."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Metadata:
     time: float = 0.0
 
     def written(self, **more: Any) -> dict[str, Any]:
-        """Return it as written to disk, with the content's version and the time."""
+        """Return the metadata as written to disk, with the content's version and the time."""
         return {"format": VERSION, **asdict(self), "time": round(time.time(), 3), **more}
 
     @classmethod
     def read(cls, found: Any) -> Metadata:
-        """Parse a result of `written`.
+        """Parse the output of `written`.
 
         Raises CheckpointError if `found` is anything else or of a different version.
         """

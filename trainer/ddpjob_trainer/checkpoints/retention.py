@@ -27,9 +27,9 @@ class Entry:
 def expendable(found: Collection[Entry], scores: dict[int, float], config: CheckpointConfig) -> list[Entry]:
     """Return the checkpoints to delete.
 
-    Kept are the newest `keep` whole ones, the `keep_best` best, and every `keep_every_epochs`th
-    epoch. A broken one counts for none of these, and is deleted if it is older than all of the
-    newest whole ones.
+    The newest `keep` whole checkpoints, the best `keep_best`, and every `keep_every_epochs`th epoch
+    are kept. A broken checkpoint counts towards none of these, and is deleted if it is older than
+    all of the newest whole ones.
     """
     whole = sorted((entry for entry in found if entry.whole), reverse=True)
     newest = whole[: config.keep]
@@ -45,9 +45,9 @@ def expendable(found: Collection[Entry], scores: dict[int, float], config: Check
 
 
 def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -> list[Entry]:
-    """Return the evaluated checkpoints, best first; of equal ones, the older first.
+    """Return the evaluated checkpoints, best first; if equal, older first.
 
-    A score that is not finite is the worst.
+    A score that is not finite ranks last.
     """
     sign = -1 if metric is Metric.ACCURACY else 1
 

@@ -1,7 +1,8 @@
 """A snapshot: the state of training after a step, copied to the CPU.
 
-Training waits only for the copy, and continues while it is written. The copy's memory is reused by
-the next snapshot; on an accelerator it is pinned, and the copies are asynchronous in stream order.
+Training waits only for the copy, and continues while the copy is written. The next snapshot reuses
+the copy's memory. With an accelerator, that memory is pinned, and copies are asynchronous in stream
+order.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.private_torch import layout_of
 
 Snapshot = dict[str, Any]
-"""Tensors, numbers, text and dicts, lists and tuples of them."""
+"""Tensors, numbers, text, and dicts, lists and tuples of these."""
 
 Path = tuple[str | int, ...]
 
 Layout = Callable[[Path, torch.Size], Any]
-"""Maps a tensor's place in a snapshot and its whole shape to a DTensor that is laid out over the
-ranks as wanted, or to None if every rank has all of it."""
+"""Maps a tensor's place in a snapshot and its whole shape to a DTensor with the desired layout over
+the ranks, or to None if every rank has the whole tensor."""
 
 
 def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
     """Return a tree of the same structure with changed tensors.
 
-    Containers are new, so that later changes of the training do not show.
+    Containers are new, so that later changes by the training do not affect them.
     """
     if isinstance(tree, torch.Tensor):
         return change(path, tree)
@@ -46,8 +47,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def check(snapshot: Any) -> None:
     """Raise CheckpointError for a state that could be written but not resumed from.
 
-    Reading runs no code from a file (torch.load with weights_only), so an object, even numpy's,
-    would be refused then, after the training that saved it has ended.
+    Reading does not run code from a file (torch.load with weights_only). An object, even one of
+    numpy's, would therefore be refused only after the training that saved it has ended.
     """
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
         raise CheckpointError(
@@ -86,7 +87,7 @@ def _can_be_read(value: Any) -> bool:
 
 
 class Staging:
-    """Memory on the CPU that holds one snapshot at a time."""
+    """CPU memory that holds one snapshot at a time."""
 
     def __init__(self) -> None:
         self._memory: dict[Path, torch.Tensor] = {}
@@ -95,9 +96,9 @@ class Staging:
     def take(self, snapshot: Snapshot, *, whole: bool, wanted: bool = True) -> Snapshot:
         """Return a copy of `snapshot`, which overwrites the previous one.
 
-        Call `settle()` before reading it. With `whole`, tensors that are sharded over ranks are
-        gathered, which is collective; otherwise each rank keeps its own shard. A rank that does not
-        want the copy (`wanted`) takes part and gets an empty one.
+        Call `settle()` before reading it. With `whole`, sharded tensors are gathered, which is a
+        collective operation; otherwise each rank keeps its own shard. A rank that does not want the
+        copy (`wanted`) still takes part, but gets an empty copy.
         """
         used: dict[Path, torch.Tensor] = {}
         devices: set[torch.device] = set()
@@ -139,7 +140,7 @@ class Staging:
 
 
 def with_local(sharded: Any, local: torch.Tensor) -> Any:
-    """Return a DTensor with the layout of `sharded`, whose shard is `local`, on the CPU.
+    """Return a DTensor on the CPU with the layout of `sharded` and the shard `local`.
 
     The device of its mesh does not matter.
     """

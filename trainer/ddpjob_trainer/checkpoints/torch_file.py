@@ -1,6 +1,6 @@
-"""Format torch: a checkpoint is one file of torch.save with a zip comment.
+"""Format torch: a checkpoint is a single torch.save file with a zip comment.
 
-The comment holds metadata and a checksum. `torch.load` of any script can read the file.
+The comment holds metadata and a checksum. Any script can read the file with `torch.load`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ shorten_unpickling_errors()
 
 
 class _Stream:
-    """Sends the output of torch.save to the file and into the checksum.
+    """Sends torch.save's output to the file and the checksum.
 
-    The archive's last record is held back, because the comment belongs in it. There is no second
-    copy of the content in memory, and neither writing nor hashing holds the GIL.
+    The archive's last record is held back, because it must include the comment. The content is not
+    duplicated in memory, and neither writing nor hashing holds the GIL.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -94,7 +94,7 @@ def write(path: Path, snapshot: Snapshot, metadata: Metadata, before_rename: Che
 
 
 def _read_back(path: Path) -> None:
-    """Read a file's metadata and directory back.
+    """Read back a file's metadata and directory.
 
     An unreadable file must not replace a readable one. Raises CheckpointError, OSError.
     """
@@ -109,15 +109,15 @@ def _read_back(path: Path) -> None:
 
 
 def check(content: bytes) -> Metadata:
-    """Return the metadata of a whole file's content.
+    """Return the metadata from a whole file's content.
 
-    Raises CheckpointError saying what is wrong.
+    Raises CheckpointError with what is wrong.
     """
     return _check(io.BytesIO(content))
 
 
 def check_file(path: Path) -> Metadata:
-    """Return the metadata after checking a file, which is not kept in memory.
+    """Return the metadata after checking a file without keeping it in memory.
 
     Raises CheckpointError, OSError.
     """
@@ -142,7 +142,7 @@ def _check(file: IO[bytes] | io.FileIO) -> Metadata:
 
 
 def is_ours(content: bytes) -> bool:
-    """Return whether the file has a comment, as this trainer's files do; torch.save writes none."""
+    """Return whether the file has a comment, which only this trainer's files have."""
     try:
         return bool(_split(content[-_LONGEST_COMMENT:], len(content))[1])
     except CheckpointError:
@@ -160,7 +160,7 @@ def read_metadata(path: Path) -> Metadata:
 def decode(content: bytes) -> Snapshot:
     """Return the content with tensors on the CPU.
 
-    A Namespace is allowed, because timm's and torchvision's files hold their arguments as one.
+    A Namespace is allowed, because timm's and torchvision's files store their arguments in one.
     """
     with torch.serialization.safe_globals([argparse.Namespace]):
         snapshot: Snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -174,7 +174,7 @@ def read(path: Path) -> Snapshot:
 
 
 def describe(path: Path) -> Snapshot:
-    """Return the content of a file, with tensors that stay in it until their values are used."""
+    """Return the content of a file. Its tensors stay in the file until their values are used."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return snapshot
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints to disk during training, one at a time, in its own thread.
+"""Writes checkpoints to disk during training, one at a time, in a separate thread.
 
 It remembers the outcome.
 """
@@ -21,7 +21,7 @@ from ddpjob_trainer.errors import CheckpointError, FencedError
 class CompletedSave:
     """A checkpoint that is on disk.
 
-    It holds the step, how long training paused for it, and how long the disk took.
+    It records the step, how long training paused for the save, and how long the disk took.
     """
 
     step: int
@@ -32,7 +32,7 @@ class CompletedSave:
 class Writer:
     """The writer of one rank.
 
-    `limit` failures in a row are fatal; being fenced is fatal at once.
+    `limit` consecutive failures are fatal; being fenced is fatal at once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -56,7 +56,7 @@ class Writer:
     def fatal(self) -> CheckpointError | None:
         """The reason why training must end, if any.
 
-        It is either too many failures in a row, or that another incarnation has claimed the folder.
+        It is either too many consecutive failures, or another incarnation's claim on the folder.
         """
         failure = self.failure
         return (
@@ -74,7 +74,7 @@ class Writer:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until no save is in progress, at most `seconds`. `failure` holds the outcome."""
+        """Wait until no save is in progress, at most `seconds`. `failure` has the outcome."""
         if self._thread is not None:
             self._thread.join(seconds)
 

@@ -26,7 +26,7 @@ _SHOWN = 10
 
 @dataclass
 class Incarnation:
-    """One incarnation of the job: from a (re)start of all ranks to their end."""
+    """One incarnation of the job, from a (re)start of all ranks to their end."""
 
     id: int
     began: float
@@ -42,16 +42,16 @@ class Incarnation:
     left_out: set[int] = field(default_factory=set)
     """Steps whose loss or gradient was not finite."""
     unreadable: dict[int, int] = field(default_factory=dict)
-    """Maps a step to the images of all ranks that could not be read."""
+    """Maps a step to the number of unreadable images on all ranks."""
     end: int | None = None
     repeats: int = 1
     """Number of versions of each sample in an epoch."""
     job: str = ""
-    """The job's uid; empty outside of jobs."""
+    """The job's uid; empty outside jobs."""
 
     @property
     def last(self) -> int:
-        """The last step that any rank began."""
+        """The last step begun by any rank."""
         return max(self.parts, default=self.start)
 
 
@@ -59,8 +59,8 @@ class Incarnation:
 class LedgerSummary:
     """The content of a ledger: incarnations, and samples per epoch in the final history.
 
-    `left_out` maps a step to the number of its samples, none of which changed a weight;
-    `unreadable` is the number of images without weight.
+    `left_out` maps a step whose samples did not change any weight to their number; `unreadable` is
+    the number of images with weight zero.
     """
 
     incarnations: list[Incarnation]
@@ -115,7 +115,7 @@ def read(folders: list[Path]) -> list[Incarnation]:
 def _in_order(incarnations: list[Incarnation]) -> list[Incarnation]:
     """Return the incarnations, oldest first.
 
-    Those of one job are ordered by generation and round, because the clocks of its nodes may differ
+    A job's incarnations are ordered by generation and round, because its nodes' clocks may differ
     by minutes.
     """
     began: dict[str, float] = {}
@@ -145,8 +145,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number < len(lines):
                 raise LedgerError(f"{path}, line {number} is damaged: {error}") from error
-            # The last line lacks its newline if the process was killed while writing it, before the
-            # step took effect.
+            # If the process was killed while writing the last line, before the step took effect,
+            # the line lacks its newline.
     return rows
 
 
@@ -170,7 +170,7 @@ def _add(incarnation: Incarnation, row: dict[str, Any]) -> None:
 
 
 def verify(incarnations: list[Incarnation]) -> LedgerSummary:
-    """Check the ledgers. Raises LedgerError with the first violation."""
+    """Check the ledgers. Raises LedgerError for the first violation."""
     _check_restarts(incarnations)
     size = incarnations[0].size
     if odd := [incarnation for incarnation in incarnations if incarnation.size != size]:
@@ -218,7 +218,7 @@ def _check_restarts(incarnations: list[Incarnation]) -> None:
 def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
     """Map each step to the incarnation whose execution counts.
 
-    A later incarnation undoes the steps after its start.
+    A later incarnation undoes the steps after its starting point.
     """
     final: dict[int, Incarnation] = {}
     for incarnation in incarnations:
@@ -230,7 +230,7 @@ def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
 def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) -> dict[int, list[tuple[int, list[int]]]]:
     """Map each epoch to [(step, samples of all ranks)].
 
-    The very last step may be incomplete if the job was killed in it.
+    The very last step may be incomplete if the job was killed during it.
     """
     epochs: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
     last = max(final, default=0)
@@ -277,7 +277,7 @@ def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repe
 
 
 def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None:
-    """Raise LedgerError unless every epoch is whole, apart from the current one before the end."""
+    """Raise LedgerError unless all epochs are complete, except an unfinished run's current one."""
     current = None if last.end is not None else max(taken, default=None)
     expected = range(1, last.epochs + 1) if last.end is not None else range(1, max(taken, default=0) + 1)
     for epoch in expected:
@@ -321,7 +321,7 @@ def table(summary: LedgerSummary) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table. Raises LedgerError with the first violation."""
+    """Print the table. Raises LedgerError for the first violation."""
     if wants_help(arguments):
         print(__doc__)
         return 0

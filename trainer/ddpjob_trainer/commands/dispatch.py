@@ -1,6 +1,6 @@
-"""Runs the command that the arguments of `python -m ddpjob_trainer` name.
+"""Runs the command named in the arguments of `python -m ddpjob_trainer`.
 
-A command's module is imported only if it is called.
+A command's module is imported only if the command is used.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FILE: a YAML file, or the name of one of the package: {shipped}. Keys, with thei
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command, or train, as one rank of the group that the environment describes.
+    """Run a command, or train, as one rank of the group described by the environment.
 
     Returns the exit code.
     """
@@ -87,7 +87,7 @@ def _help() -> int:
 def _printed(command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    If the reader of its output is gone, the code is the one that a shell shows for SIGPIPE.
+    If the reader of its output is gone, return the exit code that a shell shows for SIGPIPE.
     """
     try:
         code = command()
@@ -102,7 +102,7 @@ def _printed(command: Callable[[], int]) -> int:
 
 
 def _is_read(descriptor: int) -> bool:
-    """Return whether somebody can still read what is written to the descriptor."""
+    """Return whether the descriptor's output still has a reader."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))
@@ -117,7 +117,7 @@ def _unknown_command(name: str) -> str:
 
 
 def help_text() -> str:
-    """Return usage, commands and every key of the configuration."""
+    """Return the usage, the commands and every configuration key."""
     from ddpjob_trainer import config
     from ddpjob_trainer.config import loader
 

@@ -48,7 +48,7 @@ them."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command, also as each rank of torchrun, and return the exit code.
+    """Run the command, possibly as one of torchrun's ranks, and return the exit code.
 
     Raises TrainerError.
     """
@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> int:
 def _read(path: Path, group: Group) -> dict[str, Any]:
     """Return `{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank.
 
-    Rank 0 reads. A moving average of the weights (optim.ema_decay) replaces them, as in the
-    training's own evaluations. Raises CheckpointError on all ranks.
+    Rank 0 reads. If there is a moving average of the weights (optim.ema_decay), it replaces them,
+    as in evaluations during training. Raises CheckpointError on all ranks.
     """
     sent: dict[str, Any] = {}
     reading = done_in_thread(group, "weights", lambda: compatibility.read_whole(path) if group.rank == 0 else {})
@@ -101,7 +101,7 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
         try:
             found = reading.result()
             weights = compatibility.weights_in(found, path, average=True)
-            # In other programs' files, these names mean something else.
+            # In other programs' files, these names may mean something else.
             known = found if "sampler" in found else {}
             sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}
         except CheckpointError as error:
@@ -132,7 +132,7 @@ def _evaluate(
         )
     model.load_state_dict(dict(weights))
     network: nn.Module = model.to(device).eval()
-    # It does not listen, so SIGTERM ends the process.
+    # The StopRequest does not listen, so SIGTERM ends the process.
     own, stop = DataShare(group.rank, group.world), StopRequest(group)
     criterion = Loss(settings.optim)
     criterion.check(settings.data, data.targets, data.classes)

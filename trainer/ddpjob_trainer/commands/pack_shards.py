@@ -35,9 +35,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An image: its file, size and label, its key in the shard and the offset of its bytes
-    there.
-    """
+    """An image: its file, size and label, its key in the shard, and the offset of its bytes."""
 
     path: str
     size: int
@@ -96,9 +94,9 @@ def _pack_set(images: Folder, out: Path, size: int) -> None:
 
 
 def plan(images: Folder, size: int) -> list[list[PackedImage]]:
-    """Return the images in a fixed random order, cut into shards of at most `size` bytes.
+    """Return the images in a fixed random order, divided into shards of at most `size` bytes.
 
-    The order is random for readers that go through shards in order.
+    The order is random to help readers that process shards in sequence.
     """
     order = np.random.Generator(np.random.Philox(derive(0, len(images.labels)))).permutation(len(images.labels))
     shards: list[list[PackedImage]] = []
@@ -118,7 +116,7 @@ def plan(images: Folder, size: int) -> list[list[PackedImage]]:
 def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
     """Record the plan. Raises DataError if the folder holds shards of a different plan.
 
-    Plans differ if images or the size differ.
+    Plans differ if the images or the size differ.
     """
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
     digest = hashlib.sha256(text.encode()).hexdigest()

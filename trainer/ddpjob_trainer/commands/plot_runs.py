@@ -1,6 +1,6 @@
 """`python -m ddpjob_trainer plot RUN [RUN ...]` draws runs with their restarts.
 
-It draws loss, accuracy, speed and ranks.
+It draws the loss, accuracy, speed and number of ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _last_accuracy(history: History) -> float | None:
-    """Return the accuracy of the newest evaluation; None without one, and for a regression."""
+    """Return the newest evaluation's accuracy; None without evaluations, and for a regression."""
     return history.evaluations[-1].get("accuracy") if history.evaluations else None
 
 
@@ -130,7 +130,7 @@ def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...],
             panel.plot(
                 [where(row) for row in incarnation], _smooth(losses), color=colours[0], linewidth=1.4, label=label
             )
-    # A user's own script reports none.
+    # A user's own script may not report a loss.
     rows = [row for row in history.evaluations if "loss" in row]
     if rows and alone:
         positions, losses = [where(row) for row in rows], [row["loss"] for row in rows]
@@ -138,7 +138,7 @@ def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...],
 
 
 def _accuracy(panel: Axes, history: History, where: Where, colour: str, alone: bool) -> None:
-    rows = [row for row in history.evaluations if "accuracy" in row]  # A regression has none.
+    rows = [row for row in history.evaluations if "accuracy" in row]  # A regression has no accuracy.
     positions, values = [where(row) for row in rows], [100 * row["accuracy"] for row in rows]
     panel.plot(positions, values, "o-", color=colour, markersize=4, linewidth=1.2)
     if values and alone:
@@ -163,7 +163,7 @@ def _speed(panel: Axes, history: History, where: Where, colour: str) -> None:
 
 
 def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *, filled: bool) -> None:
-    """Draw a level per incarnation, over its time or over its steps."""
+    """Draw a horizontal line per incarnation, over its time or its steps."""
     for incarnation, steps in zip(history.incarnations, history.steps, strict=True):
         if steps:
             begin, world = where(incarnation if by == "time" else steps[0]), int(incarnation["world"])

@@ -51,13 +51,13 @@ def main(arguments: list[str]) -> int:
             content = list(_content(snapshot))
         except FileNotFoundError as error:
             if not os.path.lexists(one):
-                continue  # A running training has just deleted it.
+                continue  # A running training has just deleted the checkpoint.
             row = _broken(one, f"not readable: {error.filename or one}: {error.strerror}")
         except CheckpointError as error:
             row = _broken(one, str(error))
         except OSError as error:
             row = _broken(one, f"not readable: {error.strerror or error}")
-        except Exception as error:  # A file that another program wrote can fail in any way.
+        except Exception as error:  # Reading a file that another program wrote can fail in any way.
             row = _broken(one, f"not readable: {type(error).__name__}: {first_line(error)}")
         rows.append(row)
     print("\n".join(map(_printable, _align([_HEAD, *rows]))))
@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
-    """Return (the content of a checkpoint, its row) after checking all of it.
+    """Return (a checkpoint's content, its row) after checking all of it.
 
-    The tensors may have no values.
+    The tensors may not have values.
     """
     if path.is_dir():
         metadata, size = dcp.check(path), dcp.size(path)
@@ -98,7 +98,7 @@ def _broken(path: Path, problem: str) -> tuple[str, ...]:
 
 
 def _epoch(snapshot: Snapshot, metadata: Metadata) -> str:
-    """Format the epoch: `3` at the end of the third epoch, `2 + 41 %` within the next."""
+    """Format the epoch: `3` at the end of the third epoch, `2 + 41 %` during it."""
     if metadata.epoch is not None:
         return str(metadata.epoch)
     sampler = snapshot["sampler"]
@@ -106,7 +106,7 @@ def _epoch(snapshot: Snapshot, metadata: Metadata) -> str:
 
 
 def _content(snapshot: Snapshot) -> Iterator[str]:
-    if config := snapshot.get("config"):  # A user's own training loop may not have saved any.
+    if config := snapshot.get("config"):  # A user's own training loop may not have saved a configuration.
         yield from ("", "made with")
         yield from (f"  {key}={value}" for key, value in config.items() if value is not None)
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -118,7 +118,7 @@ def _content(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Replace characters that a terminal would obey, because a checkpoint may hold any text."""
+    """Replace characters that a terminal would interpret, because checkpoints may contain any."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

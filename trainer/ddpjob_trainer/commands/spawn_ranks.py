@@ -28,13 +28,13 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
-"""Time for ranks to end by themselves after one has failed. Over gloo they fail at once with a
-message; over NCCL they hang."""
+"""Seconds for ranks to end by themselves after one has failed. With gloo, they fail at once with a
+message; with NCCL, they hang."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch of N ranks on each of `nodes` nodes, of which this one has number `node_rank`."""
+    """The launch of N ranks on each of `nodes` nodes; this node has number `node_rank`."""
 
     processes: int
     nodes: int = 1
@@ -54,7 +54,7 @@ class Launch:
 
 
 def read(arguments: list[str]) -> tuple[Launch, list[str]]:
-    """Return the launch that the command line asks for, and the arguments of the ranks.
+    """Return the launch requested by the command line, and the ranks' arguments.
 
     Raises ConfigError.
     """
@@ -88,22 +88,22 @@ def main(arguments: list[str]) -> int:
 
     launch, rest = read(arguments)
     if not rest or rest[0] not in COMMANDS:
-        read_settings(rest)  # Report a mistake once, instead of by every rank.
+        read_settings(rest)  # Report a mistake once, not from every rank.
     with _own_file(launch), tempfile.TemporaryDirectory(prefix="ddpjob-spawn-") as folder:
         return Ranks(launch, rest, Path(folder)).run()
 
 
 class Ranks:
-    """The ranks of this node as processes.
+    """The processes of this node's ranks.
 
-    Each leads its own process group, so that none of its children is left behind.
+    Each leads its own process group, so that its children are not left behind.
     """
 
     def __init__(self, launch: Launch, arguments: list[str], folder: Path) -> None:
         self._launch, self._folder = launch, folder
         self._stopped_by: signal.Signals | None = None
         self._deadline = float("inf")
-        # (rank, exit code) of ranks that failed before any was killed here.
+        # (rank, exit code) of ranks that failed before this process killed any.
         self._blamed: list[tuple[int, int]] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
@@ -117,7 +117,7 @@ class Ranks:
             {process.sentinel: (self._number(local), process) for local, process in enumerate(context.processes)}
         )
         if self._stopped_by:
-            self._signal(signal.SIGTERM)  # The signal came while ranks were being started.
+            self._signal(signal.SIGTERM)  # The signal arrived while ranks were being started.
 
     def run(self) -> int:
         """Wait for all ranks, and end all if one fails. Returns the exit code."""
@@ -147,8 +147,8 @@ class Ranks:
     def _stop(self, number: int, _: FrameType | None) -> None:
         """Handle a signal.
 
-        The first one asks the ranks to save and exit within the grace period, the second one kills
-        them.
+        The first signal asks the ranks to save and exit within the grace period; the second one
+        kills them.
         """
         if self._stopped_by:
             self._deadline = 0.0
@@ -175,11 +175,11 @@ class Ranks:
     def _report_cause(self) -> int:
         """Print the error of the first rank that failed, because later ranks fail as a consequence.
 
-        Returns its exit code, 1 for a signal.
+        Return its exit code; 1 for a signal.
         """
         reported = [json.loads(path.read_text()) for path in self._folder.glob("rank-*.json")]
         silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
-        if silent:  # It had no time to report, so the others' errors are consequences.
+        if silent:  # That rank had no time to report, so the others' errors are consequences.
             rank, code = silent[0]
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; the kernel kills processes when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
@@ -213,9 +213,9 @@ def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, 
 
 
 def _end_group(process: Any) -> None:
-    """Kill the leftovers of a rank and its children, and reap it.
+    """Kill the remaining processes of a rank, including its children, and reap the rank.
 
-    Until then its process id cannot be reused.
+    Until then, its process id cannot be reused.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -228,8 +228,8 @@ def _end_group(process: Any) -> None:
 def _own_file(launch: Launch) -> Iterator[None]:
     """Reserve the file of file:///PATH for this launch.
 
-    With a stale file the ranks would wait for dead peers. Node 0 holds a lock next to it, and
-    removes it at the end. Raises RendezvousError if another launch uses it.
+    With a stale file, the ranks would wait for dead peers. Node 0 holds a lock next to the file,
+    and removes the file at the end. Raises RendezvousError if another launch uses it.
     """
     name = read_method(launch.init).file
     if not name or launch.node_rank > 0:

@@ -12,7 +12,7 @@ from ddpjob_trainer.errors import ConfigError
 def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     """Return the value of `name VALUE` or `name=VALUE` and the other arguments.
 
-    If the option is repeated, the last one counts. Raises ConfigError if its value is missing.
+    If the option is repeated, the last value counts. Raises ConfigError if the value is missing.
     """
     value: str | None = None
     others: list[str] = []
@@ -37,8 +37,8 @@ def wants_help(arguments: Sequence[str]) -> bool:
 def without_local_rank(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without `--local-rank N` or `--local_rank=N`.
 
-    torch.distributed.launch appends that option. Its value becomes LOCAL_RANK, unless the launcher
-    has set the variable. Raises ConfigError if the value is not a number.
+    torch.distributed.launch appends this option. Its value becomes LOCAL_RANK, unless the launcher
+    has already set that variable. Raises ConfigError if the value is not a number.
     """
     others = list(arguments)
     for name in ("--local-rank", "--local_rank"):
@@ -51,9 +51,9 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
 
 
 def read_settings(arguments: Sequence[str]) -> Config:
-    """Return the configuration that `[--config FILE] [key=value ...]` describes.
+    """Return the configuration described by `[--config FILE] [key=value ...]`.
 
-    Raises ConfigError naming the key and the remedy.
+    Raises a ConfigError that names the key and the remedy.
     """
     file, values = take_option(arguments, "--config")
     return load(file, values)

@@ -1,5 +1,6 @@
-"""The whole configuration, one section per subject. Precedence: argument, file, environment,
-default.
+"""The whole configuration, one section per subject.
+
+Precedence: argument, file, environment, default.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ddpjob_trainer.config.sections import (
 from ddpjob_trainer.errors import ConfigError
 
 _LONGEST_TIMEOUT = 30 * 86400
-"""Seconds. Timers accept neither a much longer nor an infinite timeout."""
+"""Maximum timeout in seconds. Timers do not accept a much longer or infinite timeout."""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
@@ -92,8 +93,9 @@ def _plain(config: Config, key: str) -> Any:
 def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] | None = None) -> Config:
     """Return the configuration of `--config FILE key=value ...`.
 
-    FILE may be the name of a configuration in the package, such as digits. `base` holds dotted keys
-    of lower precedence than file and arguments. Raises ConfigError naming the key and the remedy.
+    FILE may be the name of a configuration in the package, such as digits. `base` has dotted keys
+    of lower precedence than the file and arguments. Raises a ConfigError that names the key and the
+    remedy.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [("checkpoint", base or {})]
     if config_file is not None:
@@ -153,7 +155,7 @@ def shipped() -> list[str]:
 
 def _find(name: str) -> Path:
     path = Path(name)
-    # A folder may have a configuration's name, such as cifar10.
+    # A folder may have the same name as a configuration, such as cifar10.
     if path.is_file() or "/" in name or "." in name:
         return path
     if name not in shipped():

@@ -1,6 +1,6 @@
 """Typed configuration from dataclasses, read from YAML files, arguments and environment variables.
 
-A section is a frozen dataclass; the docstring under a field is its help text. Precedence: argument,
+A section is a frozen dataclass; the docstring below a field is its help text. Precedence: argument,
 file, environment, default.
 """
 
@@ -35,7 +35,7 @@ _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 def from_env(variable: str) -> dict[str, str]:
     """Return metadata for a field whose default is an environment variable.
 
-    The variable counts only if it is set and not empty.
+    The variable is used only if it is set and not empty.
     """
     return {"env": variable}
 
@@ -43,7 +43,7 @@ def from_env(variable: str) -> dict[str, str]:
 def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     """Flatten sections to dotted keys: `{"optim": {"lr": 0.1}}` -> `{"optim.lr": 0.1}`.
 
-    Keys that are dotted already are accepted too.
+    Keys that are already dotted are accepted too.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -60,7 +60,7 @@ def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str,
 class _EachKeyOnce(yaml.SafeLoader):
     """A YAML loader that refuses duplicate keys.
 
-    YAML forbids them, but PyYAML would take the last one.
+    YAML forbids them, but PyYAML would use the last value.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -77,33 +77,33 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 class _Whole(int):
-    """A whole number with its original text, because 007 is not 7 where text is wanted."""
+    """A whole number with its original text, because 007 is not 7 if text is expected."""
 
     written: str
 
 
 class _Number(float):
-    """Any other number with its original text, because 1.10 is not 1.1 where text is wanted."""
+    """Any other number with its original text, because 1.10 is not 1.1 if text is expected."""
 
     written: str
 
 
 _MOST_DIGITS = 100
 _MOST_SHOWN = 200
-"""Number of characters of a value that a message repeats."""
+"""Maximum number of characters of a value to quote in a message."""
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 
 
 def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) -> Callable[..., Any]:
     def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> _Whole | _Number | str:
         text = str(node.value)
-        if ":" in text:  # YAML 1.1 reads 1:30 as 90, which nobody who writes it means.
+        if ":" in text:  # YAML 1.1 reads 1:30 as 90, which the author never means.
             return text
         # YAML 1.1 reads 017 as 15, and 018 as text.
         if kind is _Whole and _LEADING_ZERO.fullmatch(text):
             sign = "-" if text.startswith("-") else ""
             node.value = sign + (text.lstrip("+-0_") or "0")
-        if len(text) > _MOST_DIGITS:  # Python neither reads nor prints the longest numbers.
+        if len(text) > _MOST_DIGITS:  # Python neither parses nor prints the longest numbers.
             reason = f"a number of {len(text):,} characters, more than {_MOST_DIGITS}"
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
         try:
@@ -119,14 +119,15 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
 _EachKeyOnce.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_LEADING_ZERO.pattern + "$"), list("-+0"))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:int", _as_written(_Whole, yaml.SafeLoader.construct_yaml_int))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:float", _as_written(_Number, yaml.SafeLoader.construct_yaml_float))
-# A value that looks like a date is text: no key takes a date, and a folder's name may be one.
+# A value that looks like a date is text, because keys do not take dates, but folder names may look
+# like them.
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """Return the dotted keys of a YAML file.
 
-    Raises ConfigError if it is missing, not YAML or not a mapping.
+    Raises ConfigError if the file is missing, not YAML or not a mapping.
     """
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
@@ -176,8 +177,8 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
 def build(kind: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
     """Return an instance of `kind`, a dataclass of dataclasses, from layers of dotted keys.
 
-    Each layer is (its source, keys), and later layers override earlier ones. Raises ConfigError for
-    an unknown key or a wrong type, naming source, key and remedy.
+    Each layer is (source, keys), and later layers override earlier ones. Raises a ConfigError that
+    names the source, key and remedy if a key is unknown or has the wrong type.
     """
     known = {field.key: field for field in walk(kind)}
     chosen: dict[str, Any] = {}
@@ -209,7 +210,7 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
-    """One key of the configuration."""
+    """A configuration key."""
 
     key: str
     type: Any
@@ -221,7 +222,7 @@ class FieldInfo:
     def doc(self) -> str:
         """The string below the field in the source.
 
-        It is parsed on demand, so that ranks start without it.
+        The source is parsed on demand, so that ranks start without this work.
         """
         return _docs(self.section).get(self.key.rpartition(".")[2], "")
 
@@ -328,13 +329,13 @@ def _scalar(value: Any, kind: Any) -> Any:
         return None
     try:
         if kind is int and isinstance(value, int):
-            return int(value)  # Numbers above 2^53 would change if they passed through a float.
+            return int(value)  # Numbers above 2^53 would change if converted through a float.
         if kind is int:
             number = float(value)
             return int(number) if number == int(number) else None
         if kind is not float and isinstance(value, _Whole | _Number):
             value = value.written
-        # A shell does not expand ~ in key=~/folder, and neither YAML nor Kubernetes does.
+        # Shells do not expand ~ in key=~/folder, nor do YAML and Kubernetes.
         if kind is Path:
             return Path(value).expanduser()
         # Reject NaN, which compares false with every limit and would pass all checks.
@@ -346,7 +347,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def help_text(kind: type[Any], width: int = 120) -> str:
-    """Return the help: by section, every key with type, default, environment variable and text."""
+    """Return the help by section: each key's type, default, environment variable and text."""
     import textwrap
 
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The names that other trainers and PyTorch tutorials use for our keys, with a remark for each."""
+"""Names that other trainers and PyTorch tutorials use for our keys, with a remark for each."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ _REMARKS = _split({names: f"; did you mean {key!r}?{remark}" for names, (key, re
 
 
 def key(name: str) -> str | None:
-    """Return our key for another trainer's name, if there is one."""
+    """Return our key for another trainer's name, if we have one."""
     return _KEYS.get(name)
 
 
 def remark(name: str) -> str | None:
-    """Return the remark to append to another trainer's `--key`; None if the name is not known."""
+    """Return the remark to append to another trainer's `--key`; None if the name is unknown."""
     return _REMARKS.get(name.lstrip("-").replace("-", "_").lower())

@@ -18,11 +18,11 @@ _RANDAUGMENT, _ERASING, _CUTOUT = 0x52414E44, 0x45524153, 0x43555420
 
 
 class CropAndFlip:
-    """Shifts each image of a set by up to `padding` pixels and, if `flip`, mirrors some.
+    """Shifts each image in a set by up to `padding` pixels and, if `flip`, mirrors some.
 
-    Shifts fill with zeros; an image is mirrored with probability one half. He et al., Deep residual
-    learning, 2015, section 4.2, use padding 4 for CIFAR. Every crop is a view of the padded set, so
-    that a batch is one gather on the device that holds the set.
+    Shifts fill with zeros, and an image is mirrored with probability one half. He et al., Deep
+    residual learning, 2015, section 4.2, use padding 4 for CIFAR. Every crop is a view of the
+    padded set, so a batch is one gather operation on the device that holds the set.
     """
 
     def __init__(self, images: torch.Tensor, seed: int, *, padding: int, flip: bool, repeats: int = 1) -> None:
@@ -37,9 +37,9 @@ class CropAndFlip:
         self._epoch = -1
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        """Return images as augmented in this epoch: (n, channels, height, width) uint8.
+        """Return images with this epoch's augmentation: (n, channels, height, width) uint8.
 
-        `numbers` (n,) are int64 on the set's device. A number beyond the set's size is a further
+        `numbers` (n,) are int64 on the set's device. A number beyond the set's size means another
         version of image `number % size`.
         """
         if epoch != self._epoch:
@@ -48,7 +48,7 @@ class CropAndFlip:
         return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
 
     def _draw(self, epoch: int) -> None:
-        """Draw for the whole set on its device, so that no step transfers data or waits."""
+        """Draw for the whole set on its device, so that steps do not transfer data or wait."""
         draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
         self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))
         self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1)
@@ -56,7 +56,7 @@ class CropAndFlip:
 
 
 class RandAugment:
-    """torchvision's RandAugment or TrivialAugment, with choices by (seed, epoch, sample)."""
+    """torchvision's RandAugment or TrivialAugment; (seed, epoch, sample) determines the choices."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
         """Use TrivialAugment if `operations` is 0."""
@@ -98,7 +98,9 @@ class RandAugment:
 
 
 class RandomErasing:
-    """torchvision's RandomErasing of normalized images, with choices by (seed, epoch, sample)."""
+    """torchvision's RandomErasing for normalized images; (seed, epoch, sample) determines
+    choices.
+    """
 
     _SCALE, _RATIO = (0.02, 0.33), (0.3, 3.3)
 
@@ -110,7 +112,7 @@ class RandomErasing:
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
         """Set a rectangle of some images to 0, the mean colour, in place.
 
-        `images` are (n, channels, height, width), of the samples `numbers`.
+        `images` are those of the samples `numbers`, (n, channels, height, width).
         """
         chosen = uniform(derive(self._seed, _ERASING), epoch, np.array(numbers, dtype=np.int64), 1)[:, 0]
         with torch.random.fork_rng(devices=[]):
@@ -118,7 +120,7 @@ class RandomErasing:
                 torch.default_generator.manual_seed(derive(self._seed, epoch, numbers[index], _ERASING))
                 image = images[index]
                 top, left, height, width, value = self._choose(image, self._SCALE, self._RATIO, [0.0])
-                if value is not image:  # It found a rectangle that fits.
+                if value is not image:  # A fitting rectangle was found.
                     image[:, top : top + height, left : left + width] = 0.0
         return images
 
@@ -126,7 +128,7 @@ class RandomErasing:
 class Cutout:
     """Sets a square of normalized images to 0, the mean colour.
 
-    The center may be anywhere, so that a part of the square may lie outside. DeVries and Taylor,
+    The center may be anywhere, so part of the square may lie outside the image. DeVries and Taylor,
     Improved regularization of convolutional neural networks with Cutout, 2017.
     """
 
@@ -136,7 +138,7 @@ class Cutout:
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
         """Set a square of the images to 0, in place.
 
-        `images` are (n, channels, height, width), of the samples `numbers`.
+        `images` are those of the samples `numbers`, (n, channels, height, width).
         """
         draws = torch.from_numpy(uniform(derive(self._seed, _CUTOUT), epoch, np.array(numbers, dtype=np.int64), 2))
         inside = []
@@ -147,14 +149,14 @@ class Cutout:
 
 
 Eraser = Callable[[torch.Tensor, list[int], int], torch.Tensor]
-"""Takes normalized images (n, channels, height, width), their sample numbers and the epoch; works
-in place."""
+"""Modifies normalized images (n, channels, height, width) in place, given their sample numbers and
+the epoch."""
 
 
 def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
     """Return the configured erasers.
 
-    Raises ConfigError for a wrong value, and if the inputs are not images.
+    Raises ConfigError for an invalid value, or if the inputs are not images.
     """
     if not 0 <= config.erase <= 1:
         raise ConfigError(f"data.erase: {config.erase} is not a probability; write for example 0.1, or 0 for none")
@@ -173,8 +175,8 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
 def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:
     """Return a random crop of 8 to 100 % of the area, with an aspect ratio from 3:4 to 4:3.
 
-    `draws` are (10, 4) uniform numbers. As in Szegedy et al., Going deeper with convolutions, 2014,
-    and in torchvision's RandomResizedCrop, there are ten tries, then the center is taken.
+    `draws` are (10, 4) uniform numbers. After ten attempts, the center is used, as in Szegedy et
+    al., Going deeper with convolutions, 2014, and in torchvision's RandomResizedCrop.
     """
     for area_draw, ratio_draw, top_draw, left_draw in draws:
         area = height * width * (0.08 + 0.92 * area_draw)

@@ -1,4 +1,4 @@
-"""Chooses a data set by name, and imports only the module of that one."""
+"""Chooses a data set by name and imports only that data set's module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpjob_trainer.errors import ConfigError, DataError
 def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet:
     """Return the data set that `config` names, with batches on `device` (default: the CPU).
 
-    Raises DataError naming the path and the remedy, and ConfigError for values that make no sense.
+    Raises a DataError that names the path and the remedy, and ConfigError for invalid values.
     """
     if config.batch < 1:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 in both official versions: binary and python (pickles).
+"""CIFAR-10 and CIFAR-100 in both official versions, binary and python (pickles).
 
-Formats: https://www.cs.toronto.edu/~kriz/cifar.html. torchvision only downloads the archives; they
-are read without it, because its import takes seconds.
+Formats: https://www.cs.toronto.edu/~kriz/cifar.html. torchvision only downloads the archives. They
+are read without it, because importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _LAYOUTS = {
 
 
 def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
-    """Return the whole set, on the device as uint8.
+    """Return the whole set as uint8 on the device.
 
     `data.dir` is the archive's folder or its parent. Raises DataError.
     """
@@ -106,7 +106,7 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
 
 
 def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
-    """Return crop and flip, followed by RandAugment on each image if it is configured."""
+    """Return crop and flip, followed by RandAugment on each image if configured."""
     crop_and_flip = CropAndFlip(images, config.seed, padding=4, flip=True, repeats=config.repeats)
     randaugment = RandAugment.of(config)
     if randaugment is None:
@@ -122,7 +122,7 @@ def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
-    """Return (folder, whether it is the binary version) of the first with a training file."""
+    """Return (folder, whether it is the binary one) of the first folder with a training file."""
     if root is None:
         return None
     for folder in (root / layout.python_folder, root / layout.binary_folder, root):
@@ -181,7 +181,7 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
 def _content(path: Path) -> bytes:
     """Return the bytes of an archive's file.
 
-    Raises DataError if it is larger than any such file, because it would fill the memory.
+    Raises DataError if the file is larger than any valid one, because it would fill the memory.
     """
     size = path.stat().st_size
     if size > MOST_BYTES:
@@ -202,7 +202,7 @@ def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout)
 def _download(config: DataConfig) -> None:
     """Download with torchvision, which checks the archive's MD5.
 
-    One process per folder at a time.
+    Only one process at a time downloads into a folder.
     """
     import fcntl
 

@@ -1,10 +1,11 @@
 """Reads a batch of CIFAR's python version, which is a pickle, without Python's unpickler.
 
-A pickle is a program for a stack machine. Python's machine lets the file import names, call them, set attributes (the
-opcode BUILD with a pair is `setattr`, also on a class) and choose the size of its memory. The machine here interprets
-only the opcodes that Python 2.7 to 3.13 write, in protocols 2 to 5, for a dict of text, lists of integers and arrays of
-numpy 1 and 2. A name in the file stays a name: nothing is imported, called or given an attribute. The few calls that
-numpy writes become descriptions of an array:
+A pickle is a program for a stack machine. Python's machine lets the file import names, call them,
+set attributes (the opcode BUILD with a pair is `setattr`, even on a class) and choose the size of
+its memory. The machine here interprets only the opcodes that Python 2.7 to 3.13 write, in protocols
+2 to 5, for a dict of text, lists of integers and arrays from numpy 1 and 2. A name in the file
+remains a name: nothing is imported or called, and no attribute is set. The few calls that numpy
+writes become descriptions of an array:
 
     REDUCE  numpy.dtype("u1", False, True)                -> a dtype, "u1" or "i8" only
     BUILD   it with (3, "|", None, None, None, -1, -1, 0) -> checked, and dropped
@@ -13,8 +14,9 @@ numpy writes become descriptions of an array:
     REDUCE  _frombuffer(content, dtype, shape, "C")       -> an array, as protocol 5 writes it
     REDUCE  _codecs.encode(text, "latin1")                -> bytes, as Python 3 writes them in protocol 2
 
-Contents are neither converted nor copied before the end, and only in the two fields that are read: a memory bomb would
-repeat such a call. What is kept of a file is bounded by its size and by the number of its opcodes.
+Contents are converted or copied only at the end, and only in the two fields that are read, because
+a memory bomb would repeat such a call. The memory used is bounded by the file's size and its number
+of opcodes.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BYTES = 320 << 20
-"""The largest batch is CIFAR-100's training set: 155 MB, or twice that where Python 3 has written
-protocol 2.
+"""Maximum size of a batch. The largest is CIFAR-100's training set: 155 MB, or twice that if Python
+3 wrote it in protocol 2.
 """
 MOST_OPCODES = 2_000_000
-"""That batch has about 300,000 opcodes."""
+"""Maximum number of opcodes in a batch; that batch has about 300,000."""
 
 _DTYPES = {"u1": "|", "i8": "<"}
 """numpy's name for an element's type, and its byte order."""
@@ -40,14 +42,14 @@ _LATIN1 = "latin1"
 
 @dataclass(frozen=True)
 class _Name:
-    """A class or a function that the file names."""
+    """A class or function named in the file."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Bytes that the file holds as text."""
+    """Bytes that the file stores as text."""
 
     text: str
 
@@ -59,9 +61,7 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """An array; its layout is filled in by BUILD. `content` has one character or byte for each
-    byte.
-    """
+    """An array; BUILD fills in its layout. `content` has one character or byte per byte."""
 
     shape: tuple[int, ...] | None = None
     dtype: _Dtype = _Dtype("u1")
@@ -69,7 +69,7 @@ class _Array:
     content: str | bytes | bytearray = b""
 
     def fill(self, shape: Any, dtype: Any, order: Any, content: Any) -> _Array:
-        """Take a layout from the file. Raises ValueError."""
+        """Set the layout from the file. Raises ValueError."""
         content = content.text if isinstance(content, _Encoded) else content
         if not isinstance(shape, tuple) or len(shape) > 2 or not all(type(side) is int and side >= 0 for side in shape):
             raise ValueError("an array's shape is not one or two sizes")
@@ -91,7 +91,7 @@ def _bytes_of(shape: tuple[int, ...], dtype: _Dtype) -> int:
 def read_batch(content: bytes, *keys: str) -> list[npt.NDArray[Any]]:
     """Return the arrays, or lists of integers as int64, that the pickled dict has under `keys`.
 
-    Raises ValueError for anything that is not a CIFAR batch; its message is the reason.
+    Raises ValueError, with the reason as its message, for anything that is not a CIFAR batch.
     """
     try:
         found = _run(content)
@@ -131,7 +131,7 @@ def _run(content: bytes) -> Any:
 
 
 class _Machine:
-    """The stack machine: the stack, the positions of its marks, and the memo."""
+    """The stack machine: its stack, the positions of marks, and the memo."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -141,7 +141,7 @@ class _Machine:
     def step(self, name: str, argument: Any) -> None:
         """Execute an opcode.
 
-        Raises ValueError for an opcode that no batch has, and IndexError and KeyError.
+        Raises ValueError for an opcode that does not occur in batches, and IndexError and KeyError.
         """
         stack = self.stack
         match name:

@@ -1,4 +1,4 @@
-"""Images that cannot be decoded: the first are named, all are counted, too many end the run."""
+"""Names the first undecodable images, counts all, and ends the run if there are too many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMED = 5
 
 
 class Warnings:
-    """Names the first few unreadable images of a process; later ones are only counted."""
+    """Names a process's first few unreadable images; later ones are only counted."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -32,7 +32,7 @@ class Warnings:
 
 
 class CorruptCount:
-    """Counts the unreadable images of an epoch over all ranks.
+    """Counts an epoch's unreadable images over all ranks.
 
     Because the count is global, training ends at the same step on any number of ranks.
     """
@@ -47,7 +47,7 @@ class CorruptCount:
         self._met = self.epoch = 0
 
     def met(self, unreadable: int) -> None:
-        """Count unreadable images of a micro-batch of this rank."""
+        """Count the unreadable images in one of this rank's micro-batches."""
         self._met += unreadable
 
     @property
@@ -56,12 +56,12 @@ class CorruptCount:
         return self._possible
 
     def take(self) -> int:
-        """Return how many unreadable images this rank met in this step, and reset that count."""
+        """Return how many unreadable images this rank found in this step, and reset that count."""
         met, self._met = self._met, 0
         return met
 
     def add(self, step: int) -> int:
-        """Count `step` unreadable images of a step, over all ranks, and return their number.
+        """Count `step` unreadable images of a step over all ranks, and return their number.
 
         Raises DataError if their share of the training set exceeds data.corrupt_limit.
         """
@@ -78,7 +78,7 @@ class CorruptCount:
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A result on the remaining images would belong to a different test set, and could count as the
+    A result on the remaining images would belong to a different test set, but could count as the
     best.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:

@@ -1,7 +1,7 @@
 """data.decoder=dali: NVIDIA DALI decodes training images, on a GPU if there is one.
 
-The crops are the same as those of the workers. The workers always decode test images, and also
-every batch that DALI cannot decode, because they report which image is broken. decoders.image_slice
+The crops are the same as the workers' crops. Workers always decode test images, and also every
+batch that DALI cannot decode, because they report which image is broken. decoders.image_slice
 decodes only the crop: https://docs.nvidia.com/deeplearning/dali.
 """
 
@@ -29,7 +29,7 @@ Crop = tuple[tuple[int, int], tuple[int, int], int]
 
 
 class DaliDecoder:
-    """Decodes two batches ahead in threads of this process, while a third one is trained on."""
+    """Decodes two batches ahead in this process's threads while a third one is trained on."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class DaliDecoder:
     ) -> None:
         """Raises ConfigError if DALI is not installed.
 
-        `choose(request, index)` returns the crop of an image, as a function of its height and
-        width, and whether it is mirrored. `fallback` decodes a request without DALI.
+        `choose(request, index)` returns an image's crop, as a function of its height and width, and
+        whether the image is mirrored. `fallback` decodes a request without DALI.
         """
         self._read, self._choose, self._fallback = read, choose, fallback
         self._size, self._threads, self._device = size, max(1, workers), device
@@ -85,7 +85,7 @@ class DaliDecoder:
             return self._fallback(request)
 
     def _pixels(self, contents: Contents, crops: list[Crop]) -> torch.Tensor:
-        """Return (n, 3, size, size) uint8. It is a copy, because DALI reuses its memory."""
+        """Return a copy (n, 3, size, size) uint8, because DALI reuses its memory."""
         pipeline = self._pipelines.get(len(crops)) or self._build(len(crops))
         pipeline.feed_input(
             "contents", [np.frombuffer(content, dtype=np.uint8) for content in contents if isinstance(content, bytes)]

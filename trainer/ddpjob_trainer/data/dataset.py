@@ -1,4 +1,4 @@
-"""The interface of a data set, and the parts that all data sets are made of."""
+"""The interface of a data set, and parts common to all data sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpjob_trainer.data.sampler import Micro
 from ddpjob_trainer.errors import ConfigError, DataError
 
 UNREADABLE = -100
-"""Label of an image that could not be read: cross entropy ignores it (its `ignore_index`)."""
+"""Label of an unreadable image; cross entropy ignores this label (its `ignore_index`)."""
 
 
 class Targets(enum.Enum):
@@ -33,9 +33,9 @@ class Batch:
     """Images and labels that go through a model together, on the data set's device.
 
     `images` are float32 (n, channels, height, width), normalized. `labels` are int64 (n,), or
-    shares of classes (n, classes) if images are mixed. In the user's own data they are inputs (n,
-    ...) and targets (n, ...), see `Targets`. n may be 0. The `unreadable` images have weight zero:
-    their label is UNREADABLE, or all their shares are 0.
+    shares of classes (n, classes) if images are mixed. In the user's own data, they are inputs (n,
+    ...) and targets (n, ...); see `Targets`. n may be 0. The `unreadable` images have weight zero:
+    either their label is UNREADABLE, or all their shares are 0.
     """
 
     images: torch.Tensor
@@ -45,20 +45,20 @@ class Batch:
     def split(self, sizes: list[int]) -> list[Batch]:
         """Return consecutive parts.
 
-        If any image is unreadable, each part counts as if it had them all.
+        If any image is unreadable, each part counts as if it had all unreadable images.
         """
         pieces = zip(torch.split(self.images, sizes), torch.split(self.labels, sizes), strict=True)
         return [Batch(images, labels, self.unreadable) for images, labels in pieces]
 
 
 class MicroBatches(Protocol):
-    """The micro-batches of one step on this rank. The data of each are loaded on demand."""
+    """This rank's micro-batches in one step. Each one's data are loaded on demand."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of micro-batches."""
 
     def __iter__(self) -> Iterator[tuple[Micro, Batch]]:
-        """Yield each one once, in order."""
+        """Yield each micro-batch once, in order."""
 
 
 class Normalize:
@@ -80,10 +80,10 @@ class Normalize:
 class DataSet(Protocol):
     """A training and a test set of labelled images, read by sample number.
 
-    Batches are on one device. `shape` is that of an image, (channels, height, width), or any shape
-    in the user's own data. `class_names` are in the order of class numbers, or None if the data
-    have none. `classes` is the number of values if targets are float. `whole_numbers` says whether
-    inputs are whole numbers, such as tokens.
+    Batches are on one device. `shape` is an image's shape, (channels, height, width), or any shape
+    in the user's own data. `class_names` are in the order of class numbers, or None if the classes
+    have no names. If targets are float, `classes` is the number of values. `whole_numbers` is
+    whether inputs are whole numbers, such as tokens.
     """
 
     targets: Targets = Targets.CLASSES
@@ -98,11 +98,11 @@ class DataSet(Protocol):
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
         """Yield one augmented batch per (epoch, numbers); an empty list gives an empty batch.
 
-        A number is `sample + repeat * train_size` (data.repeats). The image is that of the sample,
-        and its augmentation follows from the number.
+        A number is `sample + repeat * train_size` (data.repeats). The image belongs to the sample,
+        and its augmentation is determined by the number.
 
-        The stream continues while test batches are taken, and reads ahead of the consumer if
-        reading is slow.
+        The stream continues while test batches are read, and reads ahead of the consumer if reading
+        is slow.
         """
 
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
@@ -115,12 +115,12 @@ class DataSet(Protocol):
     def fingerprint(self) -> int:
         """Return a hash of the data.
 
-        It is the same where each sample number means the same image and label.
+        Two data sets have the same hash if each sample number means the same image and label.
         """
 
 
 def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    """Return a 63-bit hash of bytes and arrays and of the boundaries between them."""
+    """Return a 63-bit hash of bytes and arrays, including the boundaries between them."""
     whole = hashlib.blake2b(digest_size=8)
     for part in parts:
         content = part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes()

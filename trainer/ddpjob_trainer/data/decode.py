@@ -1,7 +1,7 @@
 """Decodes an image to uint8 pixels: libjpeg-turbo for JPEG, Pillow for everything else.
 
-If the crop allows, JPEG is decoded at reduced size. Resampling is what torchvision does for tensors
-(bilinear with antialiasing), without torchvision, whose import takes seconds.
+If the crop allows it, JPEG is decoded at reduced size. Images are resampled as torchvision
+resamples tensors (bilinear with antialiasing), but without torchvision, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 
 _JPEG = b"\xff\xd8\xff"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""The content selects the decoder, not the file name. Pillow knows many more formats, but its EPS
-decoder runs Ghostscript."""
+"""The content selects the decoder, not the file name. Pillow supports many more formats, but its
+EPS decoder runs Ghostscript."""
 MOST_PIXELS = 178_956_970
 """Pillow's own limit. The file declares the size, and decoding takes up to 18 bytes per pixel."""
 MOST_BYTES = 6 * MOST_PIXELS
-"""Size of an encoded image at most: three colours of 16 bits, not compressed."""
+"""Maximum size of an encoded image: three uncompressed 16-bit channels."""
 _MOST_SCANS = 500
-"""Scans of a progressive JPEG at most. Each is a pass over all pixels, however short; encoders
-write about 10."""
+"""Maximum number of scans in a progressive JPEG. Each scan, however short, is a pass over all
+pixels; encoders write about 10."""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # Tags of TIFF.
-# libjpeg-turbo has vector code for these. Scales in between cost more than they save.
+# libjpeg-turbo has vector code for these. Intermediate scales cost more than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
 """Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning,
@@ -42,7 +42,7 @@ class UnreadableImage(Exception):
 
 @dataclass(frozen=True)
 class Box:
-    """A part of an image, in pixels."""
+    """A rectangle of an image, in pixels."""
 
     top: int
     left: int
@@ -72,14 +72,14 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     short = round(size / share)
     shorter, longer = min(height, width), max(height, width)
     long = int(short * longer / shorter)
-    check_pixels(short, long)  # A line of 65,535 pixels would be scaled to 4 billion pixels.
+    check_pixels(short, long)  # A 65,535-pixel line would be scaled to 4 billion pixels.
     resized = _resize(pixels, *((short, long) if height <= width else (long, short)))
     top, left = (round((side - size) / 2) for side in resized.shape[1:])
     return resized[:, top : top + size, left : left + size]
 
 
 def size_of(content: bytes) -> tuple[int, int]:
-    """Return (height, width) of an encoded image, from its header. Raises UnreadableImage."""
+    """Return (height, width) from the header of an encoded image. Raises UnreadableImage."""
     _check_scans(content)
     with _open_image(content) as image:
         return image.height, image.width
@@ -106,7 +106,7 @@ def _resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
 def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None) -> tuple[torch.Tensor, Box]:
     """Return pixels (3, height, width), and the chosen box in them.
 
-    They may be at reduced size if only a crop of `size` is wanted.
+    The pixels may be at reduced size if only a crop of `size` is needed.
     """
     if content[:3] == _JPEG:
         import simplejpeg
@@ -115,12 +115,12 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
             check_pixels(height, width)
-            if colours not in ("CMYK", "YCCK"):  # libjpeg does not convert these.
+            if colours not in ("CMYK", "YCCK"):  # libjpeg does not convert these two.
                 box = choose(height, width)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
-        except ValueError:  # libjpeg's warnings raise too. Pillow can tell them from a broken file.
+        except ValueError:  # libjpeg's warnings raise too. Pillow distinguishes them from broken files.
             pass
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
@@ -133,7 +133,7 @@ def _scale(box: Box, size: int | None) -> int:
 
 
 def _scale_box(box: Box, down: float, across: float) -> Box:
-    """Return the box in an image of reduced size, with corners rounded to whole pixels."""
+    """Return the box in a reduced image, with corners rounded to whole pixels."""
     if down == across == 1:
         return box
     top, left = round(box.top * down), round(box.left * across)
@@ -144,7 +144,7 @@ def _scale_box(box: Box, down: float, across: float) -> Box:
 def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
     with _open_image(content) as image:
         sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Scaled to 65535.
-        # Pillow's conversion would cut these values at 255, which makes the image white.
+        # Pillow's conversion would clip these values at 255, making the image white.
         if sixteen:
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
@@ -157,15 +157,15 @@ def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
 
 @contextmanager
 def _open_image(content: bytes) -> Iterator[Any]:
-    """Open an image with Pillow, once its header has been read and its size checked.
+    """Open an image with Pillow after reading its header and checking its size.
 
-    Raises UnreadableImage, also for errors in the body, because damaged files make Pillow raise
+    Raises UnreadableImage, even for errors in the body, because damaged files make Pillow raise
     almost any exception.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
-        # Pillow creates this decoder and its memory while it opens the image.
+        # Pillow creates this decoder and its memory while opening the image.
         if size := _webp_size(content):
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
@@ -186,7 +186,7 @@ def _open_image(content: bytes) -> Iterator[Any]:
 def _webp_size(content: bytes) -> tuple[int, int] | None:
     """Return (height, width) from the header of a WebP image, or None for other bytes.
 
-    The first chunk is an extended, a lossless or a lossy header:
+    The first chunk is an extended, lossless or lossy header:
     https://developers.google.com/speed/webp/docs/riff_container.
     """
     if content[:4] != b"RIFF" or content[8:12] != b"WEBP" or len(content) < 30:

@@ -20,7 +20,7 @@ _TEST_SHARE = 0.2
 
 
 def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
-    """Return 80 % of the digits for training and 20 % for test, stratified by class.
+    """Return 80 % of the digits for training and 20 % for testing, stratified by class.
 
     The split never changes.
     """
@@ -47,8 +47,8 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
 def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Return images (1797, 1, 8, 8) uint8 with values 0..16, and labels (1797,) int64.
 
-    They are read from scikit-learn's file without importing scikit-learn, whose import takes a
-    second in every process.
+    They are read from scikit-learn's file without importing scikit-learn, which would take a second
+    in every process.
     """
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:

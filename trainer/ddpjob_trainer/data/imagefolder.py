@@ -1,6 +1,6 @@
-"""ImageNet's layout: train/ and val/ with one folder of images per class.
+"""ImageNet's layout: train/ and val/, each with one folder of images per class.
 
-The order is that of torchvision's ImageFolder, which is not imported.
+The order is the same as in torchvision's ImageFolder, which is not imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REMEDY = "put train/CLASS/ and val/CLASS/ folders of images there"
 
 
 class Folder:
-    """The images of all class folders, in the order of the folders' names. Raises DataError."""
+    """The images in all class folders, in the order of the folders' names. Raises DataError."""
 
     def __init__(self, root: Path, kept_in: Path | None = None) -> None:
         """`kept_in` is explained in `listing`."""
@@ -51,15 +51,15 @@ class Folder:
         return self._paths.view(np.uint8).reshape(len(self._paths), -1)[:, len(self._root) + 1 :]
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the files' contents, with an OSError for a file that cannot be read."""
+        """Return the files' contents, with an OSError for each file that cannot be read."""
         return [_content(self.name(number)) for number in numbers]
 
 
 def _content(path: str) -> bytes | OSError:
     """Return the bytes of an image, or the error.
 
-    Pipes and oversized files are refused: opening a pipe would wait for a writer, and a sparse file
-    may claim terabytes.
+    Pipes and oversized files are refused, because opening a pipe would wait for a writer, and a
+    sparse file may claim terabytes.
     """
     try:
         found = Path(path).stat()
@@ -73,7 +73,7 @@ def _content(path: str) -> bytes | OSError:
 
 
 def open_folders(root: Path, kept_in: Path | None = None) -> tuple[Folder, Folder]:
-    """Return train/ and val/, whose classes must be the same. Raises DataError."""
+    """Return train/ and val/, which must have the same classes. Raises DataError."""
     train, test = Folder(root / "train", kept_in), Folder(root / "val", kept_in)
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))

@@ -1,6 +1,6 @@
 """Encoded images (a folder of files, or tar shards) as a data set.
 
-A pool of processes reads and decodes them, and the device normalizes them.
+A pool of processes reads and decodes images, and the device normalizes them.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DRAWS = 41
-# Errors of the machine, not of an image. EIO may be one bad sector: it counts as a corrupt image,
-# and data.corrupt_limit ends the training on a failing mount.
+# Errors of the machine, not of an image. EIO may be a single bad sector, so it counts as a corrupt
+# image; if the mount is failing, data.corrupt_limit ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
 class Encoded(Protocol):
-    """The encoded images of a training or a test set, by sample number."""
+    """The encoded images of a training or test set, by sample number."""
 
     labels: npt.NDArray[np.int64]
 
     def name(self, number: int) -> str:
-        """Return a name by which the user finds the image."""
+        """Return a name by which the user can find the image."""
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the images' bytes, with an OSError for an image that cannot be read."""
+        """Return the images' bytes, with an OSError for each image that cannot be read."""
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return which image has which number. It does not depend on where the files are."""
+        """Return which image has which number, independent of where the files are."""
 
 
 class ImageData(DataSet):
     """A data set of encoded images, which are decoded on demand.
 
-    Training images get a random resized crop, a flip and, if it is configured, RandAugment. Test
-    images are cropped to their center. An image that cannot be decoded is replaced by a copy of
-    another one in its batch. Its label is UNREADABLE, so that it has weight zero.
+    Training images get a random resized crop, a flip and, if configured, RandAugment. Test images
+    are cropped to their center. An image that cannot be decoded is replaced with a copy of another
+    image in its batch, and gets the label UNREADABLE, and thus weight zero.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class ImageData(DataSet):
         self._normalize = Normalize(255.0, _MEAN, _STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
-        # The test set has a pool of its own, so that the next epoch's first batches are ready when
-        # an evaluation ends.
+        # The test set has its own pool, so that the next epoch's first batches are ready when an
+        # evaluation ends.
         self._pool, self._test_pool = (Pool(self._read, config.workers, pinned=device.type != "cpu") for _ in range(2))
         self._dali = self._open_dali() if config.decoder is Decoder.DALI and config.augment else None
 
@@ -102,7 +102,7 @@ class ImageData(DataSet):
         return self._load(self._test, (Request(True, None, part) for part in parts), self._test_pool.run)
 
     def fingerprint(self) -> int:
-        """Return a hash of the names of files and classes and of all labels."""
+        """Return a hash of all labels and of the names of files and classes."""
         names = os.fsencode("\n".join(self.class_names or []))
         sets = (self._train, self._test)
         return fingerprint(names, *(part for each in sets for part in (each.labels, each.identity())))
@@ -195,7 +195,7 @@ class ImageData(DataSet):
 
 
 def _samples(source: Encoded, numbers: list[int]) -> list[int]:
-    """Return the samples of versions of samples (data.repeats)."""
+    """Return the samples to which these versions belong (data.repeats)."""
     size = len(source.labels)
     return [number % size for number in numbers]
 
@@ -203,7 +203,7 @@ def _samples(source: Encoded, numbers: list[int]) -> list[int]:
 def _refuse_machine(error: OSError, name: str) -> None:
     """Raise DataError for an error of the machine.
 
-    Skipping all images that fail meanwhile would mean training on different data.
+    Skipping the images that fail during such an error would mean training on different data.
     """
     if error.errno in _FILES:
         raise DataError(

@@ -1,8 +1,8 @@
-"""The images in a folder of class folders, listed once per node and kept between starts.
+"""The images in a folder of class folders, listed once per node and kept across starts.
 
 Listing ImageNet's 1.3 million names takes seconds on an idle disk and minutes on a network file
-system, for every rank at every start. Adding, removing or renaming a file changes the times of its
-folder, so one stat per folder is enough while all times are unchanged.
+system, for every rank at every start. Adding, removing or renaming a file changes its folder's
+times, so one stat per folder is enough if all times are unchanged.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ddpjob_trainer.atomic_files import replacing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _ENCRYPTED = 1
-"""Flag bit of an encrypted member of a zip file; zipfile would ask for its password."""
+"""Flag bit of an encrypted zip member; zipfile would ask for its password."""
 _MOST_ARRAYS = 16
 _SETTLED_NS = 2_000_000_000
-"""Nanoseconds. A folder that changed this shortly before it was listed may change again without a
-new modification time."""
+"""Nanoseconds. If a folder changed less than this before it was listed, it may change again without
+a new modification time."""
 
 
 @dataclass(frozen=True)
 class Listing:
     """Folders and their images, in the order of classes and paths relative to the root.
 
-    The first of `folders` is the root itself. `changed` holds their times of modification and of
-    change in ns, (n, 2); both are needed because tar sets the former back. `owner` is the class of
-    each folder, -1 for the root. `counts` says how many of `names` are in each.
+    The first of `folders` is the root itself. `changed` has their modification and change times in
+    ns, (n, 2); both are needed because tar resets the former. `owner` is each folder's class, -1
+    for the root. `counts` is how many of `names` are in each folder.
     """
 
     folders: npt.NDArray[np.bytes_]
@@ -50,7 +50,7 @@ class Listing:
     def paths(self, root: Path) -> npt.NDArray[np.bytes_]:
         """Return the images' paths.
 
-        They are one array, because the reference counts of a list would make each worker copy its
+        The paths are one array, because a list's reference counts would make each worker copy the
         memory.
         """
         prefixes = [os.fsencode(root / os.fsdecode(folder)) + b"/" for folder in self.folders.tolist()]
@@ -64,16 +64,16 @@ class Listing:
 def user_cache() -> Path:
     """Return the folder for data that is read once per node.
 
-    Raises RuntimeError if the user has no home.
+    Raises RuntimeError if the user has no home folder.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpjob_trainer"
 
 
 def listing(root: Path, kept_in: Path | None) -> Listing:
-    """Return the images below `root`, as kept by an earlier start if no folder has changed.
+    """Return the images below `root`, from an earlier start's listing if no folder has changed.
 
-    The listing is kept in `kept_in` (None: the user's cache). If that cannot be written, each start
-    lists for itself. Raises OSError.
+    The listing is kept in `kept_in` (None: the user's cache). If that is not writable, each start
+    lists again. Raises OSError.
     """
     try:
         kept_in = kept_in or user_cache()
@@ -86,7 +86,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         if (kept := _read_kept(path, root)) is not None:
             return kept
         try:
-            # The ranks of a node arrive together, and one of them lists.
+            # A node's ranks arrive together, and one of them makes the listing.
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             return _walk(root)
@@ -104,7 +104,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
 def _walk(root: Path) -> Listing:
     """List the folder.
 
-    Each folder's times are taken before its names, so that the next start notices a change in
+    Each folder's times are read before its names, so that the next start notices a change in
     between.
     """
     rows: list[tuple[int, str, tuple[int, int], list[bytes]]] = [(-1, "", _times_of(root), [])]
@@ -144,7 +144,7 @@ def _times_of(path: Path) -> tuple[int, int]:
 
 
 def _read_kept(path: Path, root: Path) -> Listing | None:
-    """Return the kept listing; None if it is missing, unreadable, or a folder has changed."""
+    """Return the kept listing; None if it is missing or unreadable, or if a folder has changed."""
     try:
         with path.open("rb") as file:
             saved = read_arrays(file)
@@ -155,10 +155,10 @@ def _read_kept(path: Path, root: Path) -> Listing | None:
 
 
 def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
-    """Return copies of the arrays of numbers and texts in a file of numpy.savez.
+    """Return copies of the number and text arrays in a numpy.savez file.
 
     numpy.load is not safe here: it would unpack a thousand times the file's size, or allocate what
-    an array's header claims before it looks for the content. Raises ValueError, KeyError, EOFError,
+    an array's header claims before looking for the content. Raises ValueError, KeyError, EOFError,
     NotImplementedError, zipfile.BadZipFile.
     """
     with zipfile.ZipFile(file) as archive:

@@ -1,9 +1,9 @@
 """Mixup and CutMix: images of a micro-batch are mixed in pairs, together with their labels.
 
-Lambda, the rectangle and the choice between the two methods follow from the micro-batch's key, and
-partners from the position in it, so that all are the same on any number of ranks. As in
-torchvision.transforms.v2.MixUp and CutMix, an image's partner is the one before it, and the first
-one's is the last.
+The micro-batch's key determines lambda, the rectangle and the choice between the two methods, and
+the position in the micro-batch determines the partner, so all are the same on any number of ranks.
+As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the previous image, and the
+first image's partner is the last.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def is_wanted(config: DataConfig) -> bool:
 def samples_for(config: DataConfig, micro: Micro) -> list[int]:
     """Return the samples whose images a micro-batch needs.
 
-    Besides its own samples, each of its parts needs the partner of its first one, which comes
-    before the part.
+    In addition to its own samples, each part needs the partner of its first sample, which precedes
+    the part.
     """
     if not is_wanted(config) or not micro.parts:
         return micro.samples
@@ -43,9 +43,9 @@ def samples_for(config: DataConfig, micro: Micro) -> list[int]:
 
 
 def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> Batch:
-    """Return `mix` of a micro-batch whose `samples_for` are in `batch`.
+    """Return the result of `mix` for a micro-batch whose `samples_for` are in `batch`.
 
-    Each part is mixed as it would be in its whole micro-batch.
+    Each part is mixed as it would be in the whole micro-batch.
     """
     if not is_wanted(config) or not micro.parts:
         return mix(config, batch, micro.key, classes)
@@ -62,8 +62,8 @@ def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> B
 def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
     """Return the batch with mixed images and labels (n, classes), unchanged if mixing is off.
 
-    The labels are shares of classes. An image that could not be read takes no part: its shares are
-    0, and its partner stays unmixed.
+    The labels are shares of classes. An unreadable image is not mixed: its shares are 0, and its
+    partner stays unmixed too.
     """
     if not is_wanted(config) or not len(batch.labels):
         return batch
@@ -91,7 +91,7 @@ def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
 def _rectangle(generator: np.random.Generator, area: float, height: int, width: int) -> tuple[int, int, int, int]:
     """Return (top, bottom, left, right) of a random rectangle of about `area` of the image.
 
-    It is centered anywhere and cut at the borders.
+    It may be centered anywhere, and is cut at the borders.
     """
     row, column = int(generator.integers(height)), int(generator.integers(width))
     half = 0.5 * area**0.5

@@ -1,7 +1,7 @@
 """The user's own data set, named by a function: `data.name=package.module:function`.
 
-Everything that a sample draws from Python's, numpy's and torch's generators (augmentation) is a
-function of (seed, epoch, sample), so that it is the same on any number of ranks and in any worker
+Everything drawn for a sample from Python's, numpy's and torch's generators (augmentation) is a
+function of (seed, epoch, sample), and thus the same on any number of ranks and in any worker
 process.
 """
 
@@ -25,8 +25,8 @@ from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
 _LOOKED_AT = 32
-"""Samples of each set whose content is in the fingerprint of a Dataset. For tensors it is a
-thousand, and all targets."""
+"""Number of samples per set whose content is in a Dataset's fingerprint. For tensors, it covers a
+thousand samples and all targets."""
 _TENSORS_LOOKED_AT = 1024
 _TEST = 0x74657374
 _SETS = ("train", "test")
@@ -43,14 +43,14 @@ class Samples(NamedTuple):
 
 
 class OwnData(DataSet):
-    """The data set that a function of the user returns: (train, test) or (train, test, classes).
+    """The data set returned by the user's function: (train, test) or (train, test, classes).
 
-    A pair of tensors (or numpy arrays) is held on the device; `data.workers` processes read a
-    Dataset.
+    A pair of tensors (or numpy arrays) is kept on the device; a Dataset is read by `data.workers`
+    processes.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
-        """Raises ConfigError or DataError naming what the function returned, and the remedy."""
+        """Raises a ConfigError or DataError with what the function returned, and the remedy."""
         if config.workers < 0:
             raise ConfigError(f"data.workers={config.workers}: must be at least 0")
         if config.randaugment_ops or config.trivialaugment:
@@ -116,7 +116,7 @@ class OwnData(DataSet):
         return Targets.CLASSES if target.ndim == 0 else Targets.NUMBERS
 
     def _outputs(self, names: Any) -> tuple[int, list[str] | None]:
-        """Return the number of scores that a model gives, and the names of the classes."""
+        """Return the number of scores that a model must output, and the class names."""
         if self.targets is Targets.VALUES:
             if names is not None:
                 raise ConfigError(
@@ -146,7 +146,7 @@ class OwnData(DataSet):
         )
 
     def _convert(self, name: str, what: str, value: Any) -> torch.Tensor:
-        """Return the value as a tensor of float32 or int64."""
+        """Return the value as a float32 or int64 tensor."""
         try:
             tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
@@ -162,24 +162,24 @@ class OwnData(DataSet):
     # ------------------------------------------------------------ samples
 
     def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
-        """Return what `look` returns, called in a separate process if workers will be forked.
+        """Return the result of `look`, called in a separate process if workers will be forked.
 
-        Otherwise all workers would share any file that a Dataset opens at its first sample, with
-        one position in it.
+        Otherwise all workers would share any file that a Dataset opens at its first sample,
+        including the position in it.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
-        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # Its process ends with it.
+        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # The process ends with the pool.
         ((found,),) = pool.run(iter([Request(False, None, [0])]))
         return found
 
     def _read_one(self, name: str, number: int, epoch: int) -> Pair:
         """Return one sample, converted.
 
-        Its random draws follow from its number and, in training, from the epoch.
+        Its random draws are determined by its number and, in training, the epoch.
         """
         each = self._sets[_SETS.index(name)]
         with seed_draws(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
-            # For a version of a sample (data.repeats), take the sample.
+            # For a version of a sample (data.repeats), use the sample.
             found = each[number := number % len(each)]
         if not isinstance(found, tuple | list) or len(found) != 2:
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, Sized) else type(found).__name__
@@ -197,7 +197,7 @@ class OwnData(DataSet):
                 )
 
     def _read(self, request: Request) -> Samples:
-        """Read a request; runs in a worker."""
+        """Read a request, in a worker."""
         name = _SETS[request.test]
         pairs = [self._read_one(name, number, request.epoch or 0) for number in request.numbers]
         for number, pair in zip(request.numbers, pairs, strict=True):
@@ -241,8 +241,8 @@ class OwnData(DataSet):
     def fingerprint(self) -> int:
         """Return a hash of sizes, shapes, classes and part of the content.
 
-        For tensors that is all targets and a thousand inputs; for a Dataset, what its method
-        `fingerprint` returns or, without one, 32 samples and its `targets`.
+        For tensors, the content is all targets and a thousand inputs. For a Dataset, it is the
+        result of its method `fingerprint`, or without that method, 32 samples and its `targets`.
         """
         parts: list[Any] = [
             repr((self.train_size, self.test_size, self.shape, self.classes, self.class_names)).encode()
@@ -263,10 +263,10 @@ class OwnData(DataSet):
         parts: list[Any] = [part.numpy() for number in numbers for part in self._read_one(name, number, 0)]
         listed = getattr(each, "targets", None)
         if isinstance(listed, list | tuple | np.ndarray | torch.Tensor):
-            # Ragged, or not in memory that numpy can read.
+            # It may be ragged, or not in memory that numpy can read.
             with suppress(TypeError, ValueError, RuntimeError):
                 table = np.asarray(listed)
-                # With objects, the bytes would be addresses in this process.
+                # If it has objects, the bytes would be addresses in this process.
                 if not table.dtype.hasobject:
                     parts.append(table)
         return parts
@@ -276,7 +276,7 @@ _PARTS = ("input", "target")
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number, also from numpy or torch, such as targets.max() + 1; otherwise 0."""
+    """Return a whole number, even from numpy or torch, such as targets.max() + 1; otherwise 0."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):

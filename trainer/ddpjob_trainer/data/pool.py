@@ -1,4 +1,4 @@
-"""Worker processes that read and decode samples: one pool for training and one for test."""
+"""Worker processes that read and decode samples, with one pool for training and one for testing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 class Request(NamedTuple):
-    """Samples of one set that are read together. They are not augmented if `epoch` is None."""
+    """Samples from one set that are read together. If `epoch` is None, they are not augmented."""
 
     test: bool
     epoch: int | None
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Pixels (n, 3, size, size) uint8, and (index, reason) of each image that could not be read."""
+    """Pixels (n, 3, size, size) uint8, and (index, reason) for each unreadable image."""
 
     pixels: torch.Tensor
     unreadable: list[tuple[int, str]]
@@ -52,9 +52,10 @@ class Pool(Generic[C]):
         self._loader: DataLoader[C] | None = None
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[C]]:
-        """Yield each request's chunks, in order. A request is divided so that all workers share it.
+        """Yield each request's chunks, in order. A request is divided among all workers.
 
-        One run at a time: a new run ends the previous one. Raises TrainerError if `read` does.
+        Only one run is possible at a time: a new run ends the previous one. Raises TrainerError if
+        `read` does.
         """
         first = next(requests, None)
         if first is None:
@@ -69,7 +70,7 @@ class Pool(Generic[C]):
             yield [chunk, *(part for _ in range(counts.pop(0) - 1) if (part := _next(chunks)) is not None)]
 
     def _divide(self, requests: Iterable[Request], counts: list[int]) -> Iterator[Request]:
-        """Yield parts of at most 16 images, and append their number per request to `counts`."""
+        """Yield parts of at most 16 images, and append each request's part count to `counts`."""
         for request in requests:
             each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, self._workers))))
             parts = [request.numbers[begin : begin + each] for begin in range(0, len(request.numbers), each)] or [[]]
@@ -79,7 +80,7 @@ class Pool(Generic[C]):
     def _open(self, size: int) -> DataLoader[C]:
         """Fork the workers.
 
-        They work on the next two requests while one of `size` samples is trained on.
+        They work on the next two requests while one of `size` samples is used for training.
         """
         workers = self._workers
         return DataLoader(
@@ -92,9 +93,9 @@ class Pool(Generic[C]):
             prefetch_factor=max(2, -(-_REQUESTS_AHEAD * size // (_CHUNK * workers))) if workers else None,
             persistent_workers=workers > 0,
             worker_init_fn=_stay_with_the_rank,
-            # Only a fork shares the list of images without copying or pickling.
+            # Only forking shares the list of images without copying or pickling.
             multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
-            # Otherwise each epoch would draw from dropout's generator.
+            # Without it, each epoch would draw from dropout's generator.
             generator=torch.Generator(),
         )
 
@@ -121,8 +122,8 @@ class _Reader(Dataset[C]):
 def _without_signals() -> Iterator[None]:
     """Block the group's signals in processes forked here, until `_stay_with_the_rank` has run.
 
-    The mask applies only to this thread. A Ctrl-C that another thread receives must not be raised
-    here before the end: in a fork hook, Python would print and forget it, and training would
+    The mask applies only to this thread. A Ctrl-C received by another thread must not be raised
+    here before the end, because in a fork hook, Python would only print it, and training would
     continue.
     """
     handler, interrupts = signal.getsignal(signal.SIGINT), list[Any]()
@@ -144,12 +145,12 @@ def _stay_with_the_rank(_: int) -> None:
     """Make sure that only the rank ends its workers.
 
     torchrun's SIGTERM and Ctrl-C go to the rank's process group. A worker that ended then would
-    abort the rank before it has saved. On Linux the kernel kills the worker once the rank is gone;
-    elsewhere the loader checks every few seconds.
+    abort the rank before it has saved. On Linux, the kernel kills the worker once the rank is gone;
+    elsewhere, the loader checks every few seconds.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:
-        # It was meant for the rank and arrived before this process had its own group.
+        # The signal was meant for the rank and arrived before this process had its own group.
         signal.sigwait({signum})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
@@ -165,6 +166,6 @@ def _identity(chunk: Any) -> Any:
 def _next(chunks: Iterator[C]) -> C | None:
     try:
         return next(chunks, None)
-    except TrainerError as error:  # A worker process wraps the message in its traceback.
+    except TrainerError as error:  # A worker process wraps the message in a traceback.
         kind = type(error)
         raise kind(str(error).strip().rsplit(f"{kind.__name__}: ", 1)[-1]) from error

@@ -1,6 +1,6 @@
 """Random numbers as functions of (seed, epoch, sample, stream), never of a rank or earlier draws.
 
-splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) serves as a
+splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) is used as a
 hash of a counter.
 """
 
@@ -27,10 +27,10 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def derive(*parts: int) -> int:
-    """Return one 63-bit seed made from several numbers.
+    """Return a 63-bit seed derived from several numbers.
 
-    It computes with Python's integers, because an array of one element takes twenty times as long,
-    and every micro-batch needs a seed.
+    It uses Python integers, because a one-element array takes twenty times as long, and every
+    micro-batch needs a seed.
     """
     state = 0
     for part in parts:
@@ -44,7 +44,7 @@ def derive(*parts: int) -> int:
 def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int) -> npt.NDArray[np.float64]:
     """Return uniform numbers in [0, 1), shape (len(samples), streams).
 
-    Row i depends on seed, epoch and samples[i] only.
+    Row i depends only on seed, epoch and samples[i].
     """
     base = np.uint64(derive(seed, epoch))
     keys = mix64(base + (samples.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
@@ -53,10 +53,10 @@ def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int)
 
 
 def uniform_for_all(seed: int, epoch: int, count: int, streams: int, device: torch.device) -> torch.Tensor:
-    """Return `uniform` of the samples 0 to count - 1, computed on the device, equal to the bit.
+    """Return `uniform` for samples 0 to count - 1, computed on the device, with identical bits.
 
-    On the device it takes a handful of kernels. The CPU needs milliseconds, and longer while a
-    thread writes a checkpoint. The computation is in int64, which wraps as uint64 does, because
+    On the device, it takes a handful of kernels. The CPU would need milliseconds, and longer while
+    a thread writes a checkpoint. The computation uses int64, which wraps as uint64 does, because
     torch cannot shift uint64 on all devices.
     """
     golden = _signed(_GOLDEN)
@@ -77,27 +77,28 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the same bits."""
+    """Return the int64 that has the same bits."""
     return number - 2**64 if number >> 63 else number
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's generators that dropout draws from: the CPU's and the device's.
+    """Seed the torch generators that dropout draws from: the CPU's and the device's.
 
-    It does not use torch.manual_seed, which without an initialized CUDA records a stack trace per
-    device, 0.1 ms in every step.
+    It does not use torch.manual_seed, which records a stack trace per device if CUDA is not
+    initialized, taking 0.1 ms in every step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        # Otherwise it would seed the current device's generator, and the current device may differ.
+        # Otherwise the current device's generator would be seeded, but the current device may
+        # differ.
         with module.device(device):
             module.manual_seed(seed)
 
 
 @contextmanager
 def seed_draws(key: int) -> Iterator[None]:
-    """Make draws from Python's, numpy's and torch's global generators follow from `key`.
+    """Make draws from Python's, numpy's and torch's global generators depend only on `key`.
 
     At the end of the `with` the generators continue as before.
     """

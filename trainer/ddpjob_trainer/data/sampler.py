@@ -1,31 +1,31 @@
-"""Which samples a step takes, and which rank takes them: exact on any world size, which may change
-at any step.
+"""Decides which samples a step takes, and on which rank, exactly for any and a changing world size.
 
-A training that loses a node and continues with fewer ranks should compute the same numbers. So what
-a step computes must not depend on the number of ranks, and no rank may count anything by itself.
+A training that loses a node and continues with fewer ranks should compute the same numbers. So a
+step's result must not depend on the number of ranks, and ranks must not keep their own counts.
 
 - The state is `{epoch, consumed, seed}`. An epoch is one permutation, a function of seed and epoch.
-  A step takes the next `batch` samples of it, the last step takes the rest.
-- This global batch falls into `micro_batches` fixed micro-batches, the virtual ranks. Normalization
-  statistics, dropout and mixing are of one micro-batch, whichever rank computes it.
-- `Dealing` deals the micro-batches out to the ranks that there are (`share`: contiguous parts, of
-  which earlier ones may have one item more).
+  A step takes its next `batch` samples; the last step takes the rest.
+- This global batch is divided into `micro_batches` fixed micro-batches, the virtual ranks.
+  Normalization statistics, dropout and mixing belong to one micro-batch, whichever rank computes
+  it.
+- `Dealing` distributes the micro-batches among the existing ranks (`share`: contiguous parts, of
+  which earlier ones may have one more item).
 
-Example, 10 samples, batch=6, micro_batches=3, and the permutation a b c d e f g h i j:
+Example, with 10 samples, batch=6, micro_batches=3, and the permutation a b c d e f g h i j:
 
     step 1, 2 ranks   micro-batches ab cd ef   rank 0: ab cd   rank 1: ef            consumed=6
     step 2, 3 ranks   micro-batches gh i j     rank 0: gh      rank 1: i   rank 2: j consumed=10
 
-In step 1 rank 1 waits for rank 0 half of the time. If whole micro-batches make the busiest rank
-more than 10 % busier than an even share would (_WORTH_DIVIDING), ranks share micro-batches, if the
-model permits it (`Dividing.EXACT`). Step 1 then has two passes: in the first rank 0 computes ab and
-rank 1 cd, in the second rank 0 computes e and rank 1 f, and the two exchange the statistics of ef
-(`model/shared_parts.py`).
+In step 1, rank 1 waits for rank 0 half of the time. If whole micro-batches would make the busiest
+rank more than 10 % busier than an even share (_WORTH_DIVIDING), and the model permits it
+(`Dividing.EXACT`), ranks share micro-batches. Step 1 then has two passes. In the first, rank 0
+computes ab and rank 1 cd. In the second, rank 0 computes e and rank 1 f, and they exchange the
+statistics of ef (`model/shared_parts.py`).
 
-With repeated augmentation (`repeats`) versions of samples are dealt out: number `sample + repeat *
-size` is the version `repeat` of a sample, and augmentation is seeded by this number.
+With repeated augmentation (`repeats`), versions of samples are distributed: number
+`sample + repeat * size` is version `repeat` of a sample, and seeds its augmentation.
 
-Why: docs/decisions/0006. `ddpjob_trainer ledger RUN` proves it from what each rank wrote down.
+Why: docs/decisions/0006. `ddpjob_trainer ledger RUN` verifies this from each rank's records.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SamplerState:
-    """A position in the training: `consumed` samples of epoch `epoch`'s permutation are done."""
+    """A position in the training: `consumed` samples of the permutation for `epoch` are done."""
 
     epoch: int = 0
     consumed: int = 0
@@ -58,8 +58,8 @@ class Part:
     """One rank's part of a micro-batch that several ranks share: `count` of `size` samples.
 
     The part begins at sample `start`. `holders` are the ranks that have a part, including this one.
-    `before` is the sample that precedes this part in the micro-batch, with which mixing pairs the
-    part's first sample; for the first part it is the micro-batch's last sample.
+    `before` is the sample that precedes this part in the micro-batch, and is the partner of the
+    part's first sample in mixing; for the first part, it is the micro-batch's last sample.
     """
 
     number: int
@@ -75,10 +75,10 @@ class Part:
 class Micro:
     """A micro-batch: samples that go through the model together.
 
-    `key` seeds its randomness, so that it is the same on whatever rank takes it. A rank without
-    samples takes a micro-batch of another rank, so that it can take part in collectives; that one
-    does not count (`counts`). With `parts`, `samples` are this rank's shares of several
-    micro-batches, one after the other.
+    `key` seeds its randomness, which is therefore the same on every rank. A rank without samples
+    computes another rank's micro-batch in order to take part in collectives, but the result does
+    not count (`counts`). With `parts`, `samples` are this rank's shares of several micro-batches in
+    sequence.
     """
 
     number: int
@@ -90,9 +90,9 @@ class Micro:
 
 @dataclass(frozen=True)
 class DataShare:
-    """The share of the samples that a rank takes: part `part` of `parts`.
+    """A rank's share of the samples: part `part` of `parts`.
 
-    `counts` says whether its losses and results are added up. If several ranks see the same
+    `counts` is whether the rank's losses and results are added up. If several ranks see the same
     samples (the stages of a pipeline), only one of them counts. Part number `parts` is empty (a
     parameter server).
     """
@@ -118,7 +118,7 @@ class Step:
 
 
 def permutation(seed: int, epoch: int, size: int) -> list[int]:
-    """Return the order of an epoch, which is a function of seed and epoch only."""
+    """Return the order of an epoch, which depends only on the seed and the epoch."""
     order: list[int] = _order(seed, epoch, size).tolist()
     return order
 
@@ -130,7 +130,7 @@ def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
 def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
     """Return versions of samples, (size,) -> (size,), with the versions of a sample adjacent.
 
-    It holds as many samples as there is room for.
+    The result contains as many samples as fit.
     """
     if repeats == 1:
         return order
@@ -142,8 +142,8 @@ def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
 def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
     """Return contiguous part number `part` of `parts`.
 
-    Sizes differ by at most one item, and earlier parts are larger. A part number of `parts` or
-    above is empty.
+    Sizes differ by at most one item, and earlier parts are larger. Parts numbered `parts` or above
+    are empty.
     """
     begin, end = _bounds(len(items), part, parts)
     return items[begin:end]
@@ -159,22 +159,22 @@ def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def _part_of(item: int, size: int, parts: int) -> int:
-    """Return the part that an item is in. There must be at least as many items as parts."""
+    """Return the part that contains an item. There must be at least as many items as parts."""
     each, rest = divmod(size, parts)
     larger = rest * (each + 1)
     return item // (each + 1) if item < larger else rest + (item - larger) // each
 
 
 def steps_per_epoch(size: int, batch: int) -> int:
-    """Return the number of steps of an epoch.
+    """Return the number of steps in an epoch.
 
-    The last one takes the rest, so no sample is dropped.
+    The last step takes the rest, so no sample is dropped.
     """
     return -(-size // batch)
 
 
 _WORTH_DIVIDING = 1.1
-"""Divide micro-batches if whole ones would give the busiest rank more than this many times an even
+"""Divide micro-batches if the busiest rank would otherwise have more than this many times an even
 share."""
 
 
@@ -182,11 +182,11 @@ class Dividing(enum.Enum):
     """What to do if whole micro-batches would leave ranks idle."""
 
     NO = 0
-    """Deal out whole micro-batches all the same."""
+    """Distribute whole micro-batches anyway."""
     EXACT = 1
-    """Let ranks share micro-batches (see `Part`), which stay what they are."""
+    """Let ranks share micro-batches (see `Part`), which remain unchanged."""
     LOCAL = 2
-    """Make each rank's even share a micro-batch. Statistics and randomness then depend on the
+    """Turn each rank's even share into a micro-batch. Statistics and randomness then depend on the
     number of ranks."""
 
 
@@ -194,17 +194,18 @@ class Dividing(enum.Enum):
 class Dealing:
     """How a global batch is divided into micro-batches, and these among ranks.
 
-    With micro_batches > 0 their number is fixed, whatever the number of ranks. What happens inside
-    one (normalization statistics, dropout, mixed images) is then the same on any number of ranks.
-    If they cannot be dealt out evenly, `dividing` decides what happens.
+    With micro_batches > 0, the number of micro-batches is fixed, whatever the number of ranks. What
+    happens within a micro-batch (normalization statistics, dropout, mixed images) is then the same
+    on any number of ranks. If they cannot be distributed evenly, `dividing` decides what happens.
 
     With micro_batches 0, each rank takes one contiguous share of the samples, in `accumulate`
-    portions that all ranks go through together. This suits models that treat each sample by itself,
-    or whose statistics are those of all ranks together.
+    portions that all ranks process together. This suits models that treat each sample separately,
+    or whose statistics cover all ranks together.
 
-    With `equal`, all ranks get equally many micro-batches, of which some may not count; strategies
-    whose forward pass is a collective need this. `stretch` limits a rank's share of divided
-    micro-batches in one pass to this many times a micro-batch, so that activations fit into memory.
+    With `equal`, all ranks get the same number of micro-batches, some of which may not count;
+    strategies whose forward pass is a collective need this. `stretch` limits a rank's share of
+    divided micro-batches in one pass to this many times a micro-batch, so that activations fit into
+    memory.
     """
 
     rank: int = 0
@@ -216,7 +217,7 @@ class Dealing:
     stretch: float = 1.25
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers that would silently leave a rank without samples."""
+        """Raise ConfigError for values that would silently leave a rank without samples."""
         # Rank `world` is a parameter server.
         if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(f"Dealing: rank {self.rank} of world {self.world}; give Dealing(group.rank, group.world)")
@@ -229,7 +230,7 @@ class Dealing:
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
         """Return this rank's micro-batches of the global batch that follows `state`.
 
-        There is at least one, which may not count.
+        There is at least one, but it may not count.
         """
         if not self.micro_batches:
             # If there are fewer samples than portions, use the first portions.
@@ -247,7 +248,8 @@ class Dealing:
     def passes(self, samples: int) -> int:
         """Return the number of passes in which the ranks share a global batch's micro-batches.
 
-        A result of 0 means that they take whole ones. The result is the same on all ranks.
+        A result of 0 means that ranks take whole micro-batches. The result is the same on all
+        ranks.
         """
         count = self.micro_batches
         if self.dividing is Dividing.NO or self.busiest <= _WORTH_DIVIDING:
@@ -255,7 +257,7 @@ class Dealing:
         # Each pass takes at most this many micro-batches.
         passes = math.ceil(count / max(1, int(self.world * self.stretch)))
         smallest = count // passes * (samples // count)
-        # Otherwise a rank would have nothing to do in a pass.
+        # Otherwise a rank would be idle in a pass.
         return passes if smallest >= self.world else 0
 
     @property
@@ -304,17 +306,17 @@ class Dealing:
 
 @dataclass
 class ElasticSampler:
-    """Deals out each epoch's permutation of `size` samples in global batches of `batch`.
+    """Distributes each epoch's permutation of `size` samples in global batches of `batch`.
 
-    It begins at `state`. What a step takes depends on the state alone, and `dealing` decides which
-    part of it this rank takes. So a checkpoint of `state_dict()` resumes on any number of ranks,
-    and each sample is still taken once per epoch. The last step of an epoch takes the remaining
-    samples.
+    It begins at `state`. The samples of a step depend only on the state, and `dealing` decides
+    which of them this rank takes. So a checkpoint of `state_dict()` can be resumed on any number of
+    ranks, and each sample is still taken once per epoch. The last step of an epoch takes the
+    remaining samples.
 
-    With repeats > 1, an epoch takes each version of the first size / repeats samples of the
-    permutation, rounded up, once; of the last of these samples, it takes as many versions as make
-    `size` in all. That equals torchvision's RASampler and timm's RepeatAugSampler with any number
-    of ranks, except for the up to 255 samples by which these cut an epoch short.
+    With repeats > 1, an epoch takes each version of the first size / repeats samples (rounded up)
+    of the permutation once. Of the last of these samples, it takes only as many versions as needed
+    for a total of `size`. That equals torchvision's RASampler and timm's RepeatAugSampler with any
+    number of ranks, except that these drop up to 255 samples of an epoch.
     """
 
     size: int
@@ -324,20 +326,20 @@ class ElasticSampler:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers with which an epoch would have no step."""
+        """Raise ConfigError for values with which an epoch would have no steps."""
         for key in ("size", "batch", "repeats"):
             if (value := getattr(self, key)) < 1:
                 raise ConfigError(f"ElasticSampler: {key}={value} is less than 1; write a whole number from 1 on")
 
     def rest_of_epoch(self) -> Iterator[Step]:
-        """Yield the steps from the state to the end of its epoch, each dealt on demand.
+        """Yield the steps from the state to the end of its epoch, each computed on demand.
 
-        This does not change the state: `done(step)` does.
+        This does not change the state; `done(step)` does.
         """
         return self._epoch_from(self.state)
 
     def upcoming(self, epochs: int) -> Iterator[Step]:
-        """Yield the steps from the state to the end of `epochs` epochs, each dealt on demand."""
+        """Yield the steps from the state to the end of `epochs` epochs, each computed on demand."""
         state = self.state
         while state.epoch < epochs:
             yield from self._epoch_from(state)
@@ -348,9 +350,9 @@ class ElasticSampler:
         for start in range(before.consumed, self.size, self.batch):
             taken = order[start : start + self.batch]
             if self.repeats > 1:
-                # Separate the versions of a sample, so that a micro-batch, which is a run of
-                # consecutive samples, rarely holds two of them. Its statistics then come from
-                # different images, and mixing pairs different images.
+                # Separate a sample's versions, so that a micro-batch, which is a run of consecutive
+                # samples, rarely has two of them. Its statistics then come from different images,
+                # and mixing pairs different images.
                 taken = taken[torch.argsort(taken // self.size, stable=True)]
             samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))
@@ -371,7 +373,7 @@ class ElasticSampler:
         self.state = replace(self.state, epoch=self.state.epoch + 1, consumed=0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state that a checkpoint keeps."""
+        """Return the state to keep in a checkpoint."""
         return {"epoch": self.state.epoch, "consumed": self.state.consumed, "seed": self.state.seed, "size": self.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

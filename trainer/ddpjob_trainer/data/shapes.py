@@ -1,8 +1,8 @@
-"""Ten classes of generated shapes, hard enough to show what an ingredient of a recipe is worth.
+"""Ten classes of generated shapes, hard enough to show what each part of a recipe contributes.
 
-They need no download. Image n is a function of its number alone, to the bit on any machine and
-version of numpy. It uses integers, and of floating point only operations that IEEE 754 rounds in
-exactly one way (+ - * / and comparisons, but no sine and no sum whose order is open).
+They do not need a download. Image n depends only on its number, with identical bits on any machine
+and version of numpy. It uses integers, and only floating-point operations that IEEE 754 rounds in
+exactly one way (+ - * / and comparisons, but not sines or sums of unspecified order).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SIDE = 16
 """Side of an image, in pixels."""
 TEST_SIZE = 2048
 _FINE = 2 * SIDE
-"""Number of points per side at which shapes are drawn. A pixel is the mean of four."""
+"""Number of points per side at which shapes are drawn. A pixel is the mean of four points."""
 _AT_ONCE = 256
-"""Number of images that are drawn together, so that their arrays fit a processor's cache."""
+"""Number of images drawn together, chosen so that their arrays fit into a processor's cache."""
 _SEED, _TEST, _CLUTTER = 0x53484150, 1 << 40, 2
 
 Floats = npt.NDArray[np.float64]
@@ -58,9 +58,9 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""Say for each class which points (u, v) of the shape's own plane, within [-1, 1] squared, are in
-it. The mirror image of each shape is a rotated shape of the same class, so that flips keep
-labels."""
+"""Function of each class, which returns the points (u, v) of the shape's own plane, within [-1, 1]
+squared, that are inside. Each shape's mirror image is a rotated shape of the same class, so flips
+preserve labels."""
 
 
 def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
@@ -88,7 +88,7 @@ def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
 def draw(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64]]:
     """Return images (n, 3, SIDE, SIDE) uint8 and labels (n,) int64 for the given numbers.
 
-    Numbers of the test set begin at 2**40.
+    The test set's numbers begin at 2**40.
     """
     labels = numbers % len(CLASSES)
     parts = [numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE)]
@@ -108,7 +108,7 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
         return np.stack([next(draws) for _ in range(3)], axis=1)
 
     def plane(centre_x: Floats, centre_y: Floats, size: Floats) -> tuple[Floats, Floats]:
-        """Return the points' coordinates (n, _FINE, _FINE) in a plane turned by a random angle.
+        """Return the points' coordinates (n, _FINE, _FINE) in a plane rotated by a random angle.
 
         The plane's unit is `size` pixels.
         """
@@ -134,10 +134,10 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     for label, shape in enumerate(CLASSES.values()):
         own = numbers % len(CLASSES) == label
         inside[own] = shape(u[own], v[own])
-    # Differ from the ground by 0.3 to 0.7 of the circle 0..1, so that the shape can be seen on it.
+    # Differ from the ground by 0.3 to 0.7 on the circle 0..1, so that the shape is visible.
     canvas = np.where(inside[:, None], (ground + 0.3 + 0.4 * colour()) % 1.0, canvas)
     u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(1.0, 1.8))
-    canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar lies in front of it.
+    canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar covers part of the shape.
 
     pixels = (canvas[..., ::2, ::2] + canvas[..., 1::2, ::2] + canvas[..., ::2, 1::2] + canvas[..., 1::2, 1::2]) / 4
     return np.clip(np.rint(pixels * 255.0 + _noise(numbers)), 0, 255).astype(np.uint8)
@@ -146,7 +146,7 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
 def _noise(numbers: npt.NDArray[np.int64]) -> Floats:
     """Return noise (n, 3, SIDE, SIDE) with a standard deviation of 12 of 255 levels.
 
-    It is the sum of four bytes, which is about normal.
+    It is the sum of four bytes, which is approximately normal.
     """
     places = np.arange(3 * SIDE * SIDE, dtype=np.uint64)
     keys = mix64(numbers.astype(np.uint64) + np.uint64(_SEED))

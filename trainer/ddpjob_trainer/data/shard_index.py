@@ -1,6 +1,6 @@
 """The index of a folder of tar shards: where each image is.
 
-It is read once from the tars' headers, kept in a file, and rebuilt when shards change.
+The index is built once from the tars' headers, kept in a file, and rebuilt when shards change.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from ddpjob_trainer.errors import DataError, TrainerError
 FILE = "index.npz"
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 MOST_LABEL = 10_000_000
-"""Limit for labels, because the highest one decides the size of a model's last layer."""
+"""Maximum label, because the highest label determines the size of a model's last layer."""
 _MOST_HEADER, _MOST_DIGITS = 1 << 20, 32
-"""Limits in bytes for a tar's extended header, which holds a name, and for a .cls file."""
+"""Maximum sizes in bytes of a tar's extended header, which holds a name, and of a .cls file."""
 _EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
 _LOOKED_AT = 4 * tarfile.RECORDSIZE
-"""Bytes checked from a tar's end mark on. Writers fill their last record, of 10240 bytes, with
-zeros."""
+"""Number of bytes checked after a tar's end-of-archive marker. Writers pad their last record, of
+10240 bytes, with zeros."""
 _WEB = ("http://", "https://")
 _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 
 
 @dataclass(frozen=True)
 class Index:
-    """Image i is `sizes[i]` bytes at `offsets[i]` of `shards[shard[i]]`, with label `labels[i]`.
+    """Image i is `sizes[i]` bytes at `offsets[i]` in `shards[shard[i]]`, with label `labels[i]`.
 
-    `url` is the folder. `stamps[shard]` changes with the shard's content, even if its length does
-    not, as when only labels change; see `stamp_of`.
+    `url` is the folder. `stamps[shard]` changes with the shard's content, even if the length stays
+    the same, for example if only labels change; see `stamp_of`.
     """
 
     url: str
@@ -64,12 +64,15 @@ class Index:
         return "://" not in self.url
 
     def files(self) -> Any:
-        """Return fsspec's file system of the shards. Each process has its own."""
+        """Return fsspec's file system for the shards. Each process has its own."""
         return file_system(self.url)
 
 
 def file_system(url: str) -> Any:
-    """Return fsspec's file system for a path or URL. Raises DataError naming what to install."""
+    """Return fsspec's file system for a path or URL.
+
+    Raises a DataError that names what to install.
+    """
     import fsspec
 
     protocol = url.partition("://")[0] if "://" in url else "file"
@@ -83,7 +86,7 @@ def file_system(url: str) -> Any:
 
 @contextmanager
 def translate_errors(url: str) -> Iterator[None]:
-    """Turn the errors of a store's library, which may be of any kind, into DataError."""
+    """Turn errors from a store's library, which may be of any kind, into DataError."""
     try:
         yield
     except TrainerError:
@@ -98,20 +101,20 @@ def translate_errors(url: str) -> Iterator[None]:
 
 
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
-    """Return the index of the shards at `url`, and build it if there is none that fits.
+    """Return the index of the shards at `url`, and build it if there is no valid one.
 
-    It is kept next to the shards, in `folder`, or in the user's cache. Raises DataError.
+    The index is kept next to the shards, in `folder`, or in the user's cache. Raises DataError.
     """
     beside = f"{url}/{FILE}"
     files = file_system(url)
-    # Few web servers list folders, so trust the index's own list.
+    # Few web servers can list folders, so trust the index's own list.
     if url.startswith(_WEB) and files.exists(beside):
         return _load(files.open(beside, "rb"), url)
     found = _listing(url, remedy)
     if files.exists(beside) and _is_of(index := _load(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
-    with ExitStack() as held:  # The ranks of a node arrive together, and one of them builds it.
+    with ExitStack() as held:  # A node's ranks arrive together, and one builds the index.
         with _keeping(path):
             held.enter_context(alone(path.with_name(f".{path.name}.lock")))
         if path.is_file() and _is_of(index := _load(path.open("rb"), url), found):
@@ -151,10 +154,10 @@ def save(index: Index, path: Path) -> None:
 
 
 def stamp_of(entry: Mapping[str, Any]) -> str:
-    """Return what identifies a file's content: a checksum, or else the time of its last change.
+    """Return a stamp for a file's content: a checksum, or else the time of its last change.
 
-    It begins with its kind, because only marks of one kind can be compared. It is empty if the file
-    system has neither.
+    The stamp begins with its kind, because only stamps of the same kind can be compared. It is
+    empty if the file system has neither.
     """
     kinds = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated")
     return next((f"{kind.lower()} {entry[kind]}" for kind in kinds if entry.get(kind)), "")
@@ -162,7 +165,7 @@ def stamp_of(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Found:
-    """The shards that a folder holds now."""
+    """The shards currently in a folder."""
 
     shards: list[str]
     lengths: npt.NDArray[np.int64]
@@ -170,7 +173,7 @@ class _Found:
 
 
 def _listing(url: str, remedy: str) -> _Found:
-    """Return the shards' addresses in the order of their names, lengths in bytes and stamps."""
+    """Return the shards' addresses in name order, lengths in bytes, and stamps."""
     files = file_system(url)
     try:
         entries = {str(entry["name"]).rsplit("/", 1)[-1]: entry for entry in files.ls(url, detail=True)}
@@ -206,7 +209,7 @@ def _load(file: IO[bytes], url: str) -> Index:
 
 
 def _check(index: Index) -> None:
-    """Raise ValueError if an index points outside of its shards."""
+    """Raise ValueError if an index points outside its shards."""
     if any("/" in name[len(index.url) + 1 :] for name in index.shards):
         raise ValueError("a shard's name has a slash")
     rows = (index.shard, index.offsets, index.sizes, index.labels)
@@ -226,7 +229,7 @@ def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
     """Return whether the index was built from these shards.
 
     With `copied`, the index may have been copied to a store together with the shards, so its stamps
-    may be those of where it was built, or missing.
+    may be missing, or those of the place where it was built.
     """
     names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
     if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):
@@ -236,7 +239,7 @@ def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
 
 
 def _cache_path(url: str, folder: Path | None) -> Path:
-    """Return where to keep an index that is not next to the shards."""
+    """Return where to keep an index that is not stored next to the shards."""
     if folder is None and "://" not in url and os.access(url, os.W_OK):
         return Path(url) / FILE
     path = (folder or user_cache()) / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{FILE}"
@@ -273,7 +276,7 @@ def _scan(url: str, found: _Found, remedy: str) -> Index:
 
 
 class _Member(tarfile.TarInfo):
-    """A header of a tar. Refuses large extended ones, which tarfile would read into memory."""
+    """A tar header. Refuses large extended headers, which tarfile would read into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
         if self.type in _EXTENDED and self.size > _MOST_HEADER:
@@ -320,7 +323,7 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
 
 
 def _check_end(file: IO[bytes], end: int, shard: str) -> None:
-    """Raise DataError if the tar may have more members than those read, up to `end`.
+    """Raise DataError if the tar is truncated at `end`, or may have more members after it.
 
     tarfile ends silently in both cases.
     """

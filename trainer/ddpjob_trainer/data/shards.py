@@ -1,7 +1,7 @@
 """Tar shards (WebDataset's layout: KEY.jpg and KEY.cls), read by byte range.
 
-They may be on a file system or in an object store. An index of (shard, offset, size, label) is
-built once, so that sampling stays an exact permutation of all images.
+Shards may be on a file system or in an object store. An index of (shard, offset, size, label) is
+built once, so that sampling remains an exact permutation of all images.
 https://github.com/webdataset/webdataset describes the layout.
 """
 
@@ -28,12 +28,12 @@ from ddpjob_trainer.errors import DataError
 CLASSES = "classes.txt"
 _REMEDY = "`python -m ddpjob_trainer shards FOLDER OUT` makes OUT/train and OUT/val from folders of images"
 _MOST_NAMES = 64 << 20
-"""Limit in bytes for classes.txt: a million names of 64 bytes."""
+"""Maximum size of classes.txt in bytes: a million names of 64 bytes."""
 _TRIES, _PAUSE = 3, 0.2
 
 
 class ShardedImages:
-    """The images of one folder of shards."""
+    """The images in one folder of shards."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -46,7 +46,7 @@ class ShardedImages:
         return f"at byte {self._index.offsets[number]} of {self._index.shards[self._index.shard[number]]}"
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return the shards' names, and where each image is in them."""
+        """Return the shards' names, and each image's location in them."""
         names = "\n".join(shard.rsplit("/", 1)[-1] for shard in self._index.shards).encode()
         columns = (self._index.lengths, self._index.shard, self._index.offsets, self._index.sizes)
         return np.frombuffer(b"".join([names, *(column.tobytes() for column in columns)]), dtype=np.uint8)
@@ -54,7 +54,7 @@ class ShardedImages:
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
         """Return the images' bytes.
 
-        Raises DataError if a store does not respond, because that is not the fault of an image.
+        Raises DataError if a store does not respond, because that is not an image's fault.
         """
         if self._index.is_local:
             return [self._local(number) for number in numbers]
@@ -81,9 +81,9 @@ class ShardedImages:
 
 
 def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
-    """Yield byte ranges, fetched at once if the store can do that.
+    """Yield byte ranges, fetched concurrently if the store supports it.
 
-    A failed range is fetched again; after the last try DataError is raised.
+    A failed range is fetched again; after the last attempt, DataError is raised.
     """
     found: list[Any] = files.cat_ranges(paths, starts, ends, on_error="return")
     for content, path, start, end in zip(found, paths, starts, ends, strict=True):
@@ -122,16 +122,16 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
 
 
 def _allow_open_files() -> None:
-    """Raise the soft limit of open files, often 1024, because each worker keeps each shard open."""
+    """Raise the soft limit on open files, often 1024, because each worker keeps each shard open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS has a different, lower limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _class_names(root: str, train: Index) -> list[str] | None:
-    """Return the lines of classes.txt, or None without that file.
+    """Return the lines of classes.txt, or None if that file does not exist.
 
-    The number of classes then follows from the labels.
+    In the latter case, the labels determine the number of classes.
     """
     files, path = train.files(), f"{root}/{CLASSES}"
     if not files.exists(path):
@@ -142,13 +142,13 @@ def _class_names(root: str, train: Index) -> list[str] | None:
 
 
 def class_names(content: bytes, where: str) -> list[str]:
-    """Return the names in classes.txt, without the newlines that editors add at its end.
+    """Return the names in classes.txt, without the newlines that editors add at the end.
 
-    Every additional line would be an additional class. Raises DataError for an empty line between
+    Every additional line would count as another class. Raises DataError for an empty line between
     two names.
     """
     text = os.fsdecode(content.removeprefix(codecs.BOM_UTF8)).rstrip("\r\n")
-    # Not splitlines, because a name may hold other characters that it takes for line ends.
+    # Not splitlines, because names may contain other characters that it treats as line ends.
     names = [line.removesuffix("\r") for line in text.split("\n")] if text else []
     if "" in names:
         raise DataError(f"{where}: line {names.index('') + 1} is empty; write the name of one class on each line")

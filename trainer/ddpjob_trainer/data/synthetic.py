@@ -1,4 +1,4 @@
-"""Generated images: one pattern per class and noise, as a function of seed and sample number."""
+"""Generated images: one pattern per class plus noise, as a function of seed and sample number."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NOISE_IMAGES = 61
 
 
 class SyntheticData(DataSet):
-    """Sample i shows the pattern of class i % classes under one of 61 noise images.
+    """Sample i shows the pattern of class i % classes with one of 61 noise images.
 
-    The data are learnable, of any shape, and take little memory.
+    The data are learnable, can have any shape, and take little memory.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
@@ -52,8 +52,8 @@ class SyntheticData(DataSet):
     def fingerprint(self) -> int:
         """Return a hash of the settings that determine the images.
 
-        The images themselves are not hashed: their bits depend on the processor, as all arithmetic
-        does.
+        The images themselves are not hashed, because their bits depend on the processor's
+        arithmetic.
         """
         return fingerprint(repr((self._seed, self.classes, self.shape, self.train_size)).encode())
 

@@ -1,1 +1,1 @@
-"""Process group, devices, and the store through which ranks find each other."""
+"""The process group, devices, and the store through which ranks find each other."""

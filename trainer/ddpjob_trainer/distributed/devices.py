@@ -1,4 +1,4 @@
-"""Device and process-group backend: the only place where they are chosen."""
+"""Chooses the device and the process-group backend; they are not chosen anywhere else."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The device that a rank computes on, and the backend for init_process_group."""
+    """The device on which a rank computes, and the backend for init_process_group."""
 
     device: torch.device
     backend: str
 
 
 def choose(backend: str, local_rank: int) -> RankPlacement:
-    """Return the machine's accelerator and its backend, or what `backend` asks for.
+    """Return the machine's accelerator and its backend, or the requested `backend`.
 
-    `backend` is auto, nccl, gloo, hccl, xccl or mpi. An accelerator's group also gets gloo for
-    tensors on the CPU, because small decisions must not wait for the device's stream. mps has no
+    `backend` is auto, nccl, gloo, hccl, xccl or mpi. An accelerator's group also gets gloo for CPU
+    tensors, because small decisions must not wait for the device's stream. mps does not support
     collectives, so ranks on a Mac compute on the CPU with gloo. Raises ConfigError, DeviceError.
     """
     kinds = {name: kind for kind, name in _BACKENDS.items()}
@@ -67,29 +67,29 @@ def choose(backend: str, local_rank: int) -> RankPlacement:
 
 
 def devices_per_rank(config: Config) -> int:
-    """Return how many devices a process computes on."""
+    """Return the number of devices on which a process computes."""
     return config.ddp_mp.devices if config.strategy is StrategyName.DDP_MP else 1
 
 
 def choose_for(config: Config, local_rank: int) -> RankPlacement:
-    """Return the device that a rank trains on; the first one if it has several."""
+    """Return the device on which a rank trains; the first one if it has several."""
     return choose(config.train.backend, local_rank * devices_per_rank(config))
 
 
 def _each_rank_sees_its_own(kind: str) -> bool:
-    """Return whether the only visible device was chosen for this rank, as by Slurm scripts.
+    """Return whether the only visible device was chosen for this rank, as in Slurm scripts.
 
-    Slurm's and mpirun's scripts choose one per rank. torchrun and a job's launcher give all
-    processes of a node the same environment; there, one visible device is one for all of them.
+    Scripts for Slurm and mpirun choose one device per rank. torchrun and a job's launcher give all
+    processes on a node the same environment, so a single visible device is shared by all of them.
     """
     return bool(os.environ.get(_VISIBLE[kind])) and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
-    """Let cuDNN time its algorithms for each size of a convolution and take the fastest.
+    """Let cuDNN time its algorithms for each convolution size and use the fastest.
 
-    If a run must be `repeatable` to the bit, do not, because the next run may choose a
-    different one.
+    Do nothing if runs must be `repeatable` with identical bits, because the next run may choose a
+    different algorithm.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeatable
@@ -98,11 +98,11 @@ def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
 def _gpus_of_job() -> str:
     """Return the GPUs that a job's pod was given and that this torch could use; empty if none.
 
-    If the driver fails, torch sees none of them, even after a restart in the same pod. The other
-    nodes, whose GPUs work, would then wait for this one in NCCL.
+    If the driver fails, torch does not see any of them, even after a restart in the same pod. The
+    other nodes, whose GPUs work, would then wait for this node in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")
-    # `ddpjob run` hides them on a machine that has too few.
+    # `ddpjob run` hides GPUs on a machine that has too few.
     hidden = os.environ.get(_VISIBLE["cuda"]) == ""
     built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     usable = built and resource.startswith(("nvidia.com/", "amd.com/"))
@@ -119,7 +119,7 @@ def _count(kind: str) -> int:
 
 
 def usable_cores() -> float:
-    """Return the number of cores that this process may use, which can be a fraction of one."""
+    """Return the number of cores that this process may use, which may be fractional."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, cpu_limit())
 
@@ -133,15 +133,15 @@ def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
             quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
         return int(quota) / int(period) if quota not in ("max", "-1") else math.inf
     except (OSError, ValueError):
-        return math.inf  # No control group, or one without a limit.
+        return math.inf  # There is no control group, or it has no limit.
 
 
 def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -> None:
     """Share the usable cores among this node's ranks.
 
-    With `threads` 0, each rank gets an equal share or, if `repeatable`, one thread: a CPU's sums
-    depend on the number of threads, and a change in the number of ranks must not change them. A
-    user's OMP_NUM_THREADS takes precedence over both. Raises ConfigError.
+    With `threads` 0, each rank gets an equal share or, if `repeatable`, one thread. Sums on a CPU
+    depend on the number of threads, but must not change with the number of ranks. A user's
+    OMP_NUM_THREADS takes precedence over both. Raises ConfigError.
     """
     if threads < 0:
         raise ConfigError(

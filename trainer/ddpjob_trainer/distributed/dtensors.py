@@ -8,18 +8,18 @@ import torch
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a DTensor, of which this rank holds a shard."""
+    """Return whether the tensor is a DTensor, so that this rank holds only a shard."""
     return hasattr(tensor, "full_tensor")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, in the same memory, or any other tensor unchanged."""
+    """Return this rank's shard of a DTensor, not copied, or any other tensor unchanged."""
     part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def spread(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Turn a whole tensor, the same on every rank, into a DTensor with the layout of `like`."""
+    """Convert a whole tensor, the same on every rank, to a DTensor with the layout of `like`."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,6 +1,6 @@
 """How ranks find each other: the store and the process group.
 
-The store is behind env://, tcp://HOST:PORT or file:///PATH.
+The store is reached through env://, tcp://HOST:PORT or file:///PATH.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError, RendezvousError, first_line
 
 INIT_METHOD = "DDPJOB_TRAINER_INIT"
-"""Environment variable with the init method, set by `--spawn`. If it is not set, env:// applies."""
+"""Environment variable with the init method, set by `--spawn`. The default is env://."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place that an init method names: a file, or the address and port of a TCP store.
+    """The place named by an init method: a file, or the address and port of a TCP store.
 
-    With `agents`, a launcher serves the store instead of rank 0.
+    With `agents`, a launcher instead of rank 0 serves the store.
     """
 
     file: str = ""
@@ -58,7 +58,7 @@ def read_method(method: str) -> Meeting:
             if url.hostname and url.port:
                 return Meeting(address=url.hostname, port=url.port)
         except ValueError:
-            pass  # The port is not a number. The message below shows the syntax.
+            pass  # The port is not a number; the message below shows the syntax.
     elif method == "env://":
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not address or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -79,7 +79,7 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
     """Return this incarnation's store (torch.distributed.Store), opened once per process.
 
     Rank 0 serves it, unless an agent does. This does not wait for other ranks. Raises
-    RendezvousError if the store cannot be reached within the time or rank 0 cannot listen.
+    RendezvousError if the store cannot be reached in time or rank 0 cannot listen.
     """
     where = meeting()
     incarnation = JobEnvironment.read().fence or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -87,26 +87,26 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
         _stores[where, group, incarnation] = _open(where, group, incarnation, timeout_seconds)
     _stores[where, group, incarnation].set_timeout(
         datetime.timedelta(seconds=timeout_seconds)
-    )  # Preflight has opened it with a shorter one.
+    )  # Preflight has opened the store with a shorter timeout.
     return _stores[where, group, incarnation]
 
 
 _stores: dict[tuple[Meeting, Group, str], Any] = {}
-"""Open stores. Preflight and training share one, because a file or a port is opened only once."""
+"""Open stores. Preflight and training share one, because a file or port can be opened only once."""
 
 
 def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float) -> Any:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     serves = group.rank == 0 and not where.agents
     if where.file and not Path(where.file).parent.is_dir():
-        # torch would wait five minutes for it while holding the GIL.
+        # torch would wait for it for five minutes while holding the GIL.
         raise RendezvousError(
             f"rank {group.rank} cannot open {where}: its folder does not exist. {_remedy(where, serves)}"
         )
     try:
         if where.file:
             files = dist.FileStore(where.file, group.world)  # type: ignore[attr-defined]
-            files.set_timeout(timeout)  # This also limits the wait for a file that is gone.
+            files.set_timeout(timeout)  # This also limits the wait for a missing file.
             return files
         store = dist.TCPStore(  # type: ignore[attr-defined]
             where.address,
@@ -125,10 +125,10 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
         ) from error
     if not where.agents:
         return store
-    # An agent that restarts its workers in place gives them the same store again (torch 2.15). The
-    # addresses of dead processes in it would make gloo wait forever, hence the prefix. Each agent
-    # counts its own restarts, and one that has just joined has counted none, so the fence, if there
-    # is one, is what all ranks of an incarnation have in common.
+    # An agent that restarts its workers in place gives them the same store again (torch 2.15).
+    # Without the prefix, addresses of dead processes in the store would make gloo wait forever.
+    # Each agent counts its own restarts, and a new agent has counted none, so only the fence, if
+    # there is one, is common to all ranks of an incarnation.
     prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
@@ -136,13 +136,12 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
 def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     """Return TCPStore's arguments for a store that only this machine can reach.
 
-    They apply if all ranks are on this machine and meet on its loopback; otherwise the result is
-    empty. torch itself listens on every address, and the store has no authentication. Raises
-    OSError if the port is in use.
+    The result is empty unless all ranks are on this machine and meet on its loopback. torch itself
+    listens on every address, but the store has no authentication. Raises OSError if the port is in
+    use.
     """
     if group.world > group.local_world or any(where == known for known, *_ in _stores):
-        # Either another node may know this one by a different name, or this process listens
-        # already.
+        # Another node may know this one by a different name, or this process is already listening.
         return {}
     family, kind, _, _, address = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM)[0]
     if not is_loopback(str(address[0])):
@@ -150,12 +149,12 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Before 2.8, only torch's older server takes over a socket.
+        # Before torch 2.8, only its older server accepts an existing socket.
         return {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= "2.8"}
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the route to `host`, by which `host` can reach it.
+    """Return this machine's address on the route to `host`, where `host` can reach it.
 
     Sends nothing. Raises OSError.
     """
@@ -166,10 +165,10 @@ def address_towards(host: str) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port of this address.
+    """Return a free TCP port on this address.
 
-    Rank 0 listens on it only seconds later, so the port is, if possible, outside the range that
-    systems give to outgoing connections. Raises OSError.
+    Rank 0 listens on it only seconds later, so if possible, the port is outside the range that
+    systems use for outgoing connections. Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(range(16000, 20000), 100):
@@ -194,10 +193,10 @@ def _remedy(where: Meeting, serves: bool) -> str:
 def join_group(
     group: Group, placement: RankPlacement, timeout_seconds: float, *, one_device: bool = True
 ) -> Iterator[None]:
-    """Join a process group for the time of a `with`.
+    """Join a process group for the duration of a `with`.
 
-    With `one_device`, this rank sends only from `placement.device`. NCCL then connects now, instead
-    of in the first collective, where it would connect for each group separately. The group is not
+    With `one_device`, this rank sends only from `placement.device`. NCCL then connects now, not in
+    the first collective, where it would connect separately for each group. The group is not
     destroyed while an exception propagates, because peers may be gone.
     """
     if group.world == 1:

@@ -1,4 +1,4 @@
-"""The group of ranks: this rank's position in it, and the few collectives the trainer needs."""
+"""The group of ranks: this rank's position, and the few collectives that the trainer needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAST_TENSORS_SECONDS = 0.05
 class Group:
     """This rank's position among the ranks.
 
-    With `world` 1 no process group is needed, and every collective is the identity.
+    With `world` 1, no process group is needed, and every collective is the identity.
     """
 
     rank: int = 0
@@ -31,11 +31,11 @@ class Group:
     local_rank: int = 0
     local_world: int = 1
     process_group: Any = None
-    """None stands for all ranks."""
+    """None means all ranks."""
 
     @classmethod
     def from_env(cls) -> Group:
-        """Return the group that torchrun's variables describe; without torchrun, a group of one."""
+        """Return the group described by torchrun's variables; without torchrun, a group of one."""
         numbers = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -43,7 +43,7 @@ class Group:
         return cls(*numbers)
 
     def sum_begin(self, values: torch.Tensor) -> Reduction:
-        """Begin an all-reduce (sum, in place) on the tensor's device; `.wait()` returns the sum."""
+        """Start an all-reduce (sum, in place) on the tensor's device; `.wait()` returns the sum."""
         return Reduction(
             values, dist.all_reduce(values, group=self.process_group, async_op=True) if self.world > 1 else None
         )
@@ -59,7 +59,10 @@ class Group:
         return [int(number) for number in self.sum(numbers)]
 
     def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, all of one shape, in rank order, on the tensor's device."""
+        """Return every rank's tensor, in rank order, on the tensor's device.
+
+        All must have the same shape.
+        """
         if self.world == 1:
             return [values]
         found = [torch.empty_like(values) for _ in range(self.world)]
@@ -82,7 +85,7 @@ class Group:
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         """Overwrite the tensors on every rank with rank `source`'s, on their own device.
 
-        They may have any format and layout.
+        The tensors may have any format and layout.
         """
         if self.world == 1:
             return
@@ -95,7 +98,7 @@ class Group:
                 values.copy_(whole)
 
     def send_begin(self, values: torch.Tensor, to: int) -> dist.Work:
-        """Begin to send a contiguous tensor to rank `to` of this group.
+        """Start sending a contiguous tensor to rank `to` in this group.
 
         The tensor must not change before `.wait()`.
         """
@@ -104,16 +107,16 @@ class Group:
         return work
 
     def receive(self, values: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive into `values` what rank `source` of this group sends."""
+        """Receive into `values` what rank `source` in this group sends."""
         dist.recv(values, group=self.process_group, group_src=source)
         return values
 
     def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
         """Exchange tensors with the ranks that share them.
 
-        `own` has (tensor, ranks) pairs, each with this rank among the ranks. The result has the
-        tensors of all of these ranks for each pair. Two ranks share at most one pair, only ranks
-        that share one exchange anything, and it happens on the tensors' own device.
+        `own` has (tensor, ranks) pairs, whose ranks include this rank. For each pair, the result
+        has the tensors of all these ranks. Two ranks share at most one pair. Only ranks that share
+        a pair exchange data, on the tensors' own device.
         """
         found, transfers = [], []
         for values, ranks in own:
@@ -131,7 +134,7 @@ class Group:
         return found
 
     def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
-        """Return this rank's group among several disjoint ones. Ranks are renumbered in it.
+        """Return this rank's group among several disjoint groups. Ranks are renumbered in it.
 
         All ranks must call this together.
         """
@@ -162,7 +165,7 @@ class Reduction:
 
 
 def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
-    """Run `function()` in a daemon thread, so that this rank can answer the others meanwhile."""
+    """Run `function()` in a daemon thread, so that this rank can meanwhile respond to others."""
     answer: Future[_T] = Future()
 
     def work() -> None:
@@ -178,10 +181,10 @@ def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
 def done_in_thread(
     group: Group, name: str, function: Callable[[], _T], alive: Callable[[], None] = lambda: None
 ) -> Future[_T]:
-    """Return the outcome of `function()`, which may take longer than a collective may.
+    """Return the outcome of `function()`, which may take longer than a collective is allowed to.
 
-    Twice a second, the ranks agree on whether one is still busy, and call `alive`. All ranks must
-    call this together.
+    Twice a second, the ranks agree whether any is still busy, and call `alive`. All ranks must call
+    this together.
     """
     work, waiting = in_thread(name, function), True
     while waiting:
@@ -191,7 +194,7 @@ def done_in_thread(
 
 
 def wanted_world() -> int:
-    """Return the number of ranks that the job asks for, from its environment; 0 if unknown.
+    """Return the number of ranks that the job requests, from its environment; 0 if unknown.
 
     There may be fewer ranks at first.
     """
@@ -202,8 +205,8 @@ def wanted_world() -> int:
 def destroy() -> None:
     """Destroy the process group, after a short wait.
 
-    Gloo's thread may still wait for Python's lock, to free the tensors of the last collective.
-    Destroying the group holds that lock while it waits for the thread, so both would wait forever
+    Gloo's thread may still be waiting for Python's lock to free the last collective's tensors.
+    Destroying the group holds that lock while waiting for the thread, so both would wait forever
     (seen with torch 2.6 and 2.9).
     """
     time.sleep(_LAST_TENSORS_SECONDS)

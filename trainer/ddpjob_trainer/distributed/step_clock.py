@@ -1,20 +1,20 @@
-"""Where the time of a step goes: this rank's own work, and waiting for others, apart.
+"""Measures how a step's time is spent: on this rank's own work, or waiting for others.
 
-DDP's exchange overlaps with the backward pass and ends inside torch's call of it, so a stopwatch
-around that call shows the slowest rank's time on every rank. The autograd engine calls back at the
-end of a backward pass, in the order in which callbacks were queued; DDP queues its wait for the
-exchange when its last gradient is there, and the clock's is queued when the pass begins. So the
-clock's comes between a rank's own last gradient and the wait.
+DDP's exchange overlaps with the backward pass and ends within torch's backward call, so a stopwatch
+around that call shows the slowest rank's time on every rank. At the end of a backward pass, the
+autograd engine runs callbacks in the order in which they were queued. The clock's callback is
+queued when the pass begins, but DDP queues its wait for the exchange when the last gradient is
+ready. So the clock's callback runs between a rank's own last gradient and the wait.
 
-All other waiting, in the middle of a pass too, goes through one method: `wait` of torch's Work. The
-trainer calls it, and so do torch's FSDP, pipelines and blocking collectives. On the CPU it blocks
-until the others have sent, so the time in it is the exchange's, in whatever phase it is spent. On
-an accelerator it returns at once, and it is a stream that waits, at places that differ between
-versions of torch: there such waiting is not told apart.
+All other waiting, even in the middle of a pass, goes through a single method, `wait` of torch's
+Work. The trainer calls it, as do torch's FSDP, pipelines and blocking collectives. On the CPU, it
+blocks until the others have sent, so the time in it counts as exchange, in whatever phase it is
+spent. On an accelerator, it returns at once and a stream waits instead, at places that differ
+between versions of torch, so such waiting is not distinguished.
 
-On an accelerator marks are events in its stream, read when the numbers are reported, where the host
-has waited for the device anyway. Between two events there is what the device did, and where it
-waited for a slow host.
+On an accelerator, marks are events in its stream. They are read when the numbers are reported,
+because the host has then waited for the device anyway. The time between two events includes the
+device's work and its waiting for a slow host.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class StepPhase(enum.StrEnum):
     EXCHANGE = "exchange"
     """Waiting for the other ranks, and sending."""
     COMPUTE = "compute"
-    """Forward and backward passes together (pipelines), including the exchange if that cannot be
-    told apart."""
+    """Forward and backward passes together (pipelines), including the exchange if it cannot be
+    distinguished."""
     UPDATE = "update"
     OTHER = "other"
     """Time between steps: reports and copies for a checkpoint."""
 
 
 OWN = (StepPhase.DATA, StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.COMPUTE)
-"""Phases that no other rank can delay, if the exchange can be told apart."""
+"""Phases that other ranks cannot delay, if the exchange can be distinguished."""
 
 
 class StepClock:
@@ -63,20 +63,20 @@ class StepClock:
         self._device = device
         self._events = device.type == "cuda"
         self.sees_waits = device.type == "cpu"
-        """Whether waiting in the middle of a pass can be told apart."""
+        """Whether waiting in the middle of a pass can be distinguished."""
         if self.sees_waits:
             _count_waits()
         self._marks: list[tuple[StepPhase, Any]] = []
         self._spare: list[Any] = []
-        self._last: Any = None  # Before the first mark: the device is not touched until then.
+        self._last: Any = None  # None before the first mark, because the device is not touched until then.
         self._seconds: dict[StepPhase, float] = {}
 
     def restart(self) -> None:
-        """Set a mark. The time since the last one, such as an evaluation, belongs to no phase."""
+        """Set a mark. The time since the last mark, such as an evaluation, is not counted."""
         self._last = self._mark()
 
     def lap(self, phase: StepPhase) -> None:
-        """Set a mark, and count the time since the last one as `phase`."""
+        """Set a mark, and count the time since the last mark as `phase`."""
         now = self._mark()
         if self._last is None:
             pass
@@ -90,7 +90,10 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Mark the end of this rank's backward pass from `loss`, which is about to begin."""
+        """Mark the end of this rank's backward pass from `loss` when it comes.
+
+        The pass is about to begin.
+        """
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
     def take(self) -> dict[StepPhase, float]:
@@ -120,7 +123,7 @@ class StepClock:
 
 
 class _Waited(threading.local):
-    """The time that each thread has waited for other ranks."""
+    """The time that each thread has spent waiting for other ranks."""
 
     seconds = 0.0
 
@@ -147,7 +150,7 @@ def _count_waits() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes of device memory (on the CPU, of main memory) held so far."""
+    """Return the peak memory use so far in bytes, on the device or, for the CPU, in main memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -29,30 +29,29 @@ class Evaluation:
     loss: float
     """Mean of optim.loss, without label smoothing; usually cross entropy (natural logarithm)."""
     accuracy: float | None
-    """Share of samples whose highest score is that of their class (top-1); of equal scores the
-    first class wins. For optim.loss=bce of float targets, the share of values whose probability is
-    on the right side of 0.5. None for a regression."""
+    """Share of samples whose highest score belongs to their class (top-1); if scores are equal, the
+    first class wins. For optim.loss=bce with float targets, the share of values whose probability
+    is on the correct side of 0.5. None for a regression."""
     top5: float | None
     """Share of samples whose class is among the five highest scores."""
     mae: float | None
-    """Mean of |predicted class - class|, both as numbers, which tutorials report as mean absolute
-    error. For a regression, the mean of |score - target| over all values."""
+    """Mean of |predicted class - class|, with classes as numbers, which tutorials report as mean
+    absolute error. For a regression, the mean of |score - target| over all values."""
     samples: int
     nonfinite: int = 0
     """Samples with a score that is not finite."""
     unreadable: int = 0
-    """Test samples that could not be read. No other number counts them."""
+    """Test samples that could not be read. They are excluded from all other numbers."""
     confusion: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """int64 (classes, classes): rows are true classes, columns predicted classes."""
     curves: Curves | None = field(default=None, compare=False, repr=False)
     rmse: float | None = None
     """Root of the mean of (score - target)^2 over all values, for a regression."""
     f1: float | None = None
-    """F1 of all values together (micro), for optim.loss=bce of float targets; 0 without any
-    positive."""
+    """F1 over all values (micro), for optim.loss=bce with float targets; 0 without positives."""
 
     def scalars(self) -> dict[str, float]:
-        """Return every number under the name that logs use."""
+        """Return every number under its name in logs."""
         numbers = {"accuracy": self.accuracy, "top5": self.top5, "mae": self.mae, "rmse": self.rmse, "f1": self.f1}
         values = {"loss": self.loss} | {name: value for name, value in numbers.items() if value is not None}
         if self.curves is not None:
@@ -81,9 +80,9 @@ class Adding(Protocol):
 class ValueAccumulator:
     """Adds up an evaluation whose targets are values, or several numbers per sample.
 
-    It computes the loss and the other numbers that have a meaning for them. For float targets of
-    the shape of the scores, these are mae and rmse or, with `decisions` (targets 0 or 1), accuracy
-    and f1. Sums are over values, and are divided by their number over all ranks.
+    It computes the loss and other numbers that are meaningful for such targets. For float targets
+    with the same shape as the scores, these are mae and rmse or, with `decisions` (targets 0 or 1),
+    accuracy and f1. Sums are over values, and are divided by the number of values on all ranks.
     """
 
     def __init__(self, each: Each, *, decisions: bool = False) -> None:
@@ -93,7 +92,7 @@ class ValueAccumulator:
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Add scores (n, ...) of a model and targets (n, ...).
 
-        Raises ConfigError if decisions are not from 0 to 1.
+        Raises ConfigError if decisions are not between 0 and 1.
         """
         if not len(labels):
             return
@@ -136,7 +135,7 @@ class ValueAccumulator:
 def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalConfig, *, decisions: bool) -> Adding:
     """Return the accumulator for a data set: an `Accumulator` or a `ValueAccumulator`.
 
-    Raises ConfigError for numbers that its targets do not have.
+    Raises ConfigError for numbers that cannot be computed for its targets.
     """
     if targets is Targets.CLASSES:
         return Accumulator(classes, config, each, apart=decisions)
@@ -149,15 +148,15 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
 
 
 class Accumulator:
-    """Adds up this rank's samples of known classes; `reduce` adds up over the ranks."""
+    """Adds up this rank's samples with known classes; `reduce` adds up over all ranks."""
 
     def __init__(
         self, classes: int, config: EvalConfig | None = None, each: Each | None = None, *, apart: bool = False
     ) -> None:
         """`each` maps scores (n, classes) float32 and classes (n,) to losses (n,).
 
-        Its default is cross entropy. With `apart`, each score alone gives the probability of its
-        class, as in binary cross entropy.
+        Its default is cross entropy. With `apart`, each score separately gives its class's
+        probability, as in binary cross entropy.
         """
         config = config or EvalConfig()
         if config.pr is PrKind.BINNED and config.pr_bins < 2:
@@ -173,7 +172,7 @@ class Accumulator:
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Add scores (n, classes) of a model and true classes (n,).
 
-        Raises TrainerError if they do not fit each other.
+        Raises TrainerError if scores and classes do not match.
         """
         if logits.shape != (len(labels), self._classes):
             raise TrainingError(
@@ -190,8 +189,8 @@ class Accumulator:
         logits = logits.detach().float()
         scores = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         found = [self._each(logits, labels), scores.argmax(1), rank_of_label(scores, labels), labels]
-        # Copy once, because each copy waits for the device. Float32 holds every class number, and
-        # some devices have no float64.
+        # Copy once, because each copy waits for the device. Float32 can hold every class number,
+        # and some devices do not support float64.
         dtype = torch.promote_types(found[0].dtype, torch.float32)
         copied = torch.stack([values.to(dtype) for values in (*found, ~torch.isfinite(logits).all(1))]).cpu()
         losses, numbers = copied[0].double(), copied[1:].to(torch.int64)
@@ -209,8 +208,8 @@ class Accumulator:
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
         """Return the result over all ranks. All ranks must call this together.
 
-        `counted` and `unreadable` are this rank's numbers of samples that were added and that could
-        not be read. Raises TrainingError if a different number was added.
+        `counted` and `unreadable` are this rank's numbers of added and of unreadable samples.
+        Raises TrainingError if a different number of samples was added.
         """
         if counted != self._added:
             raise TrainingError(
@@ -240,7 +239,7 @@ class Accumulator:
 def rank_of_label(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return how many classes rank before each sample's own, (n,), by scores (n, classes).
 
-    Of equal scores the lower class is first, as in argmax.
+    If scores are equal, the lower class ranks first, as in argmax.
     """
     own = scores.gather(1, labels[:, None])
     numbers = torch.arange(scores.shape[1], device=scores.device)

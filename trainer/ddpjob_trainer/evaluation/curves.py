@@ -1,7 +1,7 @@
 """Precision-recall curves and average precision, one class against the rest, as in scikit-learn.
 
-Exact curves use all scores, gathered on rank 0. Binned curves use two histograms per class, in
-memory that does not grow with the data.
+Exact curves use all scores, gathered on rank 0. Binned curves use two histograms per class, whose
+memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _POINTS_OF_ALL_CLASSES, _POINTS_POOLED = 20_000, 1_000
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve as sklearn.metrics.precision_recall_curve returns it.
+    """A curve in the form returned by sklearn.metrics.precision_recall_curve.
 
-    Thresholds (t,) rise; precision and recall (t + 1,) end in (1, 0).
+    Thresholds (t,) are ascending; precision and recall (t + 1,) end in (1, 0).
     """
 
     precision: torch.Tensor
@@ -37,9 +37,9 @@ class Curve:
         return float(-(self.recall.diff() * self.precision[:-1]).sum())
 
     def thin(self, limit: int) -> Curve:
-        """Return about `limit` points at most, spaced evenly over recall, with both ends.
+        """Return approximately at most `limit` points, evenly spaced over recall, with both ends.
 
-        Of points with equal recall, the most precise is kept.
+        If points have equal recall, the most precise one is kept.
         """
         if len(self.thresholds) <= limit:
             return self
@@ -52,10 +52,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Average precision of each class (classes,), its mean over classes, and that of all decisions.
+    """Average precision of each class (classes,), its mean, and its value for all decisions.
 
     The mean over classes is `macro`; all decisions pooled give `micro`. `of_class` and `pooled` are
-    thinned, to be stored and drawn, and exist on rank 0 only.
+    thinned for storage and drawing, and exist only on rank 0.
     """
 
     average_precision: list[float]
@@ -89,7 +89,7 @@ def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
 
 
 def _from_counts(hits: torch.Tensor, taken: torch.Tensor, thresholds: torch.Tensor) -> Curve:
-    """Return a curve from counts at each of the falling thresholds.
+    """Return a curve from counts at each of the descending thresholds.
 
     `hits` counts the true positives and `taken` all positives at or above a threshold.
     """
@@ -103,7 +103,7 @@ def _from_counts(hits: torch.Tensor, taken: torch.Tensor, thresholds: torch.Tens
 class ExactCurves:
     """Keeps every score: 4 bytes per sample and class on each rank.
 
-    Rank 0 gathers all scores and needs about 30 bytes for each to sort them.
+    Rank 0 gathers all scores, and needs about 30 bytes per score to sort them.
     """
 
     def __init__(self, classes: int) -> None:
@@ -131,8 +131,8 @@ class ExactCurves:
 class BinnedCurves:
     """Counts scores in bins of equal width in log odds, between -16 and 16.
 
-    It takes 16 bytes per class and bin. Bins of equal width in probability would put everything
-    that a well trained model is sure of into a single bin.
+    It takes 16 bytes per class and bin. With bins of equal width in probability, everything that a
+    well-trained model is sure of would be in a single bin.
     """
 
     def __init__(self, classes: int, bins: int) -> None:
@@ -140,7 +140,7 @@ class BinnedCurves:
         self._counts: torch.Tensor | None = None
 
     def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
-        """Count the scores, on their device."""
+        """Count the scores on their device."""
         positions = (
             bin_of(probabilities.float(), self._bins) + torch.arange(self._classes, device=labels.device) * self._bins
         )
@@ -178,7 +178,7 @@ def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
 def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
     """Return all ranks' tensors concatenated, flat, on rank 0.
 
-    Other ranks get an empty tensor, and hold one rank's part at a time.
+    Other ranks get an empty tensor; while gathering, they hold only one rank's part at a time.
     """
     if group.world == 1:
         return mine.flatten()
@@ -191,7 +191,7 @@ def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
-    """Return rank 0's `curves` (each class, then all decisions pooled) as numbers on every rank."""
+    """Return rank 0's `curves` (each class, then all decisions) as numbers, on every rank."""
     values = torch.zeros(classes + 1, dtype=torch.float64)
     if group.rank == 0:
         values = torch.tensor([each.average_precision for each in curves], dtype=torch.float64)

@@ -1,6 +1,4 @@
-"""Evaluation that is exact on any number of ranks: each test sample is counted once, by one
-rank.
-"""
+"""Evaluation that is exact on any number of ranks: each test sample is counted on only one rank."""
 
 from __future__ import annotations
 
@@ -31,17 +29,17 @@ def evaluate(
     adding: Adding | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Evaluation | None:
-    """Return the result on the test set, or None if SIGTERM came.
+    """Return the result on the test set, or None if SIGTERM arrived.
 
-    It is the same on every rank and for every number of ranks (up to the order of float64 sums).
-    `logits` returns the scores (n, classes) of images (n, channels, height, width), in evaluation
-    mode. Test samples are dealt out by `own`; the scores of a rank that does not count are ignored.
-    `adding` computes the result; by default that of classes, as `config` says. `alive` is called
-    every round.
+    The result is the same on every rank and for every number of ranks (up to the order of float64
+    sums). `logits` returns the scores (n, classes) of images (n, channels, height, width) in
+    evaluation mode. `own` distributes the test samples; the scores of a rank that does not count
+    are ignored. `adding` computes the result; the default is for classes, according to `config`.
+    `alive` is called every round.
 
     Every rank does the same number of rounds and has images in each, because a forward pass may be
-    a collective. A rank whose samples are used up computes on the test set's first sample, and does
-    not count it.
+    a collective. A rank that has used up its samples computes the test set's first sample without
+    counting it.
     """
     mine = list(share(range(data.test_size), own.part, own.parts))
     rounds = -(-data.test_size // (batch * own.parts))

@@ -1,8 +1,8 @@
 """Draws precision-recall curves and the confusion matrix as PNG.
 
 Run it as `python -m ddpjob_trainer.evaluation.plots RUN/eval/epoch-NNN.json`. The plots are
-readable for ten classes (each one by itself) and for a thousand (the distribution, and the worst by
-name). Does not import torch.
+readable for ten classes (each class separately) and for a thousand (the distribution, with the
+worst classes named). Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw what the numbers in `path` allow, next to it, and return the files written."""
+    """Draw what the numbers in `path` allow, in files next to it, and return these files."""
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     written = []
@@ -42,7 +42,7 @@ def draw(path: Path) -> list[Path]:
 
 
 def use_style() -> None:
-    """Set up matplotlib to draw files, in the style of all plots of the trainer."""
+    """Set up matplotlib to draw to files, in the style of all the trainer's plots."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -222,8 +222,7 @@ def _cells(panel: Axes, matrix: Matrix, shares: npt.NDArray[np.float64], names: 
 def _many_cells(figure: Figure, panel: Axes, shares: npt.NDArray[np.float64]) -> None:
     """Draw a matrix with several cells per pixel.
 
-    Each pixel shows the largest of its cells, so that single mistakes and the whole diagonal stay
-    visible.
+    Each pixel shows its largest cell, so that single mistakes and the whole diagonal stay visible.
     """
     from matplotlib.colors import LogNorm
 

@@ -26,7 +26,7 @@ class EvaluationFiles:
     """Writes the evaluations of one run, on rank 0.
 
     Another process draws the plots while training continues. It draws at most one evaluation per
-    minute, because drawing takes a second or two of a core, and always the last one.
+    minute, because drawing takes a second or two of a core, but always draws the last one.
     """
 
     def __init__(self, folder: Path, config: EvalConfig, names: Sequence[str] | None = None) -> None:
@@ -36,7 +36,7 @@ class EvaluationFiles:
         self._undrawn: Path | None = None
 
     def write(self, name: str, evaluation: Evaluation, **where: Any) -> Path:
-        """Write FOLDER/NAME.json and the files that belong to it.
+        """Write FOLDER/NAME.json and its accompanying files.
 
         `where` (epoch, step, ...) goes into the JSON. Raises OSError.
         """
@@ -77,7 +77,7 @@ class EvaluationFiles:
 def document(evaluation: Evaluation, names: Sequence[str] | None) -> dict[str, Any]:
     """Return an evaluation in its JSON form.
 
-    Numbers that are not finite become null, and curves of many points are thinned.
+    Numbers that are not finite become null, and curves with many points are thinned.
     """
     scalars = evaluation.scalars()
     result: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
@@ -115,6 +115,9 @@ def _from_confusion(matrix: torch.Tensor) -> list[dict[str, float]]:
 
 
 def _points(curve: Curve) -> dict[str, list[float]]:
-    """Return the points as scikit-learn's arrays. Seven digits are more than a plot shows."""
+    """Return the points in the form of scikit-learn's arrays.
+
+    Seven digits are more than a plot shows.
+    """
     parts = {"precision": curve.precision, "recall": curve.recall, "thresholds": curve.thresholds}
     return {name: [float(f"{value:.7g}") for value in part.tolist()] for name, part in parts.items()}

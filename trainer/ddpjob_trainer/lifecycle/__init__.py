@@ -1,1 +1,1 @@
-"""How a rank starts, stops on a signal, is fenced off and ends."""
+"""How a rank starts, stops on a signal, is fenced and ends."""

@@ -1,8 +1,8 @@
 """Ends a rank without unloading torch's modules one by one.
 
-Unloading takes half a second, and several seconds on a busy machine, while peers and agents wait
-for the rank's end before they form the next group. Everything that must be kept is flushed when it
-is written.
+Unloading takes half a second, or several seconds on a busy machine, while peers and agents wait for
+the rank to end before they form the next group. Everything that must be kept is flushed when
+written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def with_code(code: int) -> int:
 def end_with(parent: int, by: signal.Signals) -> bool:
     """Let the kernel send this process a signal when its parent ends (Linux only).
 
-    Returns False if the parent has ended already.
+    Return False if the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)

@@ -25,17 +25,17 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, Fol
 
 EXIT_FENCED = 79
 BEAT_SECONDS, WATCH_SECONDS = 5.0, 30.0
-"""The owner of a folder touches its file every BEAT_SECONDS. Another job that finds no sign of the
-owner's end watches that file for WATCH_SECONDS. Clocks are not compared, because they differ."""
+"""A folder's owner touches its file every BEAT_SECONDS. If another job finds no sign that the owner
+has ended, it watches that file for WATCH_SECONDS. Clocks are not compared, because they differ."""
 _OWNER = "owner.json"
 _NAME = "fence.json"
 
 
 def round_from_env() -> tuple[int, int]:
-    """Return the (generation, round) in which this process was started; (0, 0) outside of a job.
+    """Return the (generation, round) in which this process was started; (0, 0) outside a job.
 
     The launcher gives each worker DDPJOB_FENCE. Without a launcher, the pod's own DDPJOB_GENERATION
-    and DDPJOB_ROUND count. Raises ConfigError.
+    and DDPJOB_ROUND are used. Raises ConfigError.
     """
     job = JobEnvironment.read()
     try:
@@ -48,21 +48,23 @@ def round_from_env() -> tuple[int, int]:
 class Claim:
     """One incarnation of the job.
 
-    It consists of the group's generation and round (the highest among its ranks) and a random
-    number.
+    It has the group's generation and round (the highest among its ranks) and a random number.
     """
 
     generation: int
     round: int
     incarnation: int
     job: str = JobEnvironment.read().uid
-    """The job's uid. A job that is created or run again counts from zero, so only incarnations of
-    one job are compared."""
+    """The job's uid. A job that is recreated or rerun counts from zero, so only incarnations of the
+    same job are compared."""
     host: str = socket.gethostname()
     time: float = 0.0
 
     def take(self, folder: Path) -> None:
-        """Claim the folder. Raises FencedError if a newer generation or round has claimed it."""
+        """Claim the folder.
+
+        Raises FencedError if a newer generation or round has claimed the folder.
+        """
         found = _read(folder)
         if found is not None and found.job == self.job and found.order > self.order:
             raise FencedError(self._refusal(folder, found))
@@ -82,15 +84,14 @@ class Claim:
         if found.incarnation == self.incarnation:
             return
         if found.job == self.job and found.order < self.order:
-            # An older incarnation read the claim before ours was written, and wrote its own
-            # afterwards.
+            # An older incarnation read the claim before ours was written, and then wrote its own.
             self.take(folder)
             return
         raise FencedError(self._refusal(folder, found))
 
     @property
     def order(self) -> tuple[int, int]:
-        """The key by which incarnations of one job are compared."""
+        """The key by which incarnations of the same job are compared."""
         return self.generation, self.round
 
     def _refusal(self, folder: Path, found: Claim) -> str:
@@ -103,9 +104,9 @@ class Claim:
 
 
 def agree_on_incarnation(group: Group) -> Claim:
-    """Return one identity for this incarnation.
+    """Return a common identity for this incarnation.
 
-    It has the highest generation and round among the ranks, and a random number that rank 0 draws.
+    It has the highest generation and round among the ranks, and a random number drawn by rank 0.
     All ranks must call this together.
     """
     generation, round_ = round_from_env()
@@ -117,7 +118,7 @@ def agree_on_incarnation(group: Group) -> Claim:
 class Owner:
     """The job that uses a folder; `pod` runs its rank 0.
 
-    A training outside of a job has no names.
+    Outside a job, the names are empty.
     """
 
     job: str
@@ -126,9 +127,9 @@ class Owner:
     name: str
     pod: str
     ended: bool = False
-    """Whether the job has completed its training."""
+    """Whether the job has completed training."""
     cluster: str = ""
-    """Distinguishes clusters, because each may have a job of this name. Empty if unknown."""
+    """Distinguishes clusters, because each may have a job with this name. Empty if unknown."""
 
     @classmethod
     def from_env(cls) -> Owner:
@@ -138,7 +139,7 @@ class Owner:
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """Return the owner that the file names; None if the file is missing or not understood."""
+        """Return the owner named in the file; None if the file is missing or not understood."""
         try:
             found = json.loads(path.read_text())
             return cls(**{f.name: found[f.name] for f in fields(cls)})
@@ -148,7 +149,7 @@ class Owner:
     def is_rival_of(self, other: Owner) -> bool:
         """Return whether the two must not use the folder together.
 
-        A job that is created again under its name continues in its folder.
+        A job that is recreated under the same name continues in its folder.
         """
         other_name = (self.namespace, self.name) != (other.namespace, other.name)
         return self.job != other.job and (other_name or self.is_elsewhere(other))
@@ -166,18 +167,21 @@ class Owner:
 
 
 class Ownership:
-    """Keeps a folder for this process's job while the process lives. The writing rank holds it."""
+    """Keeps a folder for this process's job while the process is alive.
+
+    The writing rank holds it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path, self._owner = folder / _OWNER, Owner.from_env()
         self._ended = threading.Event()
 
     def take(self) -> Iterator[None]:
-        """Take the folder over from a job that has ended or no longer runs.
+        """Take over the folder from a job that has ended or is no longer running.
 
-        If the former owner has not reported its end, its file is watched for WATCH_SECONDS first,
-        and this yields twice a second meanwhile. Raises FolderTakenError if the other job still
-        uses the folder.
+        If the former owner has not reported its end, its file is first watched for WATCH_SECONDS,
+        while this yields twice a second. Raises FolderTakenError if the other job still uses the
+        folder.
         """
         found = Owner.read(self._path)
         if found is not None and not found.ended and found.is_rival_of(self._owner):
@@ -204,7 +208,7 @@ class Ownership:
         """Release the folder after training, so that another job may continue at once."""
         self._ended.set()
         if self._is_ours():
-            with contextlib.suppress(OSError):  # It only saves the next job the time to watch.
+            with contextlib.suppress(OSError):  # This only saves the next job from watching.
                 self._write(replace(self._owner, ended=True))
 
     def _write(self, owner: Owner) -> None:
@@ -216,11 +220,11 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            found = Owner.read(self._path)  # None also if a network file system fails for a moment.
+            found = Owner.read(self._path)  # Also None if a network file system fails briefly.
             if found is not None and found.job != self._owner.job:
                 return
             with contextlib.suppress(OSError):
-                os.utime(self._path)  # Set by the file server's clock.
+                os.utime(self._path)  # Uses the file server's clock.
 
     def _mark(self) -> tuple[int, int] | None:
         try:

@@ -1,6 +1,6 @@
-"""SIGTERM as a flag that the ranks agree on at the end of a step.
+"""Turns SIGTERM into a flag on which the ranks agree at the end of a step.
 
-They also agree on whether to save, and on whether each rank still can, in one reduction.
+In the same reduction, they agree on whether to save, and on whether each rank still can.
 `ddpjob_pod.sigterm` holds the flag.
 """
 
@@ -34,9 +34,9 @@ class Due(enum.IntEnum):
 
     NO = 0
     WHEN_FREE = 1
-    """Save once no rank is saving."""
+    """Save when no rank is saving."""
     NOW = 2
-    """Save after this very step."""
+    """Save after exactly this step."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Knows whether SIGTERM has come, lets the ranks agree on it, and ends this process when they no longer can."""
+    """Records SIGTERM, lets the ranks agree on it, and ends this process if they no longer can."""
 
     def __init__(self, group: Group, saver: Saver | None = None) -> None:
         self._group, self._saver = group, saver
@@ -75,7 +75,7 @@ class StopRequest:
         self._grace = grace_from_env()
 
     def listen(self) -> None:
-        """Have SIGTERM set the flag instead of ending the process.
+        """Make SIGTERM set the flag instead of ending the process.
 
         Must be called in the main thread.
         """
@@ -83,22 +83,25 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether SIGTERM has come to this rank."""
+        """Whether this rank has received SIGTERM."""
         return self._requested.is_set()
 
     def over(self) -> None:
-        """Training is over: SIGTERM no longer ends this process, which only writes what is left, without agreement."""
+        """Record that training is over.
+
+        SIGTERM no longer ends this process, which only writes what is left.
+        """
         self._agreed.set()
 
     @property
     def seconds_left(self) -> float:
-        """What is left, after the ranks have agreed to stop, until the first pod of any may be killed."""
+        """Seconds left, after the agreement to stop, until any rank's pod may be killed."""
         return max(0.0, self._last_answer + self._patience() - 2 * self._slowest_step - time.monotonic())
 
     def agreement(self, save_due: int = Due.NO, unreadable: int = 0) -> Agreement:
-        """Begin to agree, while the step runs, on whether to stop and whether to save after it (see `Due`).
+        """Begin to agree, during the step, on whether to stop or save after it (see `Due`).
 
-        The number of this rank's samples that could not be read is added up on the way.
+        This also sums the ranks' numbers of unreadable samples.
         """
         now = time.monotonic()
         self._slowest_step = max(self._slowest_step * 0.95, now - self._last_step)
@@ -110,7 +113,7 @@ class StopRequest:
         return Agreement(self._group.sum_begin(flags), self)
 
     def _leave_in_time(self) -> None:
-        """End this process, asked to end by now, if the ranks do not agree within its patience."""
+        """End this process, which has been asked to end, if the ranks do not agree in time."""
         asked = time.monotonic()
         self._requested.set()
         what = "is done, writes what is left" if self._agreed.is_set() else "saves after this step"
@@ -127,18 +130,18 @@ class StopRequest:
         os._exit(EXIT_TERMINATED)
 
     def _until(self, asked: float) -> float:
-        """Return when this rank gives up, on the monotonic clock; `asked` is when SIGTERM came.
+        """Return when this rank gives up, on the monotonic clock; `asked` is when SIGTERM arrived.
 
-        If the grace period is unknown, slow ranks are waited for as long as they answer at all.
+        If the grace period is unknown, wait for slow ranks as long as they respond at all.
         """
         return self._patience() + (asked if self._grace is not None else max(asked, self._last_answer))
 
     def _patience(self) -> float:
         """Return the number of seconds that the ranks have to agree.
 
-        The launcher's share of the grace period and one second for a message are kept free. If the
+        The launcher's share of the grace period and one second for a message are reserved. If the
         grace period is unknown, the time covers a step, or a save in progress that other ranks may
-        wait for.
+        be waiting for.
         """
         if self._grace is None:
             return _TORCHRUNS_SECONDS - _OWN_SECONDS if self._saving else _PATIENCE_SECONDS + 2 * self._slowest_step
@@ -162,9 +165,9 @@ class Agreement:
         self._flags, self._request = flags, request
 
     def wait(self) -> tuple[bool, bool]:
-        """(stop, save): the same on every rank.
+        """Return (stop, save), the same on every rank.
 
-        Raises CheckpointError on every rank when one can no longer save.
+        Raises CheckpointError on every rank if one can no longer save.
         """
         stop, due, busy, failed, fenced, _ = self._flags.wait().tolist()
         if failed:
@@ -174,7 +177,7 @@ class Agreement:
         return stop > 0, save
 
     def unreadable(self) -> int:
-        """How many samples of the step could not be read, over all ranks."""
+        """Number of the step's unreadable samples, over all ranks."""
         return int(self._flags.wait()[-1])
 
 

@@ -1,8 +1,8 @@
 """Writes a rank's Python stacks if no step ends for nearly train.timeout_seconds.
 
-They are the stacks of all threads, in rank-N.txt. faulthandler writes from C, even while Python is
-blocked in a collective or never releases the GIL. A thread copies the file to stderr. Without a
-launcher, the file also takes the main thread's stack at a signal (`ddpjob_pod.stack_signal`).
+The stacks of all threads are written to rank-N.txt. faulthandler writes from C, even while Python
+is blocked in a collective or never releases the GIL. A thread copies the file to stderr. Without a
+launcher, a signal also writes the main thread's stack to the file (`ddpjob_pod.stack_signal`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StackDumps:
         self._file: IO[bytes] | None = self._open()
         self._copied = self._size()
         if self._by_signal:
-            signal.signal(stack_signal.SIGNAL, signal.SIG_IGN)  # The handler that `unregister` restores.
+            signal.signal(stack_signal.SIGNAL, signal.SIG_IGN)  # `unregister` restores this handler.
             # Other threads keep running while the handler reads, and reading their frames
             # occasionally crashes a healthy process.
             faulthandler.register(stack_signal.SIGNAL, file=self._file or sys.stderr, all_threads=False)
@@ -57,7 +57,7 @@ class StackDumps:
     def close(self) -> None:
         """Stop watching, and remove the file if it is empty.
 
-        The signal is ignored from now on, because it must not end a rank that is about to leave.
+        From now on, the signal is ignored, because it must not end a rank that is about to exit.
         Under a launcher, it still writes the stack.
         """
         self._closing.set()
@@ -67,7 +67,7 @@ class StackDumps:
             faulthandler.unregister(stack_signal.SIGNAL)
         if self._file is not None:
             # Another rank's stacks may be in the folder, or the volume may be gone. That must not
-            # hide why training ends.
+            # hide the reason why training ends.
             with contextlib.suppress(OSError):
                 empty = self._size() == 0
                 self._file.close()
@@ -91,10 +91,10 @@ class StackDumps:
         return os.fstat(self._file.fileno()).st_size if self._file is not None else 0
 
     def _arm(self) -> None:
-        """Have all threads' stacks written when a step is overdue.
+        """Write all threads' stacks when a step is overdue.
 
         Reading the frames of running threads may crash the process, but the collective is about to
-        fail anyway, and knowing where the threads stand is worth more.
+        fail anyway, and knowing where the threads are is more important.
         """
         left = self._limit - (time.monotonic() - self._began)
         faulthandler.dump_traceback_later(max(0.1, left), file=self._file or sys.stderr)

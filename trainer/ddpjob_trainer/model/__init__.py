@@ -1,4 +1,4 @@
 """Networks, their partition into stages, and batch normalization for any number of ranks.
 
-Neither micro-batch statistics nor results depend on how many ranks there are.
+Micro-batch statistics and results do not depend on the number of ranks.
 """

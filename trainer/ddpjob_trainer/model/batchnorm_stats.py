@@ -1,8 +1,8 @@
-"""Running statistics of batch normalization that do not depend on which rank took a micro-batch.
+"""Running statistics of batch normalization, independent of which rank computed a micro-batch.
 
-In a step, every micro-batch starts from the same running statistics. Afterwards these become the
-mean of the micro-batches' results, weighted by samples. That equals one update with the mean of the
-micro-batches' statistics, as for a step on one rank.
+In a step, every micro-batch starts from the same running statistics. Afterwards, they become the
+mean of the micro-batches' results, weighted by samples. This equals a single update with the mean
+of the micro-batches' statistics, as for a step on one rank.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor)
 
 
 class BatchStatistics:
-    """The running means and variances of a model, over the ranks of a group.
+    """A model's running means and variances, over the ranks of a group.
 
-    It has no effect on a model without any. With `ordered`, micro-batches are added up in their
-    order, so that the sum is the same to the bit on any number of ranks. The model's buffers become
-    views of one flat tensor per device and format, so that the work in each step takes a few calls
-    instead of several per layer. A model has one BatchStatistics at a time.
+    It does nothing for a model without running statistics. With `ordered`, micro-batches are added
+    up in order, so that the sum has identical bits on any number of ranks. The model's buffers
+    become views of one flat tensor per device and format, so that each step takes a few calls
+    instead of several per layer. A model can have only one BatchStatistics at a time.
     """
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
         self._group, self._ordered = group, ordered
-        # Includes instance normalization, for a user's model that keeps its running statistics.
+        # This includes instance normalization, for a user's model that tracks its running
+        # statistics.
         layers = [module for module in model.modules() if isinstance(module, _NormBase) and module.track_running_stats]
         self._running = _flattened(
             [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
@@ -58,7 +59,7 @@ class BatchStatistics:
 
     @contextmanager
     def of_micro(self, micro: Micro, count: int) -> Iterator[None]:
-        """Run the forward pass of a micro-batch in this `with`; the step has `count` samples."""
+        """Run a micro-batch's forward pass inside this `with`; the step has `count` samples."""
         if not self._running:
             yield
             return
@@ -91,8 +92,8 @@ class BatchStatistics:
                 total += part
         else:
             total = self._group.sum(torch.zeros_like(before) if self._total is None else self._total)
-        # A step that is skipped because its loss or a gradient is not finite must leave no trace in
-        # the statistics.
+        # A step skipped because its loss or a gradient is not finite must not affect the
+        # statistics.
         total = torch.where(total.isfinite(), total, before)
         for value, piece in zip(
             self._running, torch.split(total, [value.numel() for value in self._running]), strict=True
@@ -110,16 +111,16 @@ def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         alike = [buffer for buffer in buffers if (buffer.device, buffer.dtype) == kind]
         flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
         for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
-            # Assign .data, so that the buffer stays the same tensor and autograd does not count a
+            # Assign .data, so that the buffer remains the same tensor and autograd does not count a
             # copy into it as a change. autograd keeps the buffers for the backward pass, which does
-            # not read them in training; in a pipeline it follows the forward pass of the next
-            # micro-batch.
+            # not read them in training. In a pipeline, that pass follows the next micro-batch's
+            # forward pass.
             buffer.data = piece.view_as(buffer)
     return flats
 
 
 def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor, on the device and in the format of the first."""
+    """Return one tensor with the device and format of the first."""
     return flats[0] if len(flats) == 1 else torch.cat([flat.to(flats[0]) for flat in flats])
 
 
@@ -128,7 +129,7 @@ def ordered_parts(
 ) -> list[torch.Tensor]:
     """Return the flat parts (number, tensor) of all ranks, ordered by number, on every rank.
 
-    Takes (micro-batches, `size`) in memory. All ranks must call this together.
+    The result takes (micro-batches, `size`) in memory. All ranks must call this together.
     """
     if group.world == 1:
         return [part for _, part in sorted(parts, key=lambda part: part[0])]

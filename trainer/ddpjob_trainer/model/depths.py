@@ -16,16 +16,16 @@ def depths(model: nn.Module) -> dict[str, int]:
     """Return the depth of each parameter by name, from 0 (nearest to the input) without gaps.
 
     For timm's models, the depth comes from their own `group_matcher`, as in timm's
-    param_groups_layer_decay. For other models it follows BEiT's and MAE's get_layer_id for
-    transformers: The stem (tokens, positions, patches, everything registered before the first
-    block) has depth 0. Each block of the model's sequences is one deeper. Parameters between two
-    blocks belong to the next one, and those after the last block (normalization, head) are one
-    deeper than it.
+    param_groups_layer_decay. For other models, it follows BEiT's and MAE's get_layer_id for
+    transformers. The stem (tokens, positions, patches, everything registered before the first
+    block) has depth 0. Each block in the model's sequences is one deeper. Parameters between two
+    blocks belong to the next block, and those after the last block (normalization, head) are one
+    deeper than that block.
 
     A block is a member of an nn.Sequential, ModuleList or ModuleDict that itself contains modules,
     such as a transformer's layer or a ResNet's Bottleneck. In a model without blocks, each layer
-    with a matrix or convolution counts as one. The order is that of registration, so a head that is
-    registered before the blocks is taken for the stem.
+    with a matrix or convolution counts as a block. The order is the order of registration, so a
+    head registered before the blocks is taken for the stem.
 
     Raises ConfigError if a model has a `group_matcher` but timm is not installed.
     """
@@ -47,7 +47,7 @@ def depths(model: nn.Module) -> dict[str, int]:
 def describe_shares(depths: Mapping[str, int], decay: float) -> str:
     """Describe the parameter groups for the log.
 
-    It names how many there are, and the share of optim.lr that the first and the last one use.
+    The text has the number of groups, and the share of optim.lr that the first and last one use.
     """
     deepest = max(depths.values())
     ends = [[name for name, depth in depths.items() if depth == end] for end in (0, deepest)]
@@ -59,7 +59,7 @@ def describe_shares(depths: Mapping[str, int], decay: float) -> str:
 
 
 def _by_layer(model: nn.Module) -> dict[str, int]:
-    """Return depths by layer; a normalization belongs to the layer before it."""
+    """Return depths by layer; a normalization belongs to the preceding layer."""
     found, depth, last = dict[str, int](), -1, None
     for name, weight in model.named_parameters():
         layer = name.rpartition(".")[0]
@@ -87,7 +87,7 @@ def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
 
 
 def _blocks(module: nn.Module, name: str, *, inside: bool) -> Iterator[str]:
-    """Yield the names of a module's blocks; with `inside`, it is or is part of a sequence."""
+    """Yield the names of a module's blocks. `inside`: the module is, or is part of, a sequence."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if not any(True for _ in child.children()):

@@ -1,6 +1,6 @@
-"""Models: a small CNN, ResNet-18 for CIFAR, torchvision's and timm's, and the user's own.
+"""Models: a small CNN, ResNet-18 for CIFAR, models from torchvision and timm, and the user's own.
 
-The small CNN adapts to the image size. A model of the user's is named by a function.
+The small CNN adapts to the image size. The user's own model is named by a function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def build_model(
 ) -> nn.Module:
     """Return the network for images of `shape` (channels, height, width), on `device`.
 
-    Its weights depend on `seed` only. Raises ConfigError.
+    Its weights depend only on `seed`. Raises ConfigError.
     """
     if config.channels_last and len(shape) != 3:
         raise ConfigError(
@@ -39,8 +39,8 @@ def build_model(
         )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
-    # A user's function may also draw from Python's and numpy's generators. For other models,
-    # numpy's is not loaded.
+    # A user's function may also draw from Python's and numpy's generators. For other models, numpy
+    # is not loaded.
     with seed_draws(seed) if is_own(config) else nullcontext():
         model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
@@ -76,9 +76,10 @@ def build_model(
 
 
 def _freeze(model: nn.Module, config: ModelConfig) -> None:
-    """Freeze the parameters that model.freeze names.
+    """Freeze the parameters named in model.freeze.
 
-    Raises ConfigError for a pattern that matches no parameter, and if none is left to train.
+    Raises ConfigError if a pattern does not match any parameter, or if no parameter is left to
+    train.
     """
     parameters = dict(model.named_parameters())
     for pattern in config.freeze:
@@ -97,12 +98,11 @@ def _freeze(model: nn.Module, config: ModelConfig) -> None:
 
 
 _LAST_NORMALIZATION = {"Bottleneck": "bn3", "BasicBlock": "bn2", "_Block": "bn2"}
-"""The last normalization of a residual block by the block's class, in torchvision and in this
-file."""
+"""A residual block's last normalization, by the block's class, in torchvision and in this file."""
 
 
 def _last_normalizations(model: nn.Module, config: ModelConfig, key: str) -> list[nn.Module]:
-    """Return the last normalization of each residual block.
+    """Return each residual block's last normalization.
 
     Raises ConfigError for a model without such blocks.
     """
@@ -138,8 +138,8 @@ def _drop_paths(model: nn.Module, config: ModelConfig) -> None:
 def _drop_path(normalization: nn.Module, _: Any, outputs: torch.Tensor) -> torch.Tensor:
     """Drop paths in a forward hook.
 
-    It is a hook, so that weights keep their names in files, and a function, so that a copy of the
-    model calls its own submodule.
+    A hook keeps the weights' names in files unchanged. It is a function, so that a copy of the
+    model calls the copy's own submodule.
     """
     kept: torch.Tensor = normalization.get_submodule("drop_path")(outputs)
     return kept
@@ -186,7 +186,7 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
 
 
 def is_own(config: ModelConfig) -> bool:
-    """Return whether the model is a function of the user's."""
+    """Return whether the model is a user's function."""
     kind, colon, _ = config.name.partition(":")
     return bool(colon) and kind not in ("torchvision", "timm")
 
@@ -199,8 +199,8 @@ def is_tied_to_micro_batches(model: nn.Module) -> bool:
 def ties_samples(module: nn.Module) -> bool:
     """Return whether a layer's output does so.
 
-    For a user's model the answer is always yes, because its forward may call functions that no
-    module shows.
+    For a user's model, the result is always True, because its forward may call functions that are
+    not modules.
     """
     if getattr(module, _OWN, False):
         return True
@@ -218,7 +218,7 @@ def ties_samples(module: nn.Module) -> bool:
 def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int) -> bool:
     """Return whether training fails on a micro-batch of one sample.
 
-    It does if a normalization would see one value per channel, because its maps have shrunk to one
+    It fails if a normalization would see one value per channel, because its maps have shrunk to one
     pixel. Nothing is computed.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -228,13 +228,13 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
             model = _network(config, shape, classes).train()
             if any(isinstance(module, _BatchNorm) for module in model.modules()):
                 model(torch.empty(1, *shape))
-        except Exception as error:  # A user's model may need values, and the meta device has none.
+        except Exception as error:  # A user's model may need values, which the meta device does not have.
             return "more than 1 value per channel" in str(error)
     return False
 
 
 def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
-    """Raise ConfigError if a model of torchvision or timm fails on images of `shape`.
+    """Raise ConfigError if a model from torchvision or timm fails on images of `shape`.
 
     `key` names the setting of the image size; empty if there is none.
     """
@@ -245,7 +245,7 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
             _network(config, shape, classes).eval()(torch.empty(1, *shape))
         return
     except Exception:
-        # Some models need values, and the meta device has none.
+        # Some models need values, which the meta device does not have.
         model = _network(config, shape, classes).eval()
     try:
         with torch.no_grad():
@@ -260,9 +260,9 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 
 @contextmanager
 def explain_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
-    """Run a first forward pass in this `with`; if it fails, call `check_image_size`.
+    """Run a first forward pass inside this `with`; if it fails, call `check_image_size`.
 
-    That check takes time, so it does not run before.
+    That check takes time, so it does not run beforehand.
     """
     try:
         yield
@@ -308,7 +308,7 @@ def _timm_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
 
 _OWN = "_ddpjob_own_model"
 RANDOM_PATHS = ("StochasticDepth", "DropPath")
-"""Class names of torchvision's and timm's layers that leave out a random branch."""
+"""Class names of torchvision's and timm's layers that drop a random branch."""
 
 
 def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -327,8 +327,7 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
             f"checkpoint fits it; call the model once before you return it, such as model(torch.zeros(2, *shape))"
         )
     setattr(model, _OWN, True)
-    # A pretrained model is often in evaluation mode. Training mode is also what an evaluation ends
-    # in.
+    # A pretrained model is often in evaluation mode. An evaluation also ends in training mode.
     return model.train()
 
 
@@ -356,7 +355,7 @@ class SmallCnn(nn.Module):
         self.head = nn.Linear(4 * outputs, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute logits (n, classes) of images (n, channels, height, width)."""
+        """Compute logits (n, classes) from images (n, channels, height, width)."""
         logits: torch.Tensor = self.head(self.dropout(self.pool(self.features(images)).flatten(1)))
         return logits
 
@@ -397,7 +396,7 @@ class ResNet18Cifar(nn.Module):
         self.head = nn.Linear(512, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute logits (n, classes) of images (n, channels, height, width)."""
+        """Compute logits (n, classes) from images (n, channels, height, width)."""
         features = self.blocks(self.stem(images)).mean((2, 3))
         logits: torch.Tensor = self.head(features)
         return logits

@@ -1,6 +1,6 @@
 """A model as a sequence of layers, split into stages of nearly equal cost.
 
-Strategies that spread a model over devices use it.
+It is used by strategies that spread a model over devices.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.models import ResNet18Cifar, SmallCnn
 
 _FLOPS_PER_ELEMENT = 20
-"""Cost of writing a value, in addition to the arithmetic. Normalization and activation are
+"""Cost of writing a value, in addition to the arithmetic, because normalization and activation are
 memory-bound."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module of the sequence and its name in the model, which one without weights may lack."""
+    """A module in the sequence, and its name in the model (not always, if it has no weights)."""
 
     name: str
     module: nn.Module
@@ -59,7 +59,7 @@ def to_sequential(model: nn.Module) -> list[Layer]:
     if kind in ("torchvision.models.vgg.VGG", "torchvision.models.alexnet.AlexNet"):
         return [*_layers(model, "features.*", "avgpool"), flatten, *_layers(model, "classifier.*")]
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        # Not its named_children, which skip the second use of a module, such as an activation.
+        # Not named_children, which skips the second use of a module, such as an activation.
         found = [Layer(name, module) for name, module in zip(model._modules, model, strict=True)]
         _check_own_weights(found)
         return found
@@ -104,7 +104,7 @@ class Stage(nn.Module):
 
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
-        # A list, so that they are not registered here but below, under their names.
+        # A list, so that the layers are registered not here but below, under their names.
         self._layers = [layer.module for layer in layers]
         for layer in layers:
             *path, last = layer.name.split(".")
@@ -123,7 +123,7 @@ class Stage(nn.Module):
 
 
 class MetaModel:
-    """The layers on the meta device, without weights, to find shapes and costs cheaply."""
+    """The layers on the meta device, without weights, for finding shapes and costs cheaply."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._modules = [copy.deepcopy(layer.module).to("meta").eval() for layer in layers]
@@ -158,7 +158,7 @@ def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str)
     """Divide the layers into `parts` stages.
 
     The division minimizes the cost of the most expensive stage. Each stage begins with a layer that
-    has weights. Raises ConfigError, naming the configuration's `key`, if there are fewer such
+    has weights. Raises a ConfigError that names the configuration's `key` if there are fewer such
     layers than stages.
     """
     starts = [0, *[index for index, layer in enumerate(layers) if layer.has_weights][1:]]

@@ -1,27 +1,27 @@
-"""Micro-batches that several ranks share: batch normalization over their holders, and common random
-numbers.
+"""Shares micro-batches between ranks: joint batch normalization and common random numbers.
 
 `data/sampler.py` divides a micro-batch between ranks if whole ones would leave ranks idle. The
-result must be the one that a single rank would have computed. Most layers treat every sample by
-itself and need nothing. Two kinds of layers do not:
+result must be what a single rank would have computed. Most layers treat every sample separately and
+need nothing for this. Two kinds of layers do not:
 
-- Batch normalization needs mean and variance over the whole micro-batch. Each rank adds up its
-  part's moments, exchanges them with the other holders of that micro-batch (`Group.swap`), and adds
-  all of them in the order of the ranks, so the holders compute the same to the bit. The backward
-  pass exchanges two more sums.
-- Dropout and stochastic depth multiply by random numbers. Each rank draws those of the whole
-  micro-batch, seeded by its key, and takes the rows of its own part.
+- Batch normalization needs the mean and variance over the whole micro-batch. Each rank adds up its
+  part's moments, exchanges them with the micro-batch's other holders (`Group.swap`), and adds all
+  of them in rank order, so the holders compute identical bits. The backward pass exchanges two more
+  sums.
+- Dropout and stochastic depth multiply by random numbers. Each rank draws the numbers for the whole
+  micro-batch, seeded by its key, and uses the rows of its own part.
 
 Example: ranks 0 and 1 hold samples e and f of micro-batch ef. A layer with 64 channels gets e on
 rank 0 and f on rank 1. Each sends the other 2 x 64 numbers, and both normalize by the mean of e and
-f. Dropout draws a mask of two rows on both ranks; rank 0 applies the first row, rank 1 the second.
+f. Dropout draws a mask with two rows on both ranks; rank 0 applies the first row, rank 1 the
+second.
 
-In a pass a rank may have parts of several micro-batches. A layer takes all of them at once, so it
-costs one even share of the work, one exchange forward and one backward, and no more kernels for
-three parts than for one.
+In a pass, a rank may have parts of several micro-batches. A layer processes all of them at once.
+The cost is one even share of the work, one exchange forward and one backward, and not more kernels
+for three parts than for one.
 
-Without parts the model's own layers compute. A layer that ties samples together in any other way
-cannot be shared (`can_be_shared`); whole micro-batches are dealt out then.
+Without parts, the model's own layers are used. A layer that ties samples together in any other way
+cannot be shared (`can_be_shared`); then whole micro-batches are distributed.
 
 Why: docs/decisions/0006.
 """
@@ -48,7 +48,7 @@ from ddpjob_trainer.private_torch import check_dimensions
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Layers with torch's own forward pass. timm's subclass, for instance, has an activation in its
+"""Layers with torch's own forward pass. timm's subclass, for example, has an activation in its
 forward."""
 
 
@@ -63,8 +63,9 @@ def _is_random(module: nn.Module) -> bool:
 
 
 class SharedParts:
-    """Lets a model's layers compute parts of micro-batches. Create it before the first forward
-    pass.
+    """Lets a model's layers compute parts of micro-batches.
+
+    Must be created before the first forward pass.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -83,9 +84,9 @@ class SharedParts:
 
     @contextmanager
     def of_micro(self, micro: Micro) -> Iterator[None]:
-        """Run the forward pass of a micro-batch in this `with`.
+        """Run a micro-batch's forward pass inside this `with`.
 
-        Without parts, the model's own layers compute.
+        Without parts, the model's own layers are used.
         """
         self._parts = micro.parts
         self._random = [None] * len(micro.parts)
@@ -95,7 +96,7 @@ class SharedParts:
             self._parts = ()
 
     def _mask(self, module: nn.Module, forward: Forward, values: torch.Tensor) -> torch.Tensor:
-        """Apply the masks that the layer would draw for whole micro-batches to this rank's rows."""
+        """Apply to this rank's rows the masks that the layer would draw for whole micro-batches."""
         if not module.training or not self._parts:
             return forward(values)
         self._check_samples(module, values)
@@ -125,15 +126,15 @@ class SharedParts:
             values, module.weight, module.bias, module.eps, self._parts, sizes, self._group
         )
         if module.track_running_stats:
-            # Take the mean of the micro-batches' moments, weighted by this rank's samples. Over all
-            # ranks, weighted by samples, that is the mean over the micro-batches.
+            # Take the mean of the micro-batches' moments, weighted by this rank's samples. Averaged
+            # over all ranks, weighted by samples, that is the mean over the micro-batches.
             move_running(module, *moments)
         return outputs
 
     def _check_samples(self, module: nn.Module, values: torch.Tensor) -> None:
         """Raise TrainingError if a layer gets windows or positions instead of samples.
 
-        With rows such as (n * windows, ...) it is not known which rows belong to which part.
+        With rows such as (n * windows, ...), it is unknown which rows belong to which part.
         """
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
@@ -146,8 +147,8 @@ class SharedParts:
     def _sizes_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each part's micro-batch size (parts, 1) and share of this rank (parts,).
 
-        Both are kept, because they are the same in most steps, and sending them to the device in
-        each layer would wait for it.
+        Both are cached, because they are the same in most steps, and sending them to the device in
+        each layer would wait for the device.
         """
         key = tuple((part.size, part.count) for part in self._parts)
         if key not in self._sizes:
@@ -159,8 +160,8 @@ class SharedParts:
 class _NormalizeParts(torch.autograd.Function):
     """Maps (input, weight, bias, eps, parts, `_sizes_on`, group) to (output, moments).
 
-    The moments are for `move_running`. Sums over a sample's pixels are float32, sums over samples
-    are float64, so that raw second moments lose no precision.
+    The moments are for `move_running`. Sums over a sample's pixels are float32, but sums over
+    samples are float64, so that raw second moments do not lose precision.
     """
 
     @staticmethod
@@ -240,7 +241,7 @@ def _over_holders(
 def _sum_parts(own: torch.Tensor, parts: tuple[Part, ...], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each part's sums over all ranks that hold a part of its micro-batch.
 
-    They are added up in the order of the ranks, so that all holders compute the same to the bit.
+    The sums are added up in rank order, so that all holders compute identical bits.
     """
     every = group.swap([(values, part.holders) for values, part in zip(own, parts, strict=True)])
     both = torch.stack([torch.stack(found).sum(0) for found in every])

@@ -1,7 +1,7 @@
 """Batch normalization over all ranks on the CPU, which torch's SyncBatchNorm does not support.
 
-The arithmetic is torch's: every rank's mean and sum of squares are combined by their counts, so
-that shares may differ or be empty.
+The arithmetic is the same as torch's: the ranks' means and sums of squares are combined by their
+counts, so that shares may differ or be empty.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpjob_trainer.model.batchnorm_stats import move_running
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with its batch normalizations replaced; names and values stay.
+    """Return the model with its batch normalizations replaced; names and values are kept.
 
     The replacements are torch's on accelerators and ours on the CPU. Raises ConfigError for a layer
     that does more than normalize.
@@ -46,7 +46,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 class _SyncBatchNorm(nn.SyncBatchNorm):
     """torch's layer, for shares that may be empty.
 
-    For an empty share torch's sends zeros in the input's format, while ranks with samples send
+    For an empty share, torch's layer sends zeros in the input's format, but ranks with samples send
     float32.
     """
 
@@ -58,7 +58,7 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class CpuSyncBatchNorm(_BatchNorm):
-    """Normalize (n, channels, ...) as nn.SyncBatchNorm does; n may be 0 on some of the ranks."""
+    """Normalizes (n, channels, ...) as nn.SyncBatchNorm does; n may be 0 on some ranks."""
 
     is_synchronized = True
 
@@ -68,7 +68,7 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize: in training over all ranks (collective), else by the running statistics."""
+        """Normalize over all ranks (collective) in training, else with the running statistics."""
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             normalized: torch.Tensor = super().forward(input)
             return normalized

@@ -1,1 +1,1 @@
-"""Loss, optimizers, number formats, the moving average of weights, and non-finite steps."""
+"""Loss, optimizers, number formats, the weights' moving average, and non-finite steps."""

@@ -12,13 +12,13 @@ from ddpjob_trainer.errors import ConfigError
 
 
 class MovingAverage:
-    """Averages, by name, of tensors that training changes: weights and running statistics.
+    """Averages, by name, of the tensors changed by training: weights and running statistics.
 
     After each step, average = decay * average + (1 - decay) * weights. It starts as the weights
-    after the first step, as in torch's AveragedModel. Averages are float32 and on each rank,
-    because the weights are the same on all ranks. `others` maps further names of tensors that the
-    model has under several names; a checkpoint holds averages under these too, because they replace
-    the weights by name. Raises ConfigError if `decay` is not between 0 and 1.
+    after the first step, as in torch's AveragedModel. Averages are float32 and exist on each rank,
+    because the weights are the same on all ranks. `others` maps additional names of tensors that
+    the model has under several names. A checkpoint includes averages under these names too, because
+    averages replace weights by name. Raises ConfigError if `decay` is not between 0 and 1.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class MovingAverage:
         self._aside: list[torch.Tensor] | None = None
 
     def update(self, skipped: bool | torch.Tensor = False) -> None:
-        """Update after an optimizer step. A skipped one (see precision.Update) changes nothing."""
+        """Update after an optimizer step. A skipped step (see precision.Update) changes nothing."""
         if isinstance(skipped, torch.Tensor) and self._updates:
             self._update_unless(skipped)
         elif not skipped:
@@ -58,7 +58,7 @@ class MovingAverage:
             torch._foreach_add_(averages, changes)
 
     def put_in_place(self) -> None:
-        """Put the averages in place of the weights, for an evaluation."""
+        """Replace the weights with the averages, for an evaluation."""
         self._aside = [tensor.clone() for tensor in self._tensors]
         if self._updates:
             torch._foreach_copy_(self._tensors, self._averages)
@@ -78,7 +78,7 @@ class MovingAverage:
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint.
 
-        Raises KeyError or RuntimeError if it is of a different model.
+        Raises KeyError or RuntimeError if the state is from a different model.
         """
         for name, average in zip(self._names, self._whole, strict=True):
             local(average).copy_(_shard(state["averages"][name], average))

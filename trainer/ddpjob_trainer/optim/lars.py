@@ -14,13 +14,13 @@ from ddpjob_trainer.optim.grouped import GroupedOptimizer
 
 
 class Lars(GroupedOptimizer):
-    """SGD with momentum whose steps are scaled per parameter, by the paper's algorithm 1.
+    """SGD with momentum and steps scaled per parameter, according to the paper's algorithm 1.
 
         local = trust * |w| / (|g| + decay * |w|)
         v = momentum * v + rate * local * (g + decay * w)
         w = w - v
 
-    A group with `adapt` false, and a parameter that is 0 or has no gradient, has local = 1.
+    local = 1 in a group with `adapt` false, and for a parameter that is 0 or has no gradient.
     """
 
     def __init__(

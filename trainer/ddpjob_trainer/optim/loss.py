@@ -1,6 +1,6 @@
 """The training loss of a micro-batch: a sum over its samples.
 
-The strategy knows the weight of that sum in the global batch.
+The strategy knows that sum's weight in the global batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.own_functions import load_function
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps scores in float32 and targets, (n, k) each, to losses (n, k)."""
+"""Maps float32 scores and targets, both (n, k), to losses (n, k)."""
 
 
 def _huber(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ _NAMES = ("cross_entropy", *_OF_VALUES)
 
 
 class Loss:
-    """The loss that `optim.loss` names."""
+    """The loss named by `optim.loss`."""
 
     def __init__(self, config: OptimConfig) -> None:
         """Raises ConfigError for an unknown name."""
@@ -61,7 +61,7 @@ class Loss:
     def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
         """Raise ConfigError for targets that do not suit the loss, and for unused settings.
 
-        From then on, `sum` refuses scores for a different number of `classes`.
+        Afterwards, `sum` refuses scores for a different number of `classes`.
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
@@ -94,8 +94,8 @@ class Loss:
     def sum(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the sum of a micro-batch's losses in float32.
 
-        An unreadable sample has weight zero. Raises the errors of `each`, and TrainingError for
-        scores that would otherwise fail only in the first evaluation, hours later.
+        An unreadable sample has weight zero. Raises the same errors as `each`, and TrainingError
+        for scores that would otherwise fail only in the first evaluation, hours later.
         """
         self._check_scores(scores)
         targets = batch.labels[: len(scores)]
@@ -126,7 +126,7 @@ class Loss:
                 f"optim.loss={self.name}: the model gives {scores.shape[1]} scores per sample, and a target has"
                 f" {targets.shape[1]} values; give a model.name whose last layer has {targets.shape[1]} outputs"
             )
-        # On other devices the check would wait for the device.
+        # On other devices, the check would wait for the device.
         if self.of_decisions and targets.device.type == "cpu":
             check_probabilities(targets)
         return _OF_VALUES[self.name](scores, targets).mean(1)
@@ -168,11 +168,11 @@ def loss_sum(
 
     `logits` are (n, classes); `labels` are class numbers (n,), or shares of classes (n, classes).
     Label smoothing (Szegedy et al. 2015) takes `smoothing` of each label and spreads it over all
-    classes. `weights` (n,) multiply the losses of samples. A label of -100 has weight zero, and so
-    has a row whose shares are all 0.
+    classes. `weights` (n,) multiply the samples' losses. A label of -100 has weight zero, as does a
+    row whose shares are all 0.
     """
     if labels.is_floating_point() and smoothing:
-        # torch's smoothing would give shares to a row that has none.
+        # torch's smoothing would give shares to a row that has none of them.
         labels = labels * (1 - smoothing) + labels.sum(1, keepdim=True) * (smoothing / labels.shape[1])
         smoothing = 0.0
     if weights is None:

@@ -1,8 +1,8 @@
 """Losses and gradients that are not finite: the step is skipped on all ranks, with a warning.
 
-Several such steps in a row end the training. If the loss is not finite on one rank, the summed
-gradient is not finite on any rank, so every rank skips the step without a message. Only afterwards
-do the ranks exchange which of them saw it.
+Several consecutive steps like this end the training. If the loss is not finite on one rank, the
+summed gradient is not finite on all ranks, so every rank skips the step without a message. Only
+afterwards do the ranks exchange which of them had the loss.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.optim.precision import Update
 
 _SCALE_STEPS = 40
-"""Number of steps in which a dynamic loss scale falls from 65536 to uselessly small. Until then it
-adapts by skipping steps."""
+"""Number of steps in which a dynamic loss scale falls from 65536 to a uselessly small value. Until
+then, it adapts by skipping steps."""
 _NUMBERS_SHOWN = 16
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
@@ -29,7 +29,7 @@ Notify = Callable[[int, str, dict[int, list[int]]], None]
 
 @dataclass(frozen=True)
 class _Taken:
-    """A step whose outcome is not checked yet, because checking waits for the device."""
+    """A step whose outcome has not been checked yet, because checking waits for the device."""
 
     step: int
     samples: Sequence[int]
@@ -38,7 +38,7 @@ class _Taken:
 
 
 class NonFiniteGuard:
-    """Watches the outcome of steps. All ranks must make the same calls."""
+    """Checks the outcome of steps. All ranks must make the same calls."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class NonFiniteGuard:
         dynamic_scale: bool = False,
         left_out: Callable[[int], None] | None = None,
     ) -> None:
-        """Training ends after `limit` skipped steps in a row; `left_out` gets the number of each.
+        """Training ends after `limit` consecutive skipped steps; `left_out` gets their numbers.
 
         With `dynamic_scale`, overflows do not count while the loss scale still adapts. Raises
         ConfigError.
@@ -73,8 +73,8 @@ class NonFiniteGuard:
 
         `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Returns
         losses and count, or zeros for both if the step was skipped; they are tensors on the device
-        if checking would wait for it. Raises TrainingError on all ranks if too many steps in a row
-        were skipped; if checking would wait, `check` raises it later.
+        if checking would wait for it. Raises TrainingError on all ranks if too many consecutive
+        steps were skipped; if checking would wait, `check` raises it later.
         """
         self._pending.append(_Taken(step, samples, losses, update.skipped))
         if isinstance(update.skipped, torch.Tensor):

@@ -19,11 +19,11 @@ def build_optimizer(
     parameters: Iterable[tuple[str, torch.nn.Parameter]],
     depths: Mapping[str, int] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of `config` for named parameters.
+    """Return the configured optimizer for named parameters.
 
-    Parameters without weight decay get a group of their own. `depths` covers all of the model's
-    parameters (`model.depths`), also frozen ones, for optim.layer_decay; each depth gets groups of
-    its own. Raises ConfigError for values out of range.
+    Parameters without weight decay get a separate group. `depths` covers all the model's parameters
+    (`model.depths`), including frozen ones, for optim.layer_decay; each depth gets separate groups.
+    Raises ConfigError for values out of range.
     """
     check(config)
     named = list(parameters)
@@ -31,9 +31,9 @@ def build_optimizer(
     groups = _groups(config, named)
     if depths is not None and config.layer_decay != 1:
         groups = _by_depth(config.layer_decay, groups, named, depths)
-    # The CPU's fused kernels take half the time for SGD and a fifth for AdamW (11 million weights,
-    # one core). torch has no fused SGD for DTensors (fsdp), and by default it steps through these
-    # weight by weight.
+    # On the CPU, fused kernels take half the time for SGD and a fifth for AdamW (11 million
+    # weights, one core). torch does not support fused SGD for DTensors (fsdp), and by default
+    # updates these one by one.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
@@ -82,7 +82,8 @@ def _groups(config: OptimConfig, named: list[tuple[str, torch.nn.Parameter]]) ->
 
 
 _SCALE = "lr_scale"
-"""Key in a parameter group for its share of the schedule's learning rate (timm's name for it)."""
+"""A parameter group's key for its share of the schedule's learning rate, with the same name as in
+timm."""
 
 
 def _by_depth(
@@ -106,7 +107,7 @@ def _by_depth(
 
 
 def check(config: OptimConfig) -> None:
-    """Raise ConfigError for values that make no sense."""
+    """Raise ConfigError for invalid values."""
     for key in (
         "lr",
         "weight_decay",
@@ -150,8 +151,8 @@ def check(config: OptimConfig) -> None:
 class Position:
     """The position of a step in the training, in samples.
 
-    Rates then do not depend on the batches of earlier steps. `consumed` samples over all epochs
-    were taken before the step; an epoch has `size` samples, and a full step takes `batch`.
+    Learning rates therefore do not depend on earlier steps' batches. `consumed` samples over all
+    epochs were taken before the step; an epoch has `size` samples, and a full step takes `batch`.
     """
 
     consumed: int
@@ -171,10 +172,11 @@ class Position:
 
 
 def learning_rate(config: OptimConfig, at: Position) -> float:
-    """Return the learning rate of the step at a position.
+    """Return the learning rate for the step at a position.
 
-    With equal steps it is that of torch's schedulers. cosine: Loshchilov and Hutter, SGDR, 2016.
-    one_cycle: Smith and Topin, Super-convergence, 2018, in the form of torch's OneCycleLR.
+    With equal steps, it is the same as with torch's schedulers. cosine: Loshchilov and Hutter,
+    SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the form of torch's
+    OneCycleLR.
     """
     warmup = config.warmup_epochs * at.size
     if at.consumed < warmup:
@@ -203,6 +205,6 @@ def _cosine(start: float, end: float, done: float) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group; groups by depth get their share of it."""
+    """Set every parameter group's learning rate; groups by depth get their share of the rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_SCALE, 1.0)

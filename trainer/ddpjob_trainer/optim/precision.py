@@ -1,6 +1,6 @@
-"""Number formats of model and optimizer, and the scale of losses.
+"""Number formats of the model and optimizer, and the loss scale.
 
-The levels are those of NVIDIA's Apex, built from torch.autocast and torch.amp.GradScaler.
+The levels are the same as in NVIDIA's Apex, built on torch.autocast and torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ddpjob_trainer.private_torch import find_overflow
 class Update:
     """The outcome of an optimizer step.
 
-    It holds the gradient's norm before clipping, and whether the step was skipped because the norm
-    is not finite. On an accelerator both may be tensors: `float(norm)` and `bool(skipped)` then
-    wait for the device, so convert them only to show them.
+    It has the gradient's norm before clipping, and whether the step was skipped because the norm is
+    not finite. On an accelerator, both may be tensors. `float(norm)` and `bool(skipped)` then wait
+    for the device, so convert them only to show them.
     """
 
     norm: float | torch.Tensor
@@ -47,7 +47,7 @@ class Precision:
     def __init__(
         self, config: AmpConfig | None = None, clip_norm: float = 0.0, device: torch.device | None = None
     ) -> None:
-        """Raises ConfigError for a wrong value, or a format that the device cannot compute in."""
+        """Raises ConfigError for an invalid value, or a format that the device does not support."""
         self._device = device or torch.device("cpu")
         self.config = choose_amp(config or AmpConfig(), self._device)
         if clip_norm < 0:
@@ -70,7 +70,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """A name for people: float32, or the format and its level."""
+        """A human-readable name: float32, or the format and its level."""
         if self.config.level is AmpLevel.O0:
             return "float32"
         return f"{str(self.dtype).removeprefix('torch.')} ({self.config.level.value})"
@@ -78,7 +78,7 @@ class Precision:
     # ------------------------------------------------------------ the model
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model in the formats that it computes in.
+        """Return the model in the formats in which it computes.
 
         Call this before the model is wrapped.
         """
@@ -102,7 +102,7 @@ class Precision:
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Return the optimizer's parameters by the model's names.
 
-        At O2 they are the float32 copies, otherwise the model's own.
+        At O2, they are the float32 copies, otherwise the model's own parameters.
         """
         own = dict(model.named_parameters())
         for name, original in self._originals.items():
@@ -119,7 +119,7 @@ class Precision:
         ]
 
     def refresh(self) -> None:
-        """Copy the optimizer's weights into the model's."""
+        """Copy the optimizer's weights into the model."""
         if self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(
@@ -130,7 +130,7 @@ class Precision:
 
     @property
     def scale_is_dynamic(self) -> bool:
-        """Whether the loss scale adapts to gradients that are not finite."""
+        """Whether the loss scale adapts to non-finite gradients."""
         return self._scaler is not None and self._scale is None
 
     @property
@@ -139,17 +139,17 @@ class Precision:
         return self._scaler is not None
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return a loss as a backward pass takes it."""
+        """Return the loss in the form that a backward pass needs."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a loss, scaled."""
+        """Compute the scaled gradients of a loss."""
         torch.autograd.backward(self.scaled(loss))
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Update:
         """Unscale and clip the gradients and step, or skip the step if a gradient is not finite.
 
-        All ranks with the same gradients decide alike.
+        All ranks with the same gradients make the same decision.
         """
         for short, master in self._masters.values():
             master.grad = None if short.grad is None else short.grad.to(master.dtype)
@@ -158,7 +158,7 @@ class Precision:
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
         norm = self._norm(gradients)
-        if self._clip_norm:  # The same formula as nn.utils.clip_grad_norm_.
+        if self._clip_norm:  # The same formula as in nn.utils.clip_grad_norm_.
             factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
             for device in {gradient.device for gradient in gradients}:
                 torch._foreach_mul_(
@@ -175,7 +175,7 @@ class Precision:
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Return the norm of all gradients, computed in one pass.
 
-        A norm that is too large for float32 (3e38) counts as not finite.
+        A norm too large for float32 (3e38) counts as not finite.
         """
         norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else (torch.zeros(()),)
         norm = torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]))
@@ -185,7 +185,7 @@ class Precision:
         self, optimizer: torch.optim.Optimizer, norm: torch.Tensor, weights: int
     ) -> bool | torch.Tensor:
         fused = optimizer.defaults.get("fused") and not self._synchronous
-        # Not in a first step, because skipping inside would leave fused SGD's momentum
+        # Not on the first step: if the fused kernel itself skipped it, SGD's momentum would stay
         # uninitialized.
         if fused and len(optimizer.state) >= weights:
             skipped = ~torch.isfinite(norm)
@@ -222,18 +222,18 @@ class Precision:
         return {**state, **{name: masters[short] for name, short in named if short in masters}}
 
     def load_model(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Load a state dict of `model_state`. Raises RuntimeError if it does not fit."""
+        """Load a state dict from `model_state`. Raises RuntimeError if it does not fit."""
         model.load_state_dict(state)
         with torch.no_grad():
             for name, (_, master) in self._masters.items():
                 master.copy_(state[name])
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint keeps."""
+        """Return the state to keep in a checkpoint."""
         return {"scaler": self._scaler.state_dict()} if self._scaler is not None and self.scale_is_dynamic else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint. A dynamic scale starts over if the checkpoint holds none."""
+        """Continue from a checkpoint. If it has no dynamic scale, the scale starts over."""
         if self._scaler is not None and self.scale_is_dynamic and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
             # The window comes from the configuration, which may have changed.
@@ -243,7 +243,7 @@ class Precision:
 class Autocasting(nn.Module):
     """A model that enters autocast by itself.
 
-    It is for callers that run it in their own threads or leave autocast before.
+    It is meant for callers that run it in their own threads, or leave autocast before running it.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -258,9 +258,9 @@ class Autocasting(nn.Module):
 
 
 class _Scaler(torch.amp.GradScaler):
-    """A GradScaler that also takes float16 gradients and this rank's shards of DTensors.
+    """A GradScaler that also accepts float16 gradients and this rank's shards of DTensors.
 
-    At O3 there are only float16 gradients.
+    At O3, all gradients are float16.
     """
 
     def _unscale_grads_(
@@ -282,9 +282,9 @@ def _part(weight: torch.Tensor) -> torch.Tensor:
 def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
     """Return the configuration with a level in place of `auto`.
 
-    bfloat16 has the range of float32, so it needs no loss scale, and the rest of the configuration
-    stays the same. Weights, optimizer and checkpoints are float32 at O0 and O1, so a run may
-    continue at the other one on a different device.
+    bfloat16 has the range of float32 and does not need a loss scale, so the rest of the
+    configuration stays the same. At O0 and O1, weights, optimizer and checkpoints are float32, so a
+    run may continue at the other level on a different device.
     """
     if config.level is not AmpLevel.AUTO:
         return config
@@ -344,7 +344,7 @@ def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
 
 
 def _check_device(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if a convolution or product in the format fails, forward or backward."""
+    """Raise ConfigError if a convolution or product in this format fails, forward or backward."""
     name, other = str(dtype).removeprefix("torch."), "bfloat16" if dtype is torch.float16 else "float16"
     try:
         if (

@@ -1,4 +1,4 @@
-"""The address under which other nodes find this one, chosen as gloo and NCCL choose it."""
+"""The address at which other nodes find this one, chosen in the same way as by gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NodeAddress:
     """The addresses of a node.
 
     Other nodes can reach it at `address`; gloo announces `gloo`; `stack` identifies its loopback.
-    Its listener answers on `port` to peers that know the token.
+    Its listener responds on `port` to peers that know the token.
     """
 
     stack: str
@@ -35,7 +35,7 @@ class NodeAddress:
 def own_address(group: Group) -> NodeAddress:
     """Return this node's address.
 
-    It is that of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME if set, otherwise gloo's choice,
+    It is the address of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME if set, otherwise gloo's choice,
     otherwise the address towards rank 0. Raises OSError if the named interface does not exist.
     """
     named, nccl = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("NCCL_SOCKET_IFNAME", "")
@@ -50,7 +50,7 @@ def own_address(group: Group) -> NodeAddress:
 def network_stack() -> str:
     """Return an id shared by all processes on the same loopback.
 
-    It combines the kernel's start and the network namespace in it.
+    It combines the kernel's start with the network namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -69,7 +69,7 @@ def _address_of(name: str) -> str:
 def _nccl_interface(wanted: str) -> str:
     """Return the first interface that matches NCCL_SOCKET_IFNAME.
 
-    That variable has prefixes of names, or whole names after `=`.
+    That variable contains name prefixes, or whole names after `=`.
     """
     exact, words = wanted.startswith("="), [word.partition(":")[0] for word in wanted.removeprefix("=").split(",")]
     matches = (n for n in interfaces() if any(n == word if exact else n.startswith(word) for word in words))
@@ -77,9 +77,9 @@ def _nccl_interface(wanted: str) -> str:
 
 
 def _host_address() -> str:
-    """Return the host's address as gloo in torch finds it.
+    """Return the host's address as found by torch's gloo.
 
-    It is the first address of the host's name that this machine has, or else the loopback.
+    It is the first of the host name's addresses that this machine has, or else the loopback.
     """
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):

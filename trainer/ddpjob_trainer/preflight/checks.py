@@ -1,4 +1,4 @@
-"""Rank 0's judgements: pure functions of the ranks' findings, naming culprit and remedy."""
+"""Rank 0's judgements: pure functions of the ranks' findings, with the culprit and remedy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ddpjob_trainer.preflight.results import Layout, RankFinding, Result, Status
 
 _OK, _SKIPPED, _WARN, _FAIL = Status.OK, Status.SKIPPED, Status.WARN, Status.FAIL
 _KERBEROS_SECONDS = 300.0
-"""Kerberos, and therefore many a mount, allows this by default (RFC 4120). S3 refuses requests from
+"""Kerberos, and therefore many mounts, allow this by default (RFC 4120). S3 refuses requests from
 15 minutes on."""
 
 
 def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
-    """Return FAIL for ranks that never came, or that came and fell silent.
+    """Return FAIL for ranks that never joined, or that joined and fell silent.
 
-    `stages` has the last note of each rank that came.
+    `stages` has the last note from each rank that joined.
     """
     missing = sorted(set(range(world)) - set(here))
     if not missing:
@@ -34,7 +34,7 @@ def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
 
 
 def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Result:
-    """Return the worst of the findings of single ranks and of the differences between them."""
+    """Return the worst of the single ranks' findings and of the differences between them."""
     names = layout.nodes if check.per_node else layout.ranks
     if not findings:
         return Result(check.name, _SKIPPED, "no rank with LOCAL_RANK 0 is here")
@@ -55,9 +55,9 @@ def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Res
 
 
 def differing(values: dict[int, str]) -> tuple[str, list[int]]:
-    """Return the value that most ranks have, and the ranks that have a different one.
+    """Return the most common value, and the ranks with a different one.
 
-    Of two equally frequent values, the lowest rank's counts.
+    If two values are equally common, the lowest rank's counts.
     """
     frequent = list(values.values())
     norm = max((values[rank] for rank in sorted(values)), key=frequent.count, default="")
@@ -86,9 +86,10 @@ def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], lay
 def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
     """Return the fewest nodes that all failing pairs (source, target) have in common.
 
-    Each comes with the directions that fail. The node in most of the failing pairs comes first. If
-    only one direction between two nodes fails, the target is blamed, because a firewall mostly
-    filters incoming traffic; if both fail, nothing shows which node it is, so both are named.
+    Each comes with its failing directions. The node in most failing pairs comes first. If only one
+    direction between two nodes fails, the target is blamed, because firewalls mostly filter
+    incoming traffic. If both directions fail, nothing shows which node is at fault, so both are
+    named.
     """
     pairs = set(failing)
     remaining, found = set(pairs), set[int]()
@@ -104,9 +105,9 @@ def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
 
 
 def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
-    """Return the failing directions of a node, judged by its pairs with nodes that are not blamed.
+    """Return a node's failing directions, judged by its pairs with nodes that are not blamed.
 
-    If there are no such pairs, all of its pairs count.
+    If there are no such pairs, all its pairs count.
     """
     own = {pair for pair in pairs if node in pair}
     decisive = {pair for pair in own if not set(pair) - {node} & blamed} or own
@@ -115,9 +116,9 @@ def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
 
 
 def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, NodeAddress], layout: Layout) -> Result:
-    """Return FAIL naming the nodes that the failing pairs have in common.
+    """Return a FAIL that names the nodes that the failing pairs have in common.
 
-    `contacts` are by source and target leader.
+    `contacts` are indexed by source and target leader.
     """
     pairs = len(listeners) * (len(listeners) - 1)
     if pairs == 0:
@@ -153,8 +154,8 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
 def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float) -> Result:
     """Return WARN if a clock is certainly off by more than `limit` seconds.
 
-    From five minutes on it is a FAIL. A clock is compared with rank 0's by a contact in either
-    direction.
+    From five minutes on, the result is FAIL. A clock is compared with rank 0's through a contact in
+    either direction.
     """
     if len(layout.leaders) == 1:
         return Result("clocks", _OK, "one node")
@@ -184,7 +185,7 @@ def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float
 def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout) -> Result:
     """Return FAIL if checkpoint.shared contradicts the folders.
 
-    `sees` says for each other node's leader whether it sees rank 0's file. `path` is empty if rank
+    `sees` is, for each other node's leader, whether it sees rank 0's file. `path` is empty if rank
     0 could not write there.
     """
     name = "shared folder"
@@ -204,7 +205,7 @@ def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout
 def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, backend: str, least: float) -> Result:
     """Return FAIL for a wrong sum, an error or silence, and WARN below `least` GB/s.
 
-    `stages` are those of ranks without a sum.
+    `stages` are the notes from ranks without a sum.
     """
     name, log = "all-reduce", "read its log; with NCCL, set NCCL_DEBUG=INFO"
     if stages:

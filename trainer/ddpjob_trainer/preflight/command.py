@@ -20,8 +20,8 @@ _LINGER_SECONDS = 10.0
 def main(arguments: list[str]) -> int:
     """Run the checks; rank 0 prints the table. Returns 0.
 
-    Raises PreflightError on every rank if a check failed, so that a job's status says why, and
-    ConfigError for a wrong command line.
+    Raises PreflightError on every rank if a check failed, so that a job's status shows the reason,
+    and ConfigError for an invalid command line.
     """
     if wants_help(arguments):
         print(__doc__)
@@ -37,14 +37,14 @@ def main(arguments: list[str]) -> int:
             report.write(Path(name))
 
     late_dynamo.put_off()
-    fast_exit.leave_fast()  # A thread that waits for a dead mount must not keep the process alive.
+    fast_exit.leave_fast()  # A thread waiting for a dead mount must not keep the process alive.
     from ddpjob_trainer.preflight.conduct import conduct
 
     try:
         failure = conduct(config, Group.from_env(), publish)
     except PreflightError:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # torchrun ends all ranks when one exits, so wait until rank 0's table is out.
+            # torchrun ends all ranks when one exits, so wait until rank 0 has printed the table.
             time.sleep(_LINGER_SECONDS)
         raise
     if failure:

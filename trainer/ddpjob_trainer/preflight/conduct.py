@@ -1,6 +1,6 @@
-"""The preflight from beginning to end.
+"""Conducts the preflight from beginning to end.
 
-Every rank leaves its findings in the store, and rank 0 judges between the steps.
+Every rank leaves its findings in the store, and rank 0 judges between steps.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from ddpjob_trainer.preflight.results import Layout, PreflightReport, RankFindin
 _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachability"}
 _CONNECT_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS, _GRACE_SECONDS = 3.0, 3.0, 5.0, 15.0
 _NFS_SECONDS = 3.0
-"""Time for rank 0's file to appear on another node. NFS asks its server for a name that it has not
-seen."""
+"""Seconds for rank 0's file to appear on another node. NFS asks its server for a name that it has
+not seen."""
 
 
 def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:
     """Check all ranks together. Returns the worst failure in one sentence; empty if there is none.
 
-    It is the same on every rank. The check ends within seconds, whatever happens. Rank 0 calls
-    `publish` before any rank knows the outcome, because a launcher ends all ranks when the first
-    one exits. Raises PreflightError or RendezvousError if the other ranks cannot be met.
+    The result is the same on every rank. The check ends within seconds, whatever happens. Rank 0
+    calls `publish` before any rank knows the outcome, because a launcher ends all ranks when the
+    first one exits. Raises PreflightError or RendezvousError if the other ranks cannot be reached.
     """
     for key in ("join_seconds", "step_seconds"):
         if (seconds := getattr(config.preflight, key)) <= 0:
             raise ConfigError(f"preflight.{key}: {seconds} is not above 0")
-    # Every wait has its deadline, but torch's FileStore holds Python's lock while it waits for a
-    # folder that is gone. This timer needs no lock; it writes the stacks of all threads and ends
-    # the process with 1.
+    # Every wait has a deadline, but torch's FileStore holds Python's lock while it waits for a
+    # missing folder. This timer does not need the lock; it writes all threads' stacks and ends the
+    # process with 1.
     longest = config.preflight.join_seconds + 8 * config.preflight.step_seconds + _GRACE_SECONDS
     faulthandler.dump_traceback_later(longest, exit=True, file=2)
     preflight = _Preflight(config, group)
@@ -73,7 +73,7 @@ def require(config: Config, group: Group) -> None:
 
 
 class _Preflight:
-    """One rank's part in the preflight and, on rank 0, the results so far."""
+    """One rank's part of the preflight and, on rank 0, the results so far."""
 
     def __init__(self, config: Config, group: Group) -> None:
         self._config, self._group, self._began = config, group, time.monotonic()
@@ -101,7 +101,7 @@ class _Preflight:
             exchange.post("sum", self._sum())
         failure = exchange.decided("verdict", lambda: self._verdict(publish), longest)
         exchange.post("bye", True)
-        if rank == 0:  # Rank 0 may serve the store, so it leaves last.
+        if rank == 0:  # Rank 0 may serve the store, so it exits last.
             exchange.gather("bye", plan["ranks"], _BYE_SECONDS)
         return str(failure)
 
@@ -118,9 +118,9 @@ class _Preflight:
     # ------------------------------------------------------------ on every rank
 
     def _facts(self, context: Context) -> dict[str, Any]:
-        """Return this rank's findings; all checks run at the same time.
+        """Return this rank's findings. All checks run concurrently.
 
-        A node's first rank adds its address.
+        A node's first rank adds the node's address.
         """
         first = self._group.local_rank == 0
         chosen = [check for check in CHECKS if first or not check.per_node]
@@ -150,7 +150,7 @@ class _Preflight:
         self._exchange.stage("connecting to the other nodes")
         contacts = peers.connect_all(self._group.rank, addresses, _CONNECT_SECONDS)
         self._exchange.stage(searching := "searching for rank 0's file in the checkpoint folder")
-        # The folder's own check has reported what is wrong.
+        # The folder's own check has already reported what is wrong.
         sees, _ = attempt(self._step, searching, self._sees_mark)
         return {"contacts": contacts, "sees": bool(sees)}
 
@@ -172,7 +172,7 @@ class _Preflight:
     def _judge_facts(self) -> dict[str, Any]:
         """Judge what each rank found by itself.
 
-        Returns which ranks are here, and where the nodes can be reached.
+        Return which ranks have joined, and where the nodes can be reached.
         """
         came = self._exchange.gather("stage", range(self._group.world), self._join)
         self._by_rank = facts = self._exchange.gather("facts", came, self._step + 2)
@@ -180,8 +180,8 @@ class _Preflight:
         self._results += [checks.joined(self._group.world, self._exchange.gather("stage", came, 0), facts)]
         for check in CHECKS:
             notes = {r: fact["findings"][check.name] for r, fact in facts.items() if check.name in fact["findings"]}
-            # By name, because a different version of the trainer, which this check reports, may
-            # send more fields.
+            # By name, because a different trainer version, which this check reports, may send more
+            # fields.
             findings = {r: RankFinding(n["value"], n["status"], n["remedy"], n["same"]) for r, n in notes.items()}
             self._results.append(checks.merge(check, findings, self._layout))
         self._addresses = {r: NodeAddress(**fact["address"]) for r, fact in facts.items() if fact.get("address")}
@@ -190,7 +190,7 @@ class _Preflight:
     def _judge_nodes(self) -> bool:
         """Judge addresses, connections, the shared folder and clocks.
 
-        Returns whether a group can be tried.
+        Return whether forming a group can be attempted.
         """
         config, layout, facts = self._config, self._layout, self._by_rank
         rows = self._exchange.gather("row", layout.leaders, 3 * _CONNECT_SECONDS + self._step)
@@ -226,6 +226,6 @@ class _Preflight:
         try:
             publish(report)
         finally:
-            # The others need not wait if publishing fails here.
+            # The other ranks need not wait if publishing fails here.
             self._exchange.publish("verdict", report.failure)
         return report.failure

@@ -1,6 +1,6 @@
 """Notes that ranks leave for each other before they form a group.
 
-They are JSON in the store, and each is awaited with a deadline.
+Notes are JSON in the store, and each is awaited with a deadline.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NOTICE_SECONDS, _POLL_SECONDS, _DIAGNOSIS_SECONDS = 5.0, 0.01, 3.0
 
 
 def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
-    """Return `function()`, run in a thread that is abandoned when its time is over.
+    """Return `function()`, run in a thread that is abandoned after a timeout.
 
-    A dead network file system never answers. Raises PreflightError if the time is over, and what
-    the function raises.
+    A dead network file system never responds. Raises PreflightError after a timeout, and what the
+    function raises.
     """
     answer = in_thread(f"preflight: {doing}", function)
     if not wait([answer], seconds).done:
@@ -40,9 +40,9 @@ def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
 
 
 def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the function's value, or why there is none.
+    """Return the function's value, or the reason it failed.
 
-    Any error of a driver or a file system is a finding.
+    Any error from a driver or file system counts as a finding.
     """
     try:
         return within(seconds, doing, function), ""
@@ -75,7 +75,7 @@ class Exchange:
             self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
             return
         where = meeting()
-        # FileStore opens it while it holds Python's lock, so find a dead mount first.
+        # FileStore opens the file while holding Python's lock, so detect a dead mount first.
         if where.file:
             within(join_seconds, f"opening {where}", lambda: _try_to_open(where.file))
         try:
@@ -88,7 +88,7 @@ class Exchange:
         self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
 
     def stage(self, text: str) -> None:
-        """Tell the ranks that wait for this one that it is here, and what it does."""
+        """Notify the ranks waiting for this one that it has joined, and of what it is doing."""
         self.post("stage", {**self._hello, "at": text})
 
     def post(self, key: str, value: Any) -> None:
@@ -102,7 +102,7 @@ class Exchange:
     def decided(self, key: str, decide: Callable[[], Any], seconds: float) -> Any:
         """Return rank 0's decision, on every rank.
 
-        Raises PreflightError if it does not come within `seconds`.
+        Raises PreflightError if it does not arrive within `seconds`.
         """
         if self._rank == 0:
             self.publish(key, decide())
@@ -112,13 +112,13 @@ class Exchange:
         return found[key]
 
     def gather(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """Return the notes of the ranks that have left one in time."""
+        """Return the notes from the ranks that have left one in time."""
         keys = {f"{key}/{rank}": rank for rank in sorted(ranks)}
         found = self._await(list(keys), seconds)
         return {rank: found[key] for key, rank in keys.items() if key in found}
 
     def _await(self, keys: list[str], seconds: float) -> dict[str, Any]:
-        """Return the notes that arrive in time. Rank 0 reports which ones it waits for."""
+        """Return the notes that arrive in time. Rank 0 reports for which notes it is waiting."""
         found, deadline, notice = dict[str, Any](), time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
         while True:
             found |= {k: json.loads(self.store.get(k)) for k in keys if k not in found and self.store.check([k])}
@@ -133,16 +133,13 @@ class Exchange:
 
 
 def _try_to_open(file: str) -> None:
-    # The store itself reports best what is wrong.
+    # The store itself gives the best report of what is wrong.
     with contextlib.suppress(OSError), Path(file).open("ab"):
         pass
 
 
 def _diagnosis(address: str, port: int) -> str:
-    """Describe whether the name, the address or the port is wrong.
-
-    torch does not distinguish them.
-    """
+    """Describe whether the name, address or port is wrong, which torch does not distinguish."""
     try:
         found = within(_DIAGNOSIS_SECONDS, f"looking up {address}", lambda: socket.getaddrinfo(address, port))
         where = ", ".join(sorted({str(entry[4][0]) for entry in found}))

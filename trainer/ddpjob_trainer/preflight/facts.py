@@ -1,4 +1,4 @@
-"""What a rank finds by itself: software, device, folders, memory, threads and limits.
+"""Collects what a rank finds by itself: software, device, folders, memory, threads and limits.
 
 CHECKS is the table of these checks.
 """
@@ -43,8 +43,8 @@ _BATCHES_AHEAD, _FEW_FILES, _FREE_SHARE, _NCCL_BYTES = 4, 16, 0.9, 2**30
 class Context:
     """The input of a check.
 
-    `threads` is torch's number in this process, and `mark` names rank 0's file in the checkpoint
-    folder.
+    `threads` is torch's number of threads in this process, and `mark` names rank 0's file in the
+    checkpoint folder.
     """
 
     config: Config
@@ -55,7 +55,7 @@ class Context:
 
 
 def versions(_: Context) -> RankFinding:
-    """Report the software of this process.
+    """Report this process's software.
 
     Different versions of torch or NCCL cannot form a group, or compute different results.
     """
@@ -66,7 +66,7 @@ def versions(_: Context) -> RankFinding:
     try:
         trainer = importlib.metadata.version("ddpjob")
     except importlib.metadata.PackageNotFoundError:
-        trainer = "none"  # The trainer runs from a checkout that is not installed.
+        trainer = "none"  # The trainer runs from a checkout without being installed.
     same = {"torch": str(torch.__version__), "CUDA": torch.version.cuda or "none", "NCCL": nccl, "trainer": trainer}
     same["Python"] = platform.python_version()
     shown = ("torch", "Python") if nccl == "none" else ("torch", "NCCL", "Python")
@@ -76,7 +76,7 @@ def versions(_: Context) -> RankFinding:
 def _implementation() -> str:
     """Return which of torch's two backends "nccl" means: nccl2 from torch 2.15 on.
 
-    All ranks need the same.
+    All ranks need the same backend.
     """
     has_new = hasattr(torch.distributed.distributed_c10d, "_create_nccl2_process_group")
     return " (nccl2)" if has_new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else ""
@@ -109,7 +109,7 @@ def _driver() -> str:
 def master_address(context: Context) -> RankFinding:
     """Return FAIL if a node would look for rank 0 on itself.
 
-    Raises OSError if the name is not known here.
+    Raises OSError if the name cannot be resolved here.
     """
     if context.group.world == 1 or meeting().file:
         return RankFinding("not needed: one rank" if context.group.world == 1 else "a file")
@@ -120,7 +120,7 @@ def master_address(context: Context) -> RankFinding:
     if not any(map(is_loopback, found)):
         return RankFinding(value, same={"address": shown})
     if network_stack() == context.rank_0_stack:
-        # Debian's /etc/hosts gives a node's own name a loopback address, which is right for the
+        # Debian's /etc/hosts maps a node's own name to a loopback address, which is correct for the
         # ranks on that node.
         return RankFinding(value)
     remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the network that the nodes share"
@@ -159,7 +159,9 @@ def _size(path: Path) -> int:
 
 
 def data_folder(context: Context) -> RankFinding:
-    """List the folder, read a byte of one file, and count files for at most half a step's time."""
+    """List the folder, read a byte from one file, and count files for at most half a step's
+    time.
+    """
     data = context.config.data
     url = data.url if data.name == DataName.SHARDS else None
     own = data.dir is None and ":" in data.name
@@ -180,10 +182,10 @@ def data_folder(context: Context) -> RankFinding:
 
 
 def count(root: Path, seconds: float) -> dict[str, str]:
-    """Count the entries of the first two levels and the files of all, level by level.
+    """Count the entries in the first two levels and the files in all levels, level by level.
 
-    If the time is too short, only finished counts are returned. Hidden entries, the index of shards
-    and lost+found are not data. Raises PreflightError if there is no file.
+    If the time is too short, only finished counts are returned. Hidden entries, the shard index and
+    lost+found are not data. Raises PreflightError if there is no file.
     """
     deadline = time.monotonic() + seconds
     upper = files = 0
@@ -211,17 +213,17 @@ def count(root: Path, seconds: float) -> dict[str, str]:
 def shared_memory(context: Context) -> RankFinding:
     """Compare the size of /dev/shm with what loader processes keep there.
 
-    They keep some batches ahead of each rank's, as uint8.
+    For each rank, they keep some batches ahead, as uint8.
     """
     group, data, needed = context.group, context.config.data, 0
     if data.size_key and data.workers:
         pixels = math.ceil(data.batch / group.world) * data.image_size**2
-        # The test set has a pool of its own.
+        # The test set has its own pool.
         pixels += context.config.train.eval_batch * (data.size_tested or data.image_size) ** 2
         per_rank = _BATCHES_AHEAD * 3 * pixels
         needed = group.local_world * per_rank
     usage = shutil.disk_usage(_SHARED_MEMORY)
-    # Only the function of data.name knows the size of a sample.
+    # Only the function in data.name knows a sample's size.
     unknown = data.workers and ":" in data.name
     need = (
         f"what data.workers need for data.name={data.name} is not known"
@@ -230,7 +232,7 @@ def shared_memory(context: Context) -> RankFinding:
     )
     value = f"{gigabytes(usage.free)} free of {gigabytes(usage.total)}; {need}"
     remedy = "set storage.sharedMemory of the DDPJob to {} (docker: --shm-size{})"
-    if usage.free < needed:  # Otherwise loader processes would die of a bus error.
+    if usage.free < needed:  # Otherwise loader processes would die from a bus error.
         remedy = remedy.format(gigabytes(2 * needed).replace(" ", "").removesuffix("B"), "")
         return RankFinding(value, Status.FAIL, f"{remedy}, or lower data.workers or data.batch")
     # Docker's default is 64 MiB.
@@ -243,7 +245,7 @@ def shared_memory(context: Context) -> RankFinding:
 def cpu_threads(context: Context) -> RankFinding:
     """Return WARN if a node's ranks have more threads than cores.
 
-    They then take turns, and OpenMP's barriers wait for all of them.
+    The threads then take turns, and OpenMP's barriers wait for all of them.
     """
     ranks, cores = context.group.local_world, devices.usable_cores()
     if context.threads * ranks > max(math.ceil(cores), ranks):
@@ -255,7 +257,7 @@ def cpu_threads(context: Context) -> RankFinding:
 def limits(context: Context) -> RankFinding:
     """Return WARN for few open files, and for InfiniBand without locked memory.
 
-    Connections to ranks and pipes to loaders need open files.
+    Connections to ranks and pipes to loaders require open files.
     """
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
@@ -272,9 +274,9 @@ def limits(context: Context) -> RankFinding:
 class Check:
     """A check that each rank, or each node's first rank, makes by itself.
 
-    If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the values of
-    findings that must not differ, with the status and remedy if they do; {norm} stands for the
-    value that most have.
+    If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the findings'
+    values that must not differ, with the status and remedy if they do; {norm} stands for the most
+    common value.
     """
 
     name: str

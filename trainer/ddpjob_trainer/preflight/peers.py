@@ -24,8 +24,8 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.preflight.addresses import NodeAddress
 
 _PAYLOAD = 64 * 1024
-"""Bytes sent each way. A path that drops full packets (a wrong MTU) passes the small ones that open
-a connection."""
+"""Bytes sent in each direction. A path that drops full packets (wrong MTU) passes the small packets
+that open a connection."""
 _AT_A_TIME, _ROUND_TRIPS = 64, 5
 _SMALL, _LARGE = 2**18, 2**22  # float32 elements: 1 MiB, 16 MiB
 _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
@@ -35,8 +35,8 @@ _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
 class Contact:
     """One direction between two nodes.
 
-    `problem` is the reason why it failed, or "". `ahead` is the number of seconds by which the
-    other clock is ahead, within `bound`.
+    `problem` is the reason for failure, or "". `ahead` is how many seconds the other clock is
+    ahead, within `bound`.
     """
 
     problem: str
@@ -45,14 +45,14 @@ class Contact:
 
 
 def now() -> float:
-    """Return the seconds since the epoch by this node's clock."""
+    """Return the seconds since the epoch according to this node's clock."""
     return time.time()
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Answers peers that know the token, in the background.
+    """Responds to peers that know the token, in the background.
 
-    It listens on this address and a port that the system chooses.
+    It listens on this address and on a port chosen by the system.
     """
 
     daemon_threads, block_on_close, request_queue_size = True, False, 1024
@@ -96,7 +96,7 @@ def _exactly(connection: BufferedIOBase, size: int) -> bytes:
 def connect(where: NodeAddress, seconds: float) -> Contact:
     """Ask a listener for its time, then send full packets.
 
-    The time comes from the shortest of some round trips (Cristian 1989).
+    The time comes from the shortest of several round trips (Cristian 1989).
     """
     try:
         peer = socket.create_connection((where.address, where.port), timeout=seconds)
@@ -131,7 +131,7 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
 
 
 def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> dict[int, Contact]:
-    """Try all other nodes, many at the same time. Each node begins with a different one."""
+    """Try all other nodes, many concurrently. Each node begins with a different one."""
     others = sorted(listeners, key=lambda target: (target < me, target))
     others = [target for target in others if target != me]
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
@@ -142,8 +142,8 @@ def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> d
 class Sum:
     """The outcome of an all-reduce.
 
-    `problem` is the reason why there was no right sum, or "". `bytes` is the size of one
-    all-reduce, `bandwidth` its bus bandwidth in GB/s (10^9), and `latency` is in ms.
+    `problem` is the reason why there was no correct sum, or "". `bytes` is the size of one
+    all-reduce, `bandwidth` is its bus bandwidth in GB/s (10^9), and `latency` is in ms.
     """
 
     problem: str = ""
@@ -153,13 +153,13 @@ class Sum:
 
 
 def all_reduce(config: Config, group: Group, store: Any, seconds: float) -> Sum:
-    """Form a group over `store`, add up, and leave it; runs on every rank.
+    """Form a group over `store`, do the all-reduce, and leave the group. Runs on every rank.
 
     Raises the backend's errors.
     """
     placement = devices.choose_for(config, group.local_rank)
-    # NCCL's watchdog ends the process when the group's time is over, but the caller has a deadline
-    # of its own, and a table to show.
+    # NCCL's watchdog ends the process at the group's timeout, but the caller has its own deadline,
+    # and a table to show.
     patience = seconds if placement.device.type == "cpu" else 10 * seconds + _WATCHDOG_SECONDS
     timeout = datetime.timedelta(seconds=patience)
     dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)
@@ -178,11 +178,12 @@ def all_reduce(config: Config, group: Group, store: Any, seconds: float) -> Sum:
 def _speed(group: Group, device: torch.device) -> Sum:
     """Measure latency and bus bandwidth.
 
-    Bus bandwidth is defined as in nccl-tests: 2 (n - 1) / n times the bytes, divided by the time.
+    Bus bandwidth is defined as in nccl-tests: 2 (n - 1) / n times the number of bytes, divided by
+    the time.
     """
     number, small, large = (torch.zeros(size, device=device) for size in (1, _SMALL, _LARGE))
     latency = statistics.median(_timed(group, number) for _ in range(20))
-    # The slowest rank decides for all, because all must use the same size.
+    # The slowest rank decides for all ranks, because all must use the same size.
     patient = torch.tensor([max(_timed(group, small) for _ in range(2))])
     tensor = small if group.sum(patient).item() > _PATIENT_SECONDS * group.world else large
     took = statistics.median(_timed(group, tensor) for _ in range(3))

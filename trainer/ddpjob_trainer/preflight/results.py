@@ -1,4 +1,4 @@
-"""The outcome of checks: findings of single ranks, rank 0's results, and the table or JSON."""
+"""The outcome of checks: single ranks' findings, rank 0's results, and the table or JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLOURS = {Status.FAIL: "1;31", Status.WARN: "33", Status.SKIPPED: "2", Status.
 
 @dataclass(frozen=True)
 class RankFinding:
-    """A finding of one rank. `same` has values, by name, that must not differ between ranks."""
+    """One rank's finding. `same` has named values that must not differ between ranks."""
 
     value: str
     status: Status = Status.OK
@@ -37,7 +37,7 @@ class RankFinding:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `culprit`: names of nodes or ranks."""
+    """One row in the table. `culprit`: names of nodes or ranks."""
 
     check: str
     status: Status
@@ -48,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Layout:
-    """The node of each rank that is here. A node's leader is its first rank."""
+    """The node of each rank that has joined. A node's leader is its first rank."""
 
     leader: dict[int, int]
     name: dict[int, str]
@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def leaders(self) -> list[int]:
-        """The first ranks of the nodes whose first rank is here."""
+        """The first ranks of the nodes whose first rank has joined."""
         return sorted(rank for rank, leader in self.leader.items() if rank == leader)
 
     def nodes(self, ranks: Iterable[int]) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class Layout:
 
 
 def worst_first(results: Iterable[Result]) -> list[Result]:
-    """Sort results by status; equal ones keep the order of the checks."""
+    """Sort results by status; equal results keep the order of the checks."""
     return sorted(results, key=lambda result: list(Status).index(result.status))
 
 
@@ -104,7 +104,7 @@ class PreflightReport:
     def print(self) -> None:
         """Print a headline, then a line for each result and one for its remedy.
 
-        It uses colours on a terminal.
+        On a terminal, the output is coloured.
         """
         statuses = [result.status for result in self.results]
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in Status if status in statuses)
@@ -126,7 +126,7 @@ class PreflightReport:
 
 
 def listed(words: Iterable[str], more: str = ", ...", most: int = 4, by: str = ", ") -> str:
-    """Join the first few words, and append `more`, which may count the others."""
+    """Join the first few words, and append `more`, which may give the number of others."""
     words = list(words)
     return by.join(words[:most]) + (more.format(len(words) - most) if len(words) > most else "")
 

@@ -1,6 +1,6 @@
 """The share of a device's peak that a training uses.
 
-It is known as MFU: model FLOPs utilization (Chowdhery et al., PaLM, 2022).
+It is called MFU, model FLOPs utilization (Chowdhery et al., PaLM, 2022).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
     """Return a GPU's FLOP/s in a format, by its torch.cuda.get_device_name; 0 if unknown."""
-    if re.search(r"\bMIG\b", name):  # A MIG device is a part of the GPU, with a peak of its own.
+    if re.search(r"\bMIG\b", name):  # A MIG device is a part of the GPU, with its own peak.
         return 0.0
     for pattern, short, fast, whole in _PEAKS:
         if re.search(pattern, name):
@@ -45,7 +45,7 @@ def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
 
 
 def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Return report.peak_flops, or else the peak by the device's name; 0 if unknown."""
+    """Return report.peak_flops, or else the peak for the device's name; 0 if unknown."""
     if config.report.peak_flops or device.type != "cuda":
         return config.report.peak_flops
     return peak(torch.cuda.get_device_name(device), dtype, tf32=config.amp.tf32)
@@ -54,8 +54,9 @@ def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> flo
 def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
     """Return `flops_per_sample`, kept in RUN/flops.json.
 
-    Counting takes most of a second, and every restart would wait for it. The count of a user's own
-    model is not kept, because its code may have changed by then. Runs on rank 0, which reports.
+    Counting takes most of a second, and every restart would wait for it. The count for a user's own
+    model is not kept, because its code may have changed by then. Runs on rank 0, which does the
+    reporting.
     """
     count = partial(flops_per_sample, config, shape, classes, whole_numbers=whole_numbers)
     if is_own(config.model):
@@ -73,11 +74,11 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
 
 
 def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
-    """Return the FLOPs of a forward and a backward pass, by torch's counter; 0 if unknown.
+    """Return the FLOPs of a forward and backward pass, from torch's counter; 0 if unknown.
 
-    A multiplication and an addition count as two. Nothing is computed, because the model is made
-    without values; a user's own model may need some, and then the result is 0. This must run before
-    the ranks have joined: a model that communicates with its peers then gets an error, instead of
+    A multiplication and an addition count as two. Nothing is computed, because the model is created
+    without values. If a user's own model needs values, the result is 0. This must run before the
+    ranks have joined, so that a model that communicates with its peers gets an error instead of
     waiting for ranks that do not count.
     """
     from torch.utils.flop_counter import FlopCounterMode

@@ -1,4 +1,4 @@
-"""The history of a run by incarnation, as RUN/metrics.jsonl records it."""
+"""The history of a run by incarnation, as recorded in RUN/metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class History:
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
-        """(time of the last step, time of the next one) around each restart."""
+        """(time of the last step, time of the next step) around each restart."""
         found = []
         for before, after in zip(self.steps, self.steps[1:], strict=False):
             if before and after:
@@ -45,9 +45,9 @@ class History:
 
 
 def read(run: Path) -> History:
-    """Return the history of a run, by its folder or its file.
+    """Return the history of a run, given its folder or file.
 
-    Raises TrainerError if it has no metrics.
+    Raises TrainerError if the run has no metrics.
     """
     path = run / METRICS if run.is_dir() else run
     if not path.is_file():

@@ -1,7 +1,7 @@
 """The ledger: each rank records the samples of each step, one JSON line per step.
 
-The line is flushed before gradients are exchanged. So a step that was executed anywhere is recorded
-everywhere, even if a rank is killed in the middle of it.
+The line is flushed before gradients are exchanged. So a step executed on any rank is recorded on
+all ranks, even if a rank is killed in the middle of the step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ FOLDER = "ledger"
 
 
 class Ledger:
-    """One rank's file in `run_dir`/ledger, one per process; writes nothing when it is not wanted.
+    """One rank's file in `run_dir`/ledger, one per process. It writes nothing if the ledger is off.
 
-    `python -m ddpjob_trainer ledger FOLDER` checks that each epoch took each sample exactly once, over all restarts.
+    `python -m ddpjob_trainer ledger FOLDER` checks that each epoch took each sample exactly once,
+    across all restarts.
     """
 
     def __init__(self, run_dir: Path, group: Group, claim: Claim, *, wanted: bool = True) -> None:
@@ -45,15 +46,16 @@ class Ledger:
                 self._file = path.open("x", encoding="utf-8")
 
     def start(self, step: int, size: int, epochs: int, repeats: int = 1) -> None:
-        """This incarnation resumes after `step` steps, over `size` training samples and `epochs` epochs.
+        """Record a resume after `step` steps, with `size` training samples and `epochs` epochs.
 
-        `repeats` > 1: sample numbers of steps stand for versions of samples, `sample + repeat * size`.
+        With `repeats` > 1, the steps' sample numbers stand for versions of samples,
+        `sample + repeat * size`.
         """
         about = {"job": self._job, "rank": self._group.rank, "world": self._group.world, "size": size, "epochs": epochs}
         self._write({"start": step, **about, **({"repeats": repeats} if repeats > 1 else {})})
 
     def step(self, number: int, step: Step) -> None:
-        """Global step `number` (from 1) takes these samples on this rank; before its gradients are exchanged."""
+        """Record this rank's samples in global step `number` (from 1), before the exchange."""
         self._write(
             {
                 "epoch": step.epoch + 1,
@@ -65,19 +67,21 @@ class Ledger:
         )
 
     def left_out(self, number: int) -> None:
-        """Global step `number` changed no weight: its loss or a gradient was not finite."""
+        """Record that global step `number` was skipped, because loss or gradient was not finite."""
         self._write({"leftOut": number})
 
     def unreadable(self, number: int, images: int) -> None:
-        """So many images of global step `number`, on all ranks together, could not be read: they had weight zero."""
+        """Record the unreadable images in global step `number`, on all ranks; they had weight
+        zero.
+        """
         self._write({"unreadable": images, "of": number})
 
     def checkpoint(self, step: int) -> None:
-        """A checkpoint after `step` steps is on disk."""
+        """Record that a checkpoint after `step` steps is on disk."""
         self._write({"checkpoint": step})
 
     def end(self, step: int) -> None:
-        """Training is complete after `step` steps."""
+        """Record that training is complete after `step` steps."""
         self._write({"end": step})
 
     def _write(self, fields: dict[str, Any]) -> None:

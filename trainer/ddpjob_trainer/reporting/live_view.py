@@ -1,6 +1,6 @@
 """The live view of a training in a terminal.
 
-It shows a progress bar, curves of loss, accuracy and speed, and the state of the job.
+It shows a progress bar, the job's state, and curves of loss, accuracy and speed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LiveView:
         self._live.start()
 
     def show(self, status: TrainingStatus) -> None:
-        """Set the status that the next redraw shows."""
+        """Set the status to show at the next redraw."""
         self._status = status
         _keep(self._losses, status.loss)
         _keep(self._speeds, status.samples_per_second)
@@ -99,7 +99,7 @@ def _job(status: TrainingStatus) -> list[str]:
 
 
 def _keep(values: list[float], value: float) -> None:
-    """Append a finite value, and drop every other value of a long history."""
+    """Append a finite value; if the history is long, drop every other value."""
     if math.isfinite(value):
         values.append(value)
         if len(values) > _POINTS_KEPT:
@@ -107,9 +107,9 @@ def _keep(values: list[float], value: float) -> None:
 
 
 def sparkline(values: Sequence[float], width: int, *, from_zero: bool = False) -> str:
-    """Return at most `width` blocks, each for the mean of its part of `values`.
+    """Return at most `width` blocks, each showing the mean of its part of `values`.
 
-    They scale from the minimum (or zero) to the maximum.
+    The blocks are scaled from the minimum (or zero) to the maximum.
     """
     if not values:
         return ""

@@ -1,6 +1,6 @@
-"""torch.profiler over some steps of a training.
+"""Runs torch.profiler for some steps of a training.
 
-It gives a trace of each rank, and a table of the operators that take the most time.
+It produces a trace for each rank, and a table of the operators that take the most time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROWS = 40
 class Profile:
     """Profiles the global steps START to START + COUNT - 1 for (START, COUNT).
 
-    The step before them warms the profiler up.
+    The preceding step warms up the profiler.
     """
 
     def __init__(self, steps: tuple[int, ...], run_dir: Path, rank: int) -> None:
@@ -47,7 +47,7 @@ class Profile:
         self._profiler.start()
 
     def close(self) -> None:
-        """Write the profile so far, if training ends within the steps to profile."""
+        """Write the profile so far if training ends during the steps to profile."""
         if self._profiler is not None:
             profiler, self._profiler, self._count = self._profiler, None, 0
             profiler.stop()

@@ -1,7 +1,7 @@
-"""Posts progress to the job's coordinator in the background, only the newest.
+"""Posts the newest progress to the job's coordinator in the background.
 
-Scripts post their figures together. The trainer posts each kind by itself, because the coordinator
-takes figures for the sign of a step; figures that are none (`add`) go by themselves, too.
+Scripts post their figures together, but the trainer posts each kind separately, because the
+coordinator takes figures as a sign of a step; figures that are none (`add`) go by themselves, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BRIEF_SECONDS = 1.0
 class ProgressClient(Outbox):
     """Posts progress to the coordinator, at most every half second.
 
-    It posts to `/v1/progress` of DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
+    It posts to `/v1/progress` at DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -27,19 +27,19 @@ class ProgressClient(Outbox):
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
         self._said: str | None = None  # The activity that the coordinator knows.
-        # None: no stragglers have been posted yet.
+        # None if stragglers have not been posted yet.
         self._stragglers: list[dict[str, float]] | None = None
-        self._said_stragglers: Any = None  # The last post of stragglers, and its coordinator.
+        self._said_stragglers: Any = None  # The last stragglers posted, and their coordinator.
         super().__init__("coordinator-link")
 
     @classmethod
     def from_env(cls) -> ProgressClient | None:
-        """Return the client that the environment describes, or None outside of a job."""
+        """Return the client described by the environment, or None outside a job."""
         job = JobEnvironment.read()
         return cls(job.coordinator, job.token) if job.coordinator else None
 
     def post(self, progress: dict[str, Any]) -> None:
-        """Send `progress` with the next post. It replaces progress that was not posted yet."""
+        """Send `progress` with the next post. It replaces progress that has not been posted yet."""
         with self._changed:
             self._newest = progress
             self._changed.notify()
@@ -47,7 +47,7 @@ class ProgressClient(Outbox):
     def post_copies(self, copies: dict[str, float]) -> None:
         """Send the state of the copies in the bucket.
 
-        It is posted by itself, because it is not a sign of a step.
+        It is posted separately, because it is not a sign of a step.
         """
         with self._changed:
             self._copies = copies
@@ -56,16 +56,16 @@ class ProgressClient(Outbox):
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
         """Send the stragglers after the next post of progress.
 
-        They are only sent if they have changed, or have not been sent by this process.
+        They are sent only if they have changed, or if this process has not sent them yet.
         """
         with self._changed:
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send what this process does apart from steps (None: steps).
+        """Send what this process is doing besides steps (None: steps).
 
-        An activity that is over within a second is not sent. With `again`, send it even if it was
-        sent before, as a sign of life.
+        An activity that ends within a second is not sent. With `again`, send an activity as a sign
+        of life even if it was sent before.
         """
         with self._changed:
             self._activity = activity
@@ -100,7 +100,7 @@ class ProgressClient(Outbox):
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send_stragglers(self) -> None:
-        """Send the stragglers by themselves, and again until a coordinator has answered."""
+        """Send the stragglers separately, and repeat until a coordinator has responded."""
         stragglers = self._stragglers
         if stragglers is None or (self._poster.instance, stragglers) == self._said_stragglers:
             return

@@ -31,7 +31,7 @@ _RANKS = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """The extent of a training: its epochs, all steps, and training samples per epoch.
+    """The extent of a training: its epochs, total steps, and training samples per epoch.
 
     `round` is the current round of restarts.
     """
@@ -48,9 +48,9 @@ class Machines:
 
     `own` is a rank's seconds of its own work per step, 0 if it cannot be separated; `even` is the
     same for an even share of the batch. `data` is the share of time spent waiting for data, and
-    `memory` the most bytes held so far. `phases` has this rank's seconds per step. `flops` is per
-    sample and `peak` per second of all devices together; 0 means unknown. `stages` is that of
-    `Strategy`.
+    `memory` is the peak number of bytes so far. `phases` has this rank's seconds per step. `flops`
+    is per sample, and `peak` is per second for all devices together; 0 means unknown. `stages` is
+    the same as in `Strategy`.
     """
 
     own: Sequence[float]
@@ -63,18 +63,18 @@ class Machines:
     stages: int = 1
 
     def mfu(self, samples_per_second: float) -> float | None:
-        """Return the used share of the peak; None if unknown."""
+        """Return the share of the peak that is used; None if unknown."""
         return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
 
     def logged(self) -> dict[str, Any]:
-        """Return each rank's figures for metrics.jsonl; of many ranks, only the first ones."""
+        """Return each rank's figures for metrics.jsonl; if many, only the first ranks'."""
         columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
         ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
         return {"ranks": ranks, "phases": {name: float(f"{value:.4g}") for name, value in self.phases.items()}}
 
 
 def open_log(run_dir: Path) -> MetricsLog:
-    """Return the run's log. Raises TrainingError if it cannot be continued."""
+    """Return the run's log. Raises TrainingError if the log cannot be appended to."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         return MetricsLog(run_dir)
@@ -115,7 +115,7 @@ class Reporter:
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
         self.copies: Mapping[str, float] = {}
-        """Known figures for the copies in checkpoint.url: copyStep, copyTime, copyBehind."""
+        """Known figures about copies in checkpoint.url: copyStep, copyTime, copyBehind."""
 
     def start(
         self,
@@ -126,12 +126,12 @@ class Reporter:
         precision: str = "float32",
         notes: Sequence[str] = (),
     ) -> None:
-        """Report that an incarnation begins after `step` steps, with `left` still to do.
+        """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
-        `warning` says what slows it down, `precision` the format that it computes in, and `notes`
-        anything else worth knowing. `step` and `left` together are the training's steps, because
-        their number may change with the batch at a restart. A checkpoint may have more epochs than
-        are wanted.
+        `warning` states what slows it down, `precision` is the format in which it computes, and
+        `notes` has anything else worth knowing. The training's number of steps is `step + left`,
+        because it may change with the batch at a restart. A checkpoint may have more epochs than
+        configured.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -159,12 +159,12 @@ class Reporter:
             self._sinks.write(step, {"train/world_size": self._group.world, "train/restarts": self.restarts})
 
     def restart_clock(self) -> None:
-        """Exclude the time since the last report from the speed (evaluation, checkpoint)."""
+        """Exclude the time since the last report (evaluation, checkpoint) from the speed."""
         self._window_began, self._waited = time.perf_counter(), 0.0
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Report to the coordinator why training pauses, so that nobody takes it for a hang."""
+        """Report to the coordinator why training pauses, so that it is not taken for a hang."""
         if self._link is None:
             yield
             return
@@ -177,7 +177,7 @@ class Reporter:
             self._link.post_activity(None)
 
     def alive(self) -> None:
-        """Report that the current activity makes progress, at most every few seconds."""
+        """Report that the current activity is making progress, at most every few seconds."""
         if self._link is not None and self._activity is not None and time.monotonic() - self._alive > _ALIVE_SECONDS:
             self._alive = time.monotonic()
             self._link.post_activity(self._activity, again=True)
@@ -202,7 +202,7 @@ class Reporter:
     ) -> None:
         """Report the `samples` trained since the last report, with mean loss `loss`.
 
-        `samples_left` are still to come.
+        `samples_left` samples remain.
         """
         self._note_stragglers(machines)
         elapsed = max(1e-9, time.perf_counter() - self._window_began)
@@ -313,7 +313,7 @@ class Reporter:
             self._post(self._last)
 
     def post_copies(self, copies: Mapping[str, float]) -> None:
-        """Post what has reached checkpoint.url, independent of steps.
+        """Post what has reached checkpoint.url, independently of steps.
 
         May be called from any thread.
         """
@@ -351,7 +351,7 @@ class Reporter:
             self._files.wait()
 
     def close(self) -> None:
-        """Post what remains, and leave the terminal."""
+        """Post what remains, and restore the terminal."""
         self._display.close()
         if self._link is not None:
             self._link.close()
@@ -385,9 +385,9 @@ class Reporter:
 
 
 def _found(evaluation: Evaluation) -> str:
-    """Return the first numbers of a result in words, ending in a comma.
+    """Return a result's first numbers in words, ending in a comma.
 
-    They are the accuracy, or the errors of a regression.
+    They are the accuracy, or a regression's errors.
     """
     if evaluation.accuracy is not None:
         return f"test accuracy {evaluation.accuracy:.2%}, "
@@ -395,7 +395,7 @@ def _found(evaluation: Evaluation) -> str:
 
 
 def _optional(status: TrainingStatus) -> dict[str, float]:
-    """Return the numbers that are reported only if present, by their names in metrics.jsonl."""
+    """Return numbers that are reported only if present, by their names in metrics.jsonl."""
     norm = {} if status.gradient_norm is None else {"gradientNorm": status.gradient_norm}
     skipped = {"skippedSteps": status.skipped_steps} if status.skipped_steps else {}
     share = {} if status.mfu is None else {"mfu": round(status.mfu, 4)}
@@ -425,7 +425,7 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step, for the sinks; of many ranks, the first ones."""
+    """Return each rank's own seconds per step for the sinks; if many, only the first ranks'."""
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}
 
@@ -435,7 +435,7 @@ def _as_numbers(stragglers: Sequence[Straggler]) -> list[dict[str, float]]:
 
 
 def open_display(first_rank: bool, interval: float, title: str) -> Display:
-    """Return the live view on a TTY, plain lines elsewhere, and nothing on ranks other than 0."""
+    """Return the live view on a TTY, else plain lines; on ranks other than 0, a silent display."""
     if not first_rank:
         return Silent()
     if not sys.stdout.isatty():

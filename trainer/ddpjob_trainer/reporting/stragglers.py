@@ -1,18 +1,19 @@
-"""Which ranks lag: all others wait for them in each step.
+"""Finds lagging ranks, for which all others wait in each step.
 
-A rank that is 30 % slower than the others makes the whole training 30 % slower, and no figure of
-the training shows which one it is, because every rank's step takes equally long. So the ranks
-compare their own work, the time in which they wait for nobody (`distributed/step_clock.py`).
+A rank that is 30 % slower than the others makes the whole training 30 % slower. The training's
+figures do not show which one it is, because every rank's step takes equally long. So the ranks
+compare their own work, which is the time without waiting (`distributed/step_clock.py`).
 
-- A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline it is
-  compared with the ranks of its stage only, since stages have different work.
-- If the shares of the batch differ, the time is also taken for equal shares, and the smaller of
-  both slowdowns counts. A rank with more samples does not lag, and nobody waits for one with fewer.
+- A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline, a rank
+  is compared only with ranks of the same stage, because stages have different work.
+- If the shares of the batch differ, the time is also computed for equal shares, and the smaller
+  slowdown counts. A rank with more samples is not lagging, and ranks do not wait for one with
+  fewer.
 - A rank is named after its slowdown has exceeded `factor` for `seconds` and at least three reports.
-  It is named until its slowdown has been below half of the excess for as long. So one slow batch
-  names nobody, and a rank at the limit does not flicker.
+  It is named until its excess has been below half of that for as long. So a single slow batch has
+  no effect, and a rank at the limit does not flicker.
 
-Example, factor=1.2 and seconds=60, a report each 10 s, 8 ranks of 100 ms:
+Example, with factor=1.2 and seconds=60, a report every 10 s, and 8 ranks of 100 ms:
 
       0 s  rank 5 begins to need 140 ms: slowdown 1.4
      60 s  it is named, with the slowdown 1.4
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 8
-"""Number of ranks that are named at most, the slowest first. More of them are not an exception."""
+"""Maximum number of ranks to name, slowest first. More than this are not an exception."""
 _REPORTS = 3
 _RECENT = 0.3
 """Weight of the newest report in a rank's slowdown."""
@@ -35,7 +36,7 @@ _RECENT = 0.3
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose own work of a step takes `slowdown` times the median rank's, 1 or more."""
+    """A rank whose own work per step takes `slowdown` (1 or more) times the median rank's time."""
 
     rank: int
     slowdown: float
@@ -46,19 +47,18 @@ class _Rank:
     slowdown: float = 1.0
     named: bool = False
     since: float | None = None
-    """Time at which its state began to contradict `named`: slow but not named, or fast but
-    named."""
+    """When its state began to contradict `named`: slow but not named, or fast but named."""
     reports: int = 0
 
 
 class Stragglers:
     """Names a rank that is slower than the median by `factor` for `seconds` and three reports.
 
-    It is no longer named once its excess has been at most half of that for as long.
+    A rank is no longer named once its excess has been at most half of that for as long.
     """
 
     def __init__(self, factor: float, seconds: float) -> None:
-        """Name no rank if `factor` is 0."""
+        """Watch for stragglers. If `factor` is 0, none is named."""
         self._factor, self._seconds = factor, seconds
         self._back = 1 + (factor - 1) / 2
         self._ranks: dict[int, _Rank] = {}
@@ -66,15 +66,15 @@ class Stragglers:
     def add(
         self, now: float, own: Sequence[float], even: Sequence[float] | None = None, stages: int = 1
     ) -> tuple[Straggler, ...]:
-        """Return the ranks that lag, given the times since the last call.
+        """Return the lagging ranks, given the times since the last call.
 
         `own` has each rank's own seconds per step, and `even` the same for equal shares of the
-        batch; 0 means unknown. Ranks r, r + stages, ... are compared with each other only. `now` is
+        batch; 0 means unknown. Ranks r, r + stages, ... are compared only with each other. `now` is
         a clock in seconds that never goes back.
 
-        The smaller slowdown counts: a rank with more samples does not lag, and no rank waits for
-        one with fewer samples, although each of these takes longer because a pass takes some time
-        for any number.
+        The smaller slowdown counts. A rank with more samples is not lagging, and ranks do not wait
+        for one with fewer samples, although each of its samples takes longer because of a pass's
+        fixed cost.
         """
         if not self._factor:
             return ()

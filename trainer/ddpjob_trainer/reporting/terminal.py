@@ -1,4 +1,4 @@
-"""Progress as plain lines, and the status that any display shows.
+"""Shows progress as plain lines, and defines the status that all displays show.
 
 `live_view` is the display for a TTY.
 """
@@ -15,7 +15,7 @@ from ddpjob_trainer.reporting.stragglers import Straggler
 
 @dataclass(frozen=True)
 class TrainingStatus:
-    """The status that is shown.
+    """The status to show.
 
     Counts begin at 1, `eta` is in seconds, and `data_wait` is the share of time spent waiting for
     data.
@@ -41,11 +41,11 @@ class TrainingStatus:
     restarts: int = 0
     stragglers: tuple[Straggler, ...] = ()
     mfu: float | None = None
-    """Share of the devices' peak FLOP/s that the model uses; None if unknown."""
+    """Share of the devices' peak FLOP/s used by the model; None if unknown."""
     memory: float = 0.0
-    """The most bytes that a rank has held."""
+    """Peak number of bytes held by any rank."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of rank 0's step by phase."""
+    """Seconds per phase of rank 0's step."""
     checkpoint_time: float | None = None
     """time.time() when the newest checkpoint of this incarnation was on disk."""
 
@@ -57,7 +57,7 @@ class TrainingStatus:
         return "  ".join([f"{where}  loss {self.loss:.4f}{accuracy}", speed, *self.extras()])
 
     def extras(self) -> list[str]:
-        """Return the parts that are shown only if there is something to show."""
+        """Return the optional parts that have something to show."""
         norm = [] if self.gradient_norm is None else [f"gradient norm {self.gradient_norm:.3g}"]
         skipped = [f"skipped steps {self.skipped_steps}"] if self.skipped_steps else []
         share = [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
@@ -75,7 +75,7 @@ def duration(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """A place where progress is shown."""
+    """A place that shows progress."""
 
     def show(self, status: TrainingStatus) -> None:
         """Show the current status."""
@@ -104,11 +104,11 @@ class ProgressLines:
         print(text, flush=True)
 
     def close(self) -> None:
-        """Do nothing, because a log needs no cleaning up."""
+        """Do nothing, because a log needs no cleanup."""
 
 
 class Silent:
-    """The display of ranks that print nothing."""
+    """The display for ranks that print nothing."""
 
     def show(self, status: TrainingStatus) -> None:
         """Ignore the status."""
@@ -117,4 +117,4 @@ class Silent:
         """Ignore the line."""
 
     def close(self) -> None:
-        """Do nothing, because a silent rank needs no cleaning up."""
+        """Do nothing, because a silent rank needs no cleanup."""

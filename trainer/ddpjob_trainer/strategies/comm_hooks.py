@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def check(config: DdpConfig) -> None:
-    """Raise ConfigError if the options exclude each other."""
+    """Raise ConfigError if options are mutually exclusive."""
     if config.comm_hook is CommHook.NONE:
         return
     if config.ordered:
@@ -29,11 +29,11 @@ def check(config: DdpConfig) -> None:
 
 
 def register(network: DistributedDataParallel, config: DdpConfig) -> Callable[[], None] | None:
-    """Send the network's gradients through the hook that `config.comm_hook` names.
+    """Send the network's gradients through the hook named by `config.comm_hook`.
 
-    Returns a function that clears the hook's memory, or None if the hook has none. After a step
-    whose gradients were not finite, the memory is not finite either, and would spoil the gradients
-    of all later steps. All ranks must call the function alike.
+    Returns a function that clears the hook's state, or None if the hook is stateless. After a step
+    whose gradients were not finite, the state is not finite either, and would spoil the gradients
+    of all later steps. All ranks must call the function in the same steps.
     """
     match config.comm_hook:
         case CommHook.FP16 | CommHook.BF16:

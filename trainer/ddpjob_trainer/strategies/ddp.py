@@ -39,9 +39,9 @@ class Ddp(Strategy):
 
     divides = True
     _forget: Callable[[], None] | None = None
-    """Clears the communication hook's memory, if it has one."""
+    """Clears the communication hook's state, if it has any."""
     _checked = False
-    """Whether every weight is known to get gradients."""
+    """Whether all weights are known to get gradients."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
@@ -49,27 +49,27 @@ class Ddp(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work is told apart from its waiting.
+        """Whether a rank's own work can be distinguished from its waiting.
 
-        If ranks exchange batch statistics in each layer, that is only so if the clock sees these
+        If ranks exchange batch statistics in each layer, that requires the clock to see these
         waits.
         """
         return self.clock.sees_waits or not (self.config.model.sync_batchnorm or self.parts)
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Raises ConfigError if options of ddp exclude each other."""
+        """Raises ConfigError if ddp options are mutually exclusive."""
         comm_hooks.check(self.config.ddp)
         if self.config.ddp.ordered and self.config.amp.level in (AmpLevel.O2, AmpLevel.O3):
             raise ConfigError("ddp.ordered: needs bit-exact float32 sums; set amp.level=O0 or O1, or ddp.ordered=false")
         super().prepare(model, shape)
-        # cuDNN's and cuBLAS' faster kernels have no fixed order of addition.
+        # Faster cuDNN and cuBLAS kernels do not have a fixed order of addition.
         if self.config.ddp.ordered and self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.deterministic = True
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the model's statistics; with ddp.ordered they are added up in order too."""
+        """Return the model's statistics; with ddp.ordered, these are also added up in order."""
         return BatchStatistics(self.model, self.group, self.config.ddp.ordered)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -91,12 +91,12 @@ class Ddp(Strategy):
         return None if self.device.type == "cpu" else [self.device]
 
     def weight(self, count: int) -> float:
-        """Return the factor of a sample's loss. DDP averages over ranks."""
+        """Return the factor for a sample's loss. DDP averages over ranks."""
         return (1 if self.config.ddp.ordered else self.group.world) / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """Use DDP's no_sync in this `with`."""
+        """Use DDP's no_sync inside this `with`."""
         with self.network.no_sync() if isinstance(self.network, DistributedDataParallel) else nullcontext():
             yield
         self._arrived.clear()
@@ -104,7 +104,8 @@ class Ddp(Strategy):
     def update(self, rate: float) -> Update:
         """Take the optimizer's step.
 
-        A hook with a memory waits for the device here, to learn whether the step was skipped.
+        With a stateful communication hook, this waits for the device to find out whether the step
+        was skipped.
         """
         update = super().update(rate)
         if self._forget is not None and bool(update.skipped):
@@ -114,10 +115,10 @@ class Ddp(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the mean loss on every rank.
 
-        With ddp.ordered, each micro-batch's gradients are kept apart until those of all ranks are
-        here.
+        With ddp.ordered, each micro-batch's gradients are kept separate until those of all ranks
+        have arrived.
         """
-        # Autograd adds each micro-batch's gradients to the previous ones.
+        # Autograd adds each micro-batch's gradients to the earlier ones.
         if not self.config.ddp.ordered or self.group.world == 1:
             if not isinstance(self.network, DistributedDataParallel):
                 return super().backward(micro_batches, count)
@@ -163,8 +164,8 @@ class Ddp(Strategy):
     def _check_gradients(self) -> None:
         """Raise ConfigError if a weight got no gradient in the first step.
 
-        DDP has then not exchanged the gradients of its bucket, and would report it only in the next
-        step, by parameter numbers.
+        In that case, DDP has not exchanged the gradients in that weight's bucket, and would report
+        this only in the next step, by parameter number.
         """
         self._checked = True
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
@@ -189,7 +190,7 @@ class Ddp(Strategy):
     def _check_exchange(self, network: DistributedDataParallel) -> None:
         """Raise ConfigError if a weight got no gradient in a later step.
 
-        This happens before the optimizer uses gradients of this rank alone.
+        This is checked before the optimizer uses gradients from only this rank.
         """
         try:
             check_all_reduced(network)

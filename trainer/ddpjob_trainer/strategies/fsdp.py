@@ -1,6 +1,6 @@
 """strategy=fsdp: each rank keeps a shard of every weight and of its optimizer state (FSDP2).
 
-Blocks are gathered to compute.
+Blocks are gathered for computation.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Fsdp(Strategy):
         super().__init__(config, group, device)
         if group.world > 1:
             if device.type == "cpu":
-                # Before 2.7, FSDP2 asks every stream for events.
+                # Before torch 2.7, FSDP2 requires events from every stream.
                 require_torch("2.7", "strategy=fsdp on the CPU")
             self.precision = _Precision(config.amp, config.optim.clip_norm, device)
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work is told apart from its waiting for each block's weights."""
+        """Whether a rank's own work can be distinguished from waiting for each block's weights."""
         return self.clock.sees_waits or self.group.world == 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the same module, whose parameters become DTensors."""
+        """Return the same module after converting its parameters to DTensors."""
         if self.group.world == 1:
             return model
         from torch.distributed.device_mesh import init_device_mesh
@@ -55,7 +55,7 @@ class Fsdp(Strategy):
         refuse_scalars(model, "fsdp")
         self.precision.over_parts = self.group.sum
         for parameter in model.parameters():
-            # fully_shard refuses weights in channels_last; images and activations may be.
+            # fully_shard refuses weights in channels_last, but images and activations may use it.
             parameter.data = parameter.data.contiguous()
         mesh = init_device_mesh(self.device.type, (self.group.world,))
         gathered = MixedPrecisionPolicy()
@@ -63,10 +63,11 @@ class Fsdp(Strategy):
             gathered = MixedPrecisionPolicy(param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
         places = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
-        # A weight that several modules share can belong to only one unit, so it stays in the rest
-        # of the model.
+        # A weight shared by several modules can belong to only one unit, so it stays in the rest of
+        # the model.
         apart = [block for block in blocks(model) if all(places[weight] == 1 for weight in block.parameters())]
-        # The model, which is the rest of it, comes last, because its backward pass follows at once.
+        # The model itself, which holds the rest, comes last, because its backward pass follows at
+        # once.
         for block in [*apart, model]:
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [
@@ -80,12 +81,12 @@ class Fsdp(Strategy):
         return model
 
     def weight(self, count: int) -> float:
-        """Return the factor of a sample's loss. FSDP averages over ranks."""
+        """Return the factor for a sample's loss. FSDP averages over ranks."""
         return self.group.world / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """Keep gradients whole on each rank until the last micro-batch."""
+        """Keep whole gradients on each rank until the last micro-batch."""
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(self.network, FSDPModule):
@@ -115,7 +116,7 @@ class Fsdp(Strategy):
 
     @cached_property
     def _weights(self) -> dict[str | int, nn.Parameter]:
-        """The parameters by all names in the model's state; a shared weight has several."""
+        """The parameters by their names in the model's state; a shared weight has several."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def load(self, state: State) -> None:
@@ -139,15 +140,15 @@ class _Precision(Precision):
     """
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model, not converted at O2."""
+        """Return the model, which at O2 is not converted."""
         return model if self.config.level is AmpLevel.O2 else super().convert(model)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are gathered one at a time.
 
-    They are the members of a model's sequences of blocks, or else its largest modules. Such a
-    sequence is an nn.Sequential or nn.ModuleList with members that have weights and that themselves
+    These are the members of a model's block sequences, or else its largest modules. A block
+    sequence is an nn.Sequential or nn.ModuleList with members that have weights and themselves
     contain modules.
     """
     found: list[nn.Module] = []

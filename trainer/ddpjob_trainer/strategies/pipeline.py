@@ -1,9 +1,9 @@
 """strategy=pipeline: a replica's stages are on different ranks.
 
-Its micro-batches pass through them at the same time. Rank = replica * stages + stage. Micro-batches
-are the trainer's own, so that normalization statistics, dropout and mixed images are those of any
-other strategy; the schedules are PyTorch's (Huang et al., GPipe, 2019; Narayanan et al., PipeDream,
-2019, for 1F1B).
+Micro-batches pass through the stages concurrently. Rank = replica * stages + stage. Micro-batches
+are the trainer's own, so that normalization statistics, dropout and mixed images are the same as
+with any other strategy. The schedules are PyTorch's (Huang et al., GPipe, 2019; Narayanan et al.,
+PipeDream, 2019, for 1F1B).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ddpjob_trainer.strategies.strategy import State, Strategy, flat_gradients, 
 
 @dataclass
 class _Running:
-    """The contents of the pipeline, for the functions that a schedule calls.
+    """The pipeline's contents, for the functions that a schedule calls.
 
     `count` is the number of samples in the global batch.
     """
@@ -45,7 +45,10 @@ class _Running:
     _entered: int = 0
 
     def enter(self) -> Micro:
-        """Return the next micro-batch whose forward pass begins. Schedules begin them in order."""
+        """Return the next micro-batch whose forward pass begins.
+
+        Schedules begin micro-batches in order.
+        """
         self._entered += 1
         return self.pairs[self._entered - 1][0]
 
@@ -60,7 +63,7 @@ class Pipeline(Strategy):
         super().__init__(config, group, device)
         self.stages = _checked_stages(config, group)
         if self.stages > 1:
-            # Before 2.7, schedules divide gradients once more.
+            # Before torch 2.7, schedules divide gradients once more.
             require_torch("2.7", "strategy=pipeline")
         replicas = group.world // self.stages
         self.replica, self.stage = divmod(group.rank, self.stages)
@@ -82,16 +85,16 @@ class Pipeline(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work is told apart from its waiting for other stages."""
+        """Whether a rank's own work can be distinguished from waiting for other stages."""
         return self.clock.sees_waits or self.group.world == 1
 
     @property
     def portions(self) -> int:
-        """The number of micro-batches that are in the pipeline at the same time."""
+        """Number of micro-batches in the pipeline at the same time."""
         return self.config.pipeline.micro_batches
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Take the model, and keep only this rank's stage of it."""
+        """Take a model, and keep only this rank's stage."""
         if self.config.optim.layer_decay != 1:
             self.depths = depths(model)
         layers = to_sequential(model)
@@ -102,7 +105,7 @@ class Pipeline(Strategy):
         self._first_that_draws = next((stage for stage, part in enumerate(parts) if _draws(part)), 0)
         super().prepare(Stage(parts[self.stage]), shape)
         if self.stages > 1:
-            # The import takes more than a second, so it is not left to the first step.
+            # The import takes more than a second, so it is not deferred to the first step.
             importlib.import_module("torch.distributed.pipelining")
             self.precision.over_parts = self._chain.sum
 
@@ -115,8 +118,8 @@ class Pipeline(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the mean loss.
 
-        Only micro-batches of equal size go through the pipeline together, because its buffers have
-        one shape.
+        Only micro-batches of equal size pass through the pipeline together, because its buffers
+        have one shape.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, equal in itertools.groupby(list(micro_batches), key=lambda pair: pair[1].images.shape):
@@ -150,7 +153,7 @@ class Pipeline(Strategy):
         return losses
 
     def _schedule(self, number: int, shape: torch.Size) -> Any:
-        """Return the schedule for `number` micro-batches with images of a shape."""
+        """Return the schedule for `number` micro-batches with images of this shape."""
         if (number, shape) not in self._schedules:
             from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -173,7 +176,7 @@ class Pipeline(Strategy):
         return self._schedules[number, shape]
 
     def _boundaries(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this stage's input and output for images of a shape, float32 on `meta`."""
+        """Return this stage's input and output for images of this shape, float32 on `meta`."""
         outputs = self._meta_model.outputs(shape)
         inputs = torch.empty(shape, device="meta")
         if self.stage > 0:
@@ -183,7 +186,7 @@ class Pipeline(Strategy):
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
         """Run one micro-batch through this stage.
 
-        If only one stage draws random numbers, they are those of the whole model.
+        If only one stage draws random numbers, they are the same as in the whole model.
         """
         assert self._running is not None
         micro = self._running.enter()
@@ -193,7 +196,7 @@ class Pipeline(Strategy):
         return outputs.float().contiguous()
 
     def _loss(self, scores: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's loss of the pipeline's micro-batch `number`, for backward."""
+        """Return the last stage's loss for the pipeline's micro-batch `number`, for backward."""
         assert self._running is not None
         micro, batch = self._running.pairs[int(number)]
         loss = self.loss(scores, batch, micro)
@@ -235,7 +238,7 @@ class Pipeline(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Return all stages' state merged, on the CPU of every rank."""
+        """Return the merged state of all stages, on the CPU of every rank."""
         own = super().state()
         if self.stages == 1:
             return own
@@ -299,7 +302,7 @@ def _draws(layers: list[Layer]) -> bool:
 
 
 def _merged(parts: list[Any]) -> Any:
-    """Merge dicts by their keys. Any other value is the same in all parts."""
+    """Merge dicts by key. Any other value is the same in all parts."""
     if not isinstance(parts[0], dict):
         return parts[0]
     keys = dict.fromkeys(key for part in parts for key in part)

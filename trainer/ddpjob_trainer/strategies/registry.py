@@ -1,4 +1,4 @@
-"""Chooses a strategy by name, and imports only the module of that one."""
+"""Chooses a strategy by name and imports only that strategy's module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _CLASSES = {
 
 
 def enter(config: Config) -> None:
-    """Translate the environment of a strategy with its own launcher, before ranks read theirs.
+    """Translate the environment of a strategy with its own launcher, before ranks read their
+    variables.
 
     Raises ConfigError.
     """
@@ -40,7 +41,7 @@ def enter(config: Config) -> None:
 def computes_on(config: Config, device: torch.device) -> int:
     """Return how many devices a process computes on, if its first one is `device`.
 
-    On the CPU it is one, because its devices are the same.
+    On the CPU, the result is 1, because the CPU is a single device.
     """
     if device.type == "cpu":
         return 1
@@ -50,9 +51,9 @@ def computes_on(config: Config, device: torch.device) -> int:
 
 
 def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
-    """Return the strategy that the configuration names.
+    """Return the strategy named in the configuration.
 
-    Raises ConfigError if it does not fit the ranks or the configuration.
+    Raises ConfigError if it does not suit the ranks or the configuration.
     """
     _check_that_ddp_applies(config)
     module, _, name = _CLASSES[config.strategy].partition(":")

@@ -1,4 +1,4 @@
-"""The interface of a strategy: one way in which ranks share the training of one model."""
+"""The interface of a strategy, which is one way in which ranks share a model's training."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ State = dict[str, Any]
 `{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]},
 "precision": {...}, "average": {...}}`.
 
-Names and shapes are those of the whole model in one process, so that a different strategy and a
-different number of ranks can continue from it.
+Names and shapes are the same as for the whole model in one process, so that a different strategy or
+number of ranks can continue from this state.
 """
 
 
@@ -47,7 +47,7 @@ def require_torch(minimum: str, what: str) -> None:
 
 
 def refuse_scalars(model: nn.Module, strategy: str) -> None:
-    """Raise ConfigError for a parameter without a dimension, because it could not be sharded."""
+    """Raise ConfigError for a zero-dimensional parameter, because it could not be sharded."""
     if names := [name for name, weight in model.named_parameters() if not weight.dim()]:
         raise ConfigError(
             f"strategy={strategy}: shards parameters along their first dimension, and {', '.join(names[:3])} of the"
@@ -59,13 +59,13 @@ class Strategy:
     """The training of a model on one process; subclasses override only what differs."""
 
     model: nn.Module
-    """The whole model or this rank's stage of it, not wrapped."""
+    """The whole model or this rank's stage, not wrapped."""
     network: nn.Module
     """The module that computes a micro-batch: `model`, or a wrapper around it."""
     optimizer: torch.optim.Optimizer
     statistics: BatchStatistics
     parameters: list[tuple[str, nn.Parameter]]
-    """The optimizer's parameters by the model's names; frozen ones are left out."""
+    """The optimizer's parameters by the model's names, except frozen ones."""
     shape: tuple[int, ...]
     """The shape of an image: (channels, height, width)."""
     equal = False
@@ -80,7 +80,9 @@ class Strategy:
     """Depths of all the model's parameters, if optim.layer_decay needs them."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
-        """Raises ConfigError if configuration or number of ranks does not fit the strategy."""
+        """Raises ConfigError if the configuration or the number of ranks does not suit the
+        strategy.
+        """
         self.config, self.group, self.device = config, group, device
         self.precision = Precision(config.amp, config.optim.clip_norm, device)
         self.clock = StepClock(device)
@@ -94,18 +96,18 @@ class Strategy:
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work is told apart from its waiting for others."""
+        """Whether a rank's own work can be distinguished from waiting for others."""
         return False
 
     @property
     def portions(self) -> int:
-        """The number of portions in which a rank computes its share of a global batch."""
+        """Number of portions in which a rank computes its share of a global batch."""
         return self.config.train.accumulate
 
     # ------------------------------------------------------------ training
 
     def share_parts(self) -> None:
-        """Allow micro-batches to have parts from now on. Must be called before the first step."""
+        """Allow micro-batches to have parts. Must be called before the first step."""
         self.parts = SharedParts(self.model, self.group)
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
@@ -137,7 +139,7 @@ class Strategy:
         return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running], others)
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the statistics of the model, over the ranks that compute it."""
+        """Return the model's statistics, over the ranks that compute it."""
         return BatchStatistics(self.model, self.group)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -147,10 +149,10 @@ class Strategy:
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the global batch's mean loss on every rank.
 
-        The mean is over the global batch's `count` samples. Every micro-batch of `micro_batches`,
-        which are this rank's in the step, must be taken. Returns this rank's sum of losses (a
-        float64 scalar on the device), without those of micro-batches that do not count. All ranks
-        must call this together.
+        The mean is over the global batch's `count` samples. All of `micro_batches`, this rank's
+        micro-batches in the step, must be processed. Returns this rank's sum of losses (a float64
+        scalar on the device), excluding micro-batches that do not count. All ranks must call this
+        together.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (micro, batch) in enumerate(micro_batches, 1):
@@ -160,11 +162,11 @@ class Strategy:
         return total
 
     def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
-        """Add one micro-batch's gradients to the previous ones; return its sum of losses."""
+        """Add one micro-batch's gradients to the earlier ones, and return its sum of losses."""
         self.seed(micro.key)
         shared = self.parts.of_micro(micro) if self.parts else nullcontext()
         with self.statistics.of_micro(micro, count), shared, self.precision.autocast():
-            # With statistics over all ranks' samples, a micro-batch that does not count must not
+            # If statistics cover all ranks' samples, a micro-batch that does not count must not
             # contribute.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
             loss = self.loss(self.network(images), batch, micro)
@@ -178,7 +180,7 @@ class Strategy:
         return loss.detach()
 
     def seed(self, key: int) -> None:
-        """Seed dropout with the key of a micro-batch, before that is computed."""
+        """Seed dropout with a micro-batch's key, before computing the micro-batch."""
         seed_torch(key, self.device)
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
@@ -187,24 +189,24 @@ class Strategy:
         return total if micro.counts else total * 0.0
 
     def weight(self, count: int) -> float:
-        """Return the factor of a sample's loss.
+        """Return the factor for a sample's loss.
 
-        With it, the ranks' reduction of gradients (sum or mean) gives the gradients of the global
-        mean.
+        With this factor, the ranks' gradient reduction (sum or mean) gives the gradients of the
+        global mean.
         """
         return 1 / count
 
     def without_exchange(self) -> AbstractContextManager[Any]:
-        """Accumulate gradients in this `with` without sending them.
+        """Accumulate gradients inside this `with` without sending them.
 
-        It surrounds all micro-batches of a rank but the last.
+        It surrounds all of a rank's micro-batches except the last.
         """
         return nullcontext()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        This is for a step with unreadable samples, whose mean is over the other samples.
+        This is used in a step with unreadable samples, whose mean is over the other samples.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -225,9 +227,9 @@ class Strategy:
     # ------------------------------------------------------------ evaluation
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute scores (n, classes) of images (n, channels, height, width) on the device.
+        """Compute scores (n, classes) for images (n, channels, height, width) on the device.
 
-        Ranks with the same `data_share.part` call it together.
+        Ranks with the same `data_share.part` call this together.
         """
         with self.precision.autocast():
             outputs: torch.Tensor = self.model(images)
@@ -236,7 +238,7 @@ class Strategy:
     def train_mode(self, training: bool) -> None:
         """Switch between training and evaluation, as nn.Module.train does.
 
-        In evaluation, a moving average of the weights, if there is one, takes their place.
+        In evaluation, the weights' moving average, if there is one, replaces them.
         """
         self.network.train(training)
         if self.average is not None:
@@ -261,20 +263,20 @@ class Strategy:
         }
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Return a DTensor laid out as `load` wants the tensor at a place of the state.
+        """Return a DTensor with the layout that `load` needs for a tensor in the state.
 
-        `shape` is that of the whole tensor. None means that `load` takes the whole tensor.
+        `shape` is the shape of the whole tensor. None means that `load` takes the whole tensor.
         """
         return None
 
     def load(self, state: State) -> None:
         """Continue from a state, on every rank.
 
-        Raises RuntimeError, ValueError or KeyError if it does not fit.
+        Raises RuntimeError, ValueError or KeyError if the state does not fit.
         """
         self.precision.load_model(self.model, state["model"])
         if self.average is not None and "average" in state:
-            # A weight that was frozen has no average, so its value is used.
+            # A weight that was frozen does not have an average, so its value is used.
             averages = {**state["model"], **state["average"]["averages"]}
             self.average.load({**state["average"], "averages": averages})
         frozen = {name for name, weight in self.model.named_parameters() if not weight.requires_grad}
@@ -282,7 +284,7 @@ class Strategy:
         self.precision.load(state["precision"])
 
     def close(self) -> None:
-        """Leave everything that was joined, at an orderly end.
+        """Leave everything that was joined. Called at an orderly end.
 
         All ranks must call this together.
         """
@@ -301,7 +303,7 @@ def load_named_optimizer_state(
     state: State,
     frozen: Collection[str] = (),
 ) -> None:
-    """Load a state of `named_optimizer_state`, without weights that are `frozen` now.
+    """Load a state from `named_optimizer_state`, except for weights that are now `frozen`.
 
     Raises KeyError or ValueError if names differ.
     """
@@ -317,8 +319,8 @@ def load_named_optimizer_state(
         first += len(group["params"])
     own = dict(parameters)
     if any(isinstance(values.get("momentum_buffer"), torch.Tensor) for values in saved.values()):
-        # A weight that was frozen has no momentum, and fused SGD takes it for all weights or none,
-        # so use zero, its first value.
+        # A weight that was frozen has no momentum, but fused SGD requires momentum for all weights
+        # or none, so use its initial value, zero.
         saved = {name: saved.get(name) or {"momentum_buffer": torch.zeros_like(own[name])} for name in numbered}
     by_number = {
         number: {key: laid_out_as(value, own[name]) for key, value in saved[name].items()}
@@ -329,9 +331,9 @@ def load_named_optimizer_state(
 
 
 def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
-    """Return a weight's gradient or moment with the memory layout of the weight.
+    """Return a weight's gradient or moment with the weight's memory layout.
 
-    Other values are returned unchanged. Fused optimizers step through both tensors from end to end.
+    Other values are returned unchanged. Fused optimizers traverse both tensors in memory order.
     """
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or is_sharded(weight):
         return value
@@ -353,11 +355,11 @@ def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
 def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     """Set gradients from a result of `flat_gradients`, or from a sum of several.
 
-    A weight that has no gradient in any of them keeps none, as on one rank. With a gradient of
-    zero, the optimizer would decay it.
+    A weight without a gradient in any of them remains without one, as on a single rank. With a
+    gradient of zero, the optimizer would decay the weight.
     """
     flat, found_by = flat[: -len(weights)], flat[-len(weights) :]
-    # Otherwise all have a gradient, and nothing waits for the device.
+    # If all weights have a gradient, nothing waits for the device.
     idle = any(weight.grad is None for weight in weights)
     numbers = found_by.tolist() if idle else [1] * len(weights)
     for weight, gradient, found in zip(weights, pieces_like(weights, flat), numbers, strict=True):

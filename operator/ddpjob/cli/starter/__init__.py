@@ -1,4 +1,4 @@
-"""The files that `ddpjob init` writes: a manifest and a script to begin with."""
+"""The files that `ddpjob init` writes: a first manifest and script."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
 def _create(path: Path, text: str) -> None:
     """Create a file completely or not at all.
 
-    On a full disk, nothing is left that the next try would find. Raises OSError.
+    Even on a full disk, no partial file remains for the next attempt to find. Raises OSError.
     """
     with path.open("x", encoding="utf-8") as file:
         try:
@@ -73,12 +73,12 @@ def _create(path: Path, text: str) -> None:
 def _file(name: str) -> str:
     """Return a template file.
 
-    Its name keeps linters and importers from taking it for a module of this package.
+    Its suffix keeps linters and importers from mistaking it for a module of this package.
     """
     return resources.files(__name__).joinpath(f"{name}-tpl").read_text(encoding="utf-8")
 
 
 def _scalar(text: str) -> str:
-    """Return the text as YAML, in JSON's quotes if it could mean something else."""
+    """Return the text as YAML, quoted as in JSON if YAML could read it as something else."""
     plain = _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str)
     return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())

@@ -1,6 +1,6 @@
 """A user's requests to the API server, in plain JSON.
 
-Kubeconfig, credentials and connections are the official client's.
+The official client handles kubeconfig, credentials and connections.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from ddpjob.client.backends.backend import Mistake, NoAnswer, NotKnown, Unreacha
 SECONDS = 30
 LARGEST_PAGE = 500
 LARGEST_ANSWER = 16 * 1024 * 1024
-"""Maximum number of bytes of an answer for the viewers of a dashboard in a cluster. Twice as much
-is read of a job's pods or events: a thousand of its pods have some 20 MB."""
+"""Maximum size in bytes of a response for viewers of a dashboard in a cluster. For a job's pods or
+events it is twice as much, because a thousand pods have some 20 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum number of bytes of one page of a list for those viewers, unless it is one object. As
-Python objects it may take 30 times as much."""
+"""Maximum size in bytes of one page of a list for those viewers, unless it is one object. As Python
+objects, a page may take 30 times as much."""
 _parsing = threading.Lock()
 """Held while objects are parsed and shaped, because otherwise many viewers would have the same
 large object in memory at once."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds, and the number of unanswered probes. TCP_KEEPALIVE is the name of TCP_KEEPIDLE on
-macOS."""
+"""Seconds, and the maximum number of unanswered probes. TCP_KEEPALIVE is the name of TCP_KEEPIDLE
+on macOS."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class ApiRefusal(Mistake):
-    """A response of 4xx or 5xx, with the server's message."""
+    """A 4xx or 5xx response, with the server's message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class ApiRefusal(Mistake):
 
 
 class AnswerTooLarge(Mistake):
-    """The answer is larger than what is read."""
+    """The response exceeds the maximum size."""
 
 
 class ApiServer:
@@ -64,7 +64,7 @@ class ApiServer:
     """
 
     largest_answer: int | None = None
-    """Maximum number of bytes of an answer; None: no limit, as in a user's own process."""
+    """Maximum size of a response in bytes; None: no limit, as in a user's own process."""
 
     def __init__(self, api: Any, namespace: str, context: str) -> None:
         self.client, self.namespace, self.context = api, namespace, context
@@ -73,7 +73,7 @@ class ApiServer:
     def open(cls, kubeconfig: str | None = None, context: str | None = None) -> ApiServer:
         """Connect as kubectl would.
 
-        It uses $KUBECONFIG or ~/.kube/config, or inside a pod its service account.
+        This uses $KUBECONFIG or ~/.kube/config or, inside a pod, its service account.
         """
         from kubernetes import client, config
         from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigLoader, KubeConfigMerger
@@ -85,7 +85,7 @@ class ApiServer:
             merged = KubeConfigMerger(kubeconfig or os.environ.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION).config
             if merged is None:
                 raise config.ConfigException("No configuration found")
-            # Needs no current-context if one is given.
+            # Does not need a current-context if a context is given.
             loader = KubeConfigLoader(merged, active_context=context)
             loader.load_and_set(settings)
             chosen = loader.current_context
@@ -142,9 +142,9 @@ class ApiServer:
     ) -> tuple[list[Json], str]:
         """Return the items of a collection and its version.
 
-        Pages are smaller if the objects are large. `of_a_job` means that the collection belongs to
-        one job, whose owner can make it as large as they like. `shape` is called with each item of
-        a page before the next page is read, and returns the part that is kept.
+        Pages are smaller for large objects. `of_a_job` means that the collection belongs to one
+        job, whose owner can make it arbitrarily large. `shape` is called with each item of a page
+        before the next page is read, and returns the part that is kept.
         """
         found: list[Json] = []
         limit, total, more = LARGEST_PAGE, 0, ""
@@ -173,9 +173,9 @@ class ApiServer:
                 return found, str(metadata.get("resourceVersion", ""))
 
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
-        """Yield pieces of a response as they come, until it ends.
+        """Yield pieces of a response as they arrive, until it ends.
 
-        It also ends after `silence` seconds without a piece.
+        Stop also after `silence` seconds without a piece.
         """
         import urllib3
 
@@ -223,7 +223,7 @@ class ApiServer:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raise NoAnswer if a request or its answer breaks off."""
+        """Raise NoAnswer if a request or its response is interrupted."""
         import urllib3
         from kubernetes.client import ApiException  # raised by the client for TLS errors
 
@@ -256,10 +256,10 @@ class ApiServer:
 
 
 class BearerServer(ApiServer):
-    """One API server, accessed only with somebody's bearer token.
+    """One API server, accessed only with a viewer's bearer token.
 
-    There is no kubeconfig, and no account of this process. `ca` is the file with the authorities
-    that may have signed its certificate.
+    It uses neither a kubeconfig nor this process's account. `ca` is a file with the authorities
+    that may have signed the server's certificate.
     """
 
     largest_answer = LARGEST_ANSWER
@@ -278,7 +278,7 @@ class BearerServer(ApiServer):
         return self._url
 
     def close(self) -> None:
-        """End all reads, also in other threads, and refuse later requests."""
+        """End all reads, including those in other threads, and refuse later requests."""
         self._closed = True
         for response in list(self._open):
             with suppress(RuntimeError, ValueError, OSError):  # It has already ended.
@@ -306,7 +306,7 @@ class BearerServer(ApiServer):
         return SimpleNamespace(response=response, status=response.status, read=partial(self._read, response, path))
 
     def _read(self, response: Any, path: str, most: int | None = None) -> bytes:
-        """Read an answer within bounds.
+        """Read a response within bounds.
 
         Many viewers share this process, and any of them may look at hostile objects.
         """
@@ -319,9 +319,9 @@ class BearerServer(ApiServer):
 
 
 def _noticing() -> list[tuple[int, int, int]]:
-    """Return options of sockets that notice when the other host is unreachable.
+    """Return options for sockets that notice when the other host is unreachable.
 
-    They notice within half a minute, while they wait.
+    Such a socket notices within half a minute while it waits.
     """
     from urllib3.connection import HTTPConnection
 
@@ -331,9 +331,9 @@ def _noticing() -> list[tuple[int, int, int]]:
 
 
 def _trusting(ca: str) -> ssl.SSLContext:
-    """Return a context that trusts the certificates that kubectl trusts.
+    """Return a context that trusts the same certificates as kubectl.
 
-    These include certificates without key identifiers, which many authorities have issued.
+    These include certificates without key identifiers, which many authorities issue.
     """
     try:
         context = ssl.create_default_context(cafile=ca)

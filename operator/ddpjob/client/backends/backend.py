@@ -12,14 +12,14 @@ from typing import Protocol
 from ddpjob.api.job_spec import Json
 
 OUTAGE_SECONDS = 300.0
-"""Seconds without an answer of the API server after which `wait`, `logs -f` and others give up."""
+"""Seconds without a response from the API server after which `wait`, `logs -f` and others give
+up."""
 
 LINE_BYTES = 1 << 20
-"""Maximum number of bytes of a log's line. The rest of the line is cut off."""
+"""Maximum size of a log line in bytes. The rest of the line is cut off."""
 
 SILENCE_SECONDS = 15.0
-"""How long a connection for a log that can be stopped waits for the next line before it is opened
-again."""
+"""Seconds that a stoppable log connection waits for the next line before it is reopened."""
 
 METRICS = "run/metrics.jsonl"
 """The training's measurements, in the job's checkpoint folder."""
@@ -28,26 +28,26 @@ METRICS_BYTES = 8 << 20
 
 
 FINISHED = ("Complete", "Failed")
-"""Phases that a job does not leave."""
+"""Final phases of a job."""
 INTERRUPTED = "Interrupted"
 ENDED = (*FINISHED, INTERRUPTED)
 
 
 class Mistake(Exception):
-    """The request cannot be done; the message says why and what to do."""
+    """The request cannot be carried out. The message says why and what to do."""
 
     passing = False
-    """Whether the same request may succeed a little later."""
+    """Whether a retry a little later may succeed."""
     denied = False
     """Whether the caller may not read this, or is unknown."""
 
 
 class Unreachable(Mistake):
-    """The place does not answer: no kubeconfig, no API server, no credentials."""
+    """The place cannot be reached: no kubeconfig, no API server or no credentials."""
 
 
 class NoAnswer(Unreachable):
-    """The API server has not answered this time."""
+    """The API server did not respond this time."""
 
     passing = True
 
@@ -63,7 +63,7 @@ class NoSuchJob(Mistake):
 
 
 class OutagePatience:
-    """Lets long operations survive an outage of the API server for OUTAGE_SECONDS.
+    """Lets long operations survive an API server outage of OUTAGE_SECONDS.
 
     The API server may restart or be overloaded.
     """
@@ -76,7 +76,7 @@ class OutagePatience:
         self._since = None
 
     def bear(self, mistake: Mistake) -> None:
-        """Raise the mistake, unless it may pass and the outage has not lasted too long."""
+        """Raise the mistake, unless it is temporary and the outage has not yet lasted too long."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if not mistake.passing or now - self._since > OUTAGE_SECONDS:
@@ -85,7 +85,7 @@ class OutagePatience:
 
 @dataclass(frozen=True)
 class PodLine:
-    """A pod of a job, as far as people need it."""
+    """What users need to know of a job's pod."""
 
     name: str
     role: str
@@ -94,14 +94,14 @@ class PodLine:
     """The same word as in kubectl's column STATUS."""
     host: str = ""
     message: str = ""
-    """What it waits for, or why it ended."""
+    """What the pod is waiting for, or why it ended."""
     created: datetime | None = None
     containers: tuple[str, ...] = ()
     ended: bool = False
 
     @property
     def label(self) -> str:
-        """What its log's lines begin with: the slot's index, or the coordinator's name."""
+        """The prefix of its log lines: the slot's index, or the coordinator's name."""
         return "coordinator" if self.index is None else str(self.index)
 
 
@@ -124,11 +124,11 @@ class LogOptions:
     tail: int | None = None
     since: int | None = None
     previous: bool = False
-    """Read the previous container, which has ended, of a pod that the kubelet has restarted."""
+    """Read the log of the previous container, if the kubelet has restarted the pod."""
     stop: threading.Event | None = None
-    """Ends a followed log within SILENCE_SECONDS after its reader is gone."""
+    """Ends a followed log within SILENCE_SECONDS of its reader leaving."""
     line_bytes: int = LINE_BYTES
-    """Maximum number of bytes of a line; the rest is cut off."""
+    """Maximum size of a line in bytes; the rest is cut off."""
 
     @property
     def stopped(self) -> bool:
@@ -141,12 +141,12 @@ class Backend(Protocol):
     local: bool
     """Whether jobs run on this machine, with its files and its Python."""
     notes: list[str]
-    """Notes for the user: what the last list of jobs has left out, and why `changes` currently gets
-    no answer."""
+    """Notes for the user: what the last list of jobs omits, and why `changes` currently gets no
+    response."""
     whole: bool
-    """Whether `jobs` and `changes` return the large fields of specs that the operator refuses for
-    their size. False at first, because they take a hundred times as much memory as all other
-    jobs."""
+    """Whether `jobs` and `changes` return the large fields of specs that the operator refuses
+    because of their size. False at first, because these fields take a hundred times the memory of
+    all other jobs."""
 
     @property
     def where(self) -> str:
@@ -163,15 +163,15 @@ class Backend(Protocol):
     ) -> Iterator[tuple[Json, bool]]:
         """Yield the current jobs, then every change as (object, deleted).
 
-        Stop after `seconds`; None means never. `known` are jobs that the caller already has. Those
-        that are gone come first. The object of a deleted job may consist of its name alone, because
-        nothing else is kept for callers, who keep what they need.
+        Stop after `seconds`; None means never. `known` are jobs that the caller already has; the
+        deleted ones among them come first. The object of a deleted job may consist of its name
+        alone, because callers keep what else they need.
 
-        Raises NoSuchJob if there is no job `name`, also after its deletion.
+        Raises NoSuchJob if job `name` does not exist or is deleted.
         """
 
     def pods(self, name: str) -> list[PodLine]:
-        """Return the job's pods, in the order of their index."""
+        """Return the job's pods, ordered by index."""
 
     def events(self, name: str) -> list[Happened]:
         """Return the job's events, the oldest first."""
@@ -180,19 +180,19 @@ class Backend(Protocol):
         """Yield pieces of a pod's log."""
 
     def metrics(self, name: str) -> str:
-        """Return the end of rank 0's metrics.jsonl, at most METRICS_BYTES."""
+        """Return the last METRICS_BYTES (or less) of rank 0's metrics.jsonl."""
 
     def patch(self, name: str, spec: Json) -> None:
         """Merge into `spec`, as `kubectl patch --type=merge` does."""
 
     def create(self, manifests: list[Json]) -> str:
-        """Create a job, and first the objects that it needs. Returns its name."""
+        """Create a job, the last manifest, and the objects that it needs. Return its name."""
 
     def delete(self, name: str) -> None:
         """Delete a job and its pods. Checkpoints on volumes stay."""
 
     def kill(self, pod: str) -> None:
-        """Delete a pod by force, as the loss of its machine would."""
+        """Force-delete a pod, as if its machine were lost."""
 
     def run_in(self, pod: PodLine, code: str) -> str:
         """Run Python code in a pod's trainer container; return its output."""
@@ -202,9 +202,9 @@ def poll_changes(
     jobs: Callable[[], list[Json]], name: str | None, nowhere: str, pause: float,
     seconds: float | None, known: Iterable[Json] | None,
 ) -> Iterator[tuple[Json, bool]]:  # fmt: skip
-    """Yield the changes of jobs that have no watch, as `Backend.changes` does.
+    """Yield changes to jobs as `Backend.changes` does, for a backend without a watch.
 
-    `jobs` is called every `pause` seconds. `nowhere` says that there is no job `name`.
+    `jobs` is called every `pause` seconds. `nowhere` is the message if there is no job `name`.
     """
     end = None if seconds is None else time.monotonic() + seconds
     seen = _by_name(known or ())

@@ -1,4 +1,4 @@
-"""Jobs of a namespace of a cluster, through the API server, with the user's rights."""
+"""Jobs in a namespace of a cluster, through the API server, with the user's rights."""
 
 from __future__ import annotations
 
@@ -48,21 +48,23 @@ _WATCH_SECONDS = 240
 _RETRY_SECONDS = 2.0
 _LEAVING_SECONDS = 30.0
 _WAITING_TO_START = 400
-"""HTTP status of the answer to a request for the log of a container that does not run yet."""
+"""HTTP status of the response for the log of a container that is not running yet."""
 _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
-"""Pods whose events are read. Usually one pod's obstacle is the obstacle of the others too."""
+"""Maximum number of pods whose events are read. Usually the same obstacle stops the other pods
+too."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum number of bytes of a command's output that are read from a pod: twice the metrics."""
+"""Maximum size in bytes of a command's output that is read from a pod: twice that of the
+metrics."""
 _PRINTED = (b"\x01", b"\x02")
-"""Channels of the WebSocket: standard output and standard error."""
+"""WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")
 _METRICS_PODS = 4
-"""Number of pods that are asked for their metrics."""
+"""Maximum number of pods that are queried for metrics."""
 _METRICS_SECONDS = 60.0
-"""Seconds after which no other pod is asked."""
+"""Seconds after which no more pods are queried."""
 _METRICS_MARK = "metrics of this run:\n"
 _METRICS_PROBE = f"""
 import os
@@ -72,14 +74,14 @@ if os.path.isfile(path):
         file.seek(max(0, os.path.getsize(path) - {METRICS_BYTES}))
         print({_METRICS_MARK!r} + file.read({METRICS_BYTES}).decode("utf-8", "replace"))
 """
-"""Prints the end of the file after a mark."""
+"""Prints a marker and then the end of the file."""
 
 
 class ClusterBackend:
     """Implements `Backend`.
 
-    `namespace` None is the context's namespace. With `everywhere`, jobs of all namespaces are
-    listed.
+    If `namespace` is None, use the context's namespace. With `everywhere`, list jobs of all
+    namespaces.
     """
 
     local = False
@@ -96,11 +98,11 @@ class ClusterBackend:
         return f"{place}, context {self.api.context}"
 
     def path(self, plural: str, name: str | None = None, *, everywhere: bool = False) -> str:
-        """Return the path of an object of the namespace, or of the collection.
+        """Return the path of an object in the namespace, or of the collection.
 
         `plural` is DDPJobs, events or a kind of the core API. Raises Mistake if `name` is not a
-        name. An empty one, from an unset shell variable, would turn a request to delete one job
-        into a request to delete all.
+        valid name. An empty name, from an unset shell variable, would turn a request to delete one
+        job into a request to delete all.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
             raise Mistake(f"{name!r} is not the name of an object")
@@ -117,7 +119,7 @@ class ClusterBackend:
         return sorted(listed, key=lambda job: str(job["metadata"].get("creationTimestamp")))
 
     def _shaped(self, job: Json) -> Json:
-        """Return a job as it is, or without the large fields of an oversized spec."""
+        """Return the job, without the large fields if its spec is oversized."""
         spec = job.get("spec") or {}
         small = {} if self.whole or not oversized(spec) else {"spec": without_large_fields(spec)}
         return _typed({**job, **small})
@@ -133,7 +135,7 @@ class ClusterBackend:
 
     @contextmanager
     def _explaining(self, name: str | None = None) -> Iterator[None]:
-        """Raise what a refusal means: that there is no such job, or no DDPJob in the cluster."""
+        """Raise the meaning of a refusal: no such job, or no DDPJob CRD in the cluster."""
         try:
             yield
         except ApiRefusal as refusal:
@@ -187,7 +189,7 @@ class ClusterBackend:
             for key in [key for key in seen if key not in there]:
                 yield seen.pop(key), True
             items.reverse()
-            while items:  # Do not hold any of them for as long as the watch lasts.
+            while items:  # Do not keep the jobs in memory while the watch lasts.
                 job = items.pop()
                 before = seen.get(_key(job), {}).get("metadata", {}).get("resourceVersion")
                 if before != job["metadata"]["resourceVersion"]:
@@ -207,9 +209,9 @@ class ClusterBackend:
     def _watched(
         self, path: str, query: Mapping[str, str], version: str, end: float | None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield the changes until the watch ends, or the connection breaks.
+        """Yield changes until the watch ends or the connection breaks.
 
-        A watch ends after a while.
+        The API server ends every watch after a while.
         """
         left = _WATCH_SECONDS if end is None else max(1, min(_WATCH_SECONDS, round(end - time.monotonic())))
         watch = {**query, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(left)}
@@ -233,7 +235,7 @@ class ClusterBackend:
             try:
                 view = read_pod(body)
             except (KeyError, ValueError):
-                continue  # It is somebody else's pod with the job's label.
+                continue  # It is an unrelated pod that has the job's label.
             lines.append(_pod_line(view, [c["name"] for c in body["spec"]["containers"]]))
         lines.sort(key=lambda pod: (-1 if pod.index is None else pod.index, str(pod.created), pod.name))
         prepared = [at for at, line in enumerate(lines) if line.state in _PREPARED and not line.message]
@@ -242,9 +244,9 @@ class ClusterBackend:
         return lines
 
     def _without_those_of_a_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
-        """Leave out pods of a deleted job.
+        """Exclude pods of a deleted job.
 
-        Until they have ended, they exist together with those of a new job of the same name.
+        Until these pods have ended, they coexist with those of a new job of the same name.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -254,9 +256,9 @@ class ClusterBackend:
         return [pod for pod in pods if uid in (None, pod["metadata"]["labels"].get(LABEL_UID))]
 
     def _last_warning(self, pod: str) -> str:
-        """Return the last warning: kubelets report problems of volumes and networks only in events.
+        """Return the last warning; kubelets report volume and network faults only in events.
 
-        Empty if there is none, or none that may be read.
+        Empty if there is none or the user may not read events.
         """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
@@ -265,7 +267,7 @@ class ClusterBackend:
         return f"{found[-1].reason}: {found[-1].message}" if found else ""
 
     def events(self, name: str) -> list[Happened]:
-        # A cluster also keeps events of an earlier job of this name.
+        # A cluster also keeps events of earlier jobs of this name.
         uid = self.job(name)["metadata"]["uid"]
         return self._events(f"involvedObject.kind={KIND},involvedObject.name={name},involvedObject.uid={uid}")
 
@@ -286,7 +288,7 @@ class ClusterBackend:
         return sorted(found, key=lambda event: str(event.time))
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
-        # Other containers may come first, because admission webhooks put sidecars there.
+        # Other containers may come first, because admission webhooks insert sidecars there.
         own = (name for name in (TRAINER_CONTAINER, COORDINATOR_CONTAINER) if name in pod.containers)
         container = next(own, next(iter(pod.containers), ""))
         query = {"container": container} if container else {}
@@ -304,7 +306,7 @@ class ClusterBackend:
                     if options.stopped:
                         return
                     if not line.endswith(b"\n") and not ended:
-                        # The connection was cut within a line, which is read again as a whole.
+                        # The connection broke within a line. The whole line is read again.
                         break
                     stamp, _, text = line.partition(b" ")
                     if read.is_new(stamp):
@@ -323,12 +325,12 @@ class ClusterBackend:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # Otherwise it may be a pod that writes nothing, and the reader ends it.
+                    # Otherwise the pod may just be silent; its reader ends the log.
                     patience.bear(failure)
             if options.stopped:
                 return
-            # The connection has ended before the pod, or between its last lines: continue from the
-            # last line.
+            # The connection ended before the pod did, or between its last lines, so continue from
+            # the last line.
             time.sleep(_RETRY_SECONDS / 2)
             ended = self._has_ended(pod.name)
             if read.stamp:
@@ -340,7 +342,7 @@ class ClusterBackend:
     def metrics(self, name: str) -> str:
         """Read the file in the first of a few running pods that has it.
 
-        If each pod has its own folder, only rank 0's has it.
+        If each pod has its own folder, only rank 0's pod has the file.
         """
         running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
         # Spares have not trained.
@@ -363,7 +365,7 @@ class ClusterBackend:
         except (KeyError, ValueError):
             return True
         except Mistake:
-            return False  # The next request for the log shows what is wrong.
+            return False  # The next log request will report the problem.
 
     # --- acting, as the user
 
@@ -372,9 +374,9 @@ class ClusterBackend:
             self.api.request("PATCH", self.path(PLURAL, name), body={"spec": spec}, content_type=MERGE_PATCH)
 
     def create(self, manifests: list[Json]) -> str:
-        """Create the job, which is the last one.
+        """Create the job, which is the last manifest.
 
-        It comes first, so that its ConfigMaps can name it as their owner.
+        The job is created first, so that its ConfigMaps can name it as their owner.
         """
         *needed, job = manifests
         with self._explaining():
@@ -394,9 +396,9 @@ class ClusterBackend:
         return name
 
     def _create_map(self, body: Json) -> None:
-        """Create a ConfigMap, whose name contains a digest.
+        """Create a ConfigMap. Its name contains a digest of its content.
 
-        An earlier job's may not be deleted yet.
+        An earlier job's ConfigMap of this name may not be deleted yet.
         """
         end = time.monotonic() + _LEAVING_SECONDS
         while True:
@@ -410,7 +412,7 @@ class ClusterBackend:
                 if any(there.get(part) != body.get(part) for part in ("data", "binaryData")) or time.monotonic() > end:
                     raise
                 if not there["metadata"].get("ownerReferences"):
-                    return  # Nobody deletes it.
+                    return  # Without an owner, it will not be deleted.
             time.sleep(_RETRY_SECONDS / 2)
 
     def dry_run(self, plural: str, body: Json) -> Json:
@@ -434,8 +436,8 @@ class ClusterBackend:
         from kubernetes.client import CoreV1Api
         from kubernetes.stream import stream
 
-        # `stream` replaces its requests by WebSockets, which must not affect other users of the
-        # client.
+        # `stream` replaces the client's requests with WebSockets, which must not affect other users
+        # of the client.
         client = copy(self.api.client)
         try:
             answer = stream(
@@ -459,8 +461,9 @@ NO_CRD = (
 def _output(sock: Any, pod: str) -> str:
     """Return the output of a command in a pod until it ends, or for _EXEC_SECONDS.
 
-    Raises Mistake if it is too large. Each frame is counted as it comes, because WSClient.update
-    would keep everything that a pod sends, and the python3 of a job's image may be anything.
+    Raises Mistake if the output is too large. Each frame is counted as it arrives, because
+    WSClient.update would keep everything that a pod sends, and the python3 in a job's image may be
+    any program.
     """
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketTimeoutException
 
@@ -489,7 +492,7 @@ def _output(sock: Any, pod: str) -> str:
 def _refusal(said: str) -> str:
     """Return the API server's own words.
 
-    websocket-client wraps them in its view of the handshake.
+    websocket-client wraps them in its own message about the handshake.
     """
     between = " -+-+- "
     handshake, _, rest = said.partition(between)
@@ -500,12 +503,12 @@ def _refusal(said: str) -> str:
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield whole lines with their ends, and the rest at the end of the stream."""
+    """Yield whole lines with their line ends, and the rest at the end of the stream."""
     rest = b""
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in whole)
-        rest = rest[: LINE_BYTES + 64]  # With its time stamp; a reader sees that it is too long.
+        rest = rest[: LINE_BYTES + 64]  # With its timestamp. A reader sees that the line is too long.
     if rest:
         yield rest
 
@@ -513,20 +516,20 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
 class _Read:
     """How far a log was read.
 
-    Times repeat for lines written at once, and go back when a clock is set.
+    Lines written together share a time, and times go back when a clock is reset.
     """
 
     def __init__(self) -> None:
         self.stamp, self._lines, self._skip = b"", 0, 0
-        """The time of the last line, and how many of the last lines have it."""
+        """The time of the last line, and how many of the last lines have that time."""
         self._skipping = False
 
     def again(self) -> None:
-        """Expect the lines from `stamp` on again, which begin with lines that were already read."""
+        """Expect the lines from `stamp` on again, so that lines already read can be skipped."""
         self._skipping, self._skip = bool(self.stamp), self._lines
 
     def is_new(self, stamp: bytes) -> bool:
-        """Return whether the next line, with this time, was not read before."""
+        """Return whether the next line, which has this time, is new."""
         if self._skipping:
             if _order(stamp) < _order(self.stamp):
                 return False
@@ -540,18 +543,18 @@ class _Read:
 
 
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
-    """Return a sort key for the times of log lines, whose fractions lack trailing zeros."""
+    """Return a sort key for times of log lines, because their fractions lack trailing zeros."""
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")
 
 
 def _names_object(refusal: ApiRefusal) -> bool:
-    """Whether a 404 is about one object, and not about the kind."""
+    """Whether a 404 is about one object rather than its kind."""
     return re.search(r'"[^"]+" not found', str(refusal)) is not None
 
 
 def _typed(job: Json) -> Json:
-    """Return an item of a list with apiVersion and kind, which items lack."""
+    """Return a list item with apiVersion and kind added."""
     return {"apiVersion": API_VERSION, "kind": KIND, **job}
 
 
@@ -582,7 +585,7 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
     elif view.phase == "Pending" and view.host:
         state = view.main.waiting_reason or "ContainerCreating"
     elif failed := {name: c.exit_code for name, c in view.containers.items() if c.exit_code}:
-        # kubectl shows such a pod as 1/2 and Error, but its program runs.
+        # kubectl shows such a pod as 1/2 and Error, although its program is running.
         message = message or ", ".join(f"container {name} ended with exit code {code}" for name, code in failed.items())
     index = None if view.role is Role.COORDINATOR else view.index
     return PodLine(

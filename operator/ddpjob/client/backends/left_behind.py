@@ -1,6 +1,6 @@
 """Reads what a job has left in its checkpoint folder: its record of rounds.
 
-Any line of it may be cut or hostile.
+Any line of the record may be cut off or hostile.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from ddpjob.core.status.repeated import count_steps, describe_repeats
 from ddpjob.core.status.shown_progress import duration, show_progress
 
 _BYTES = 8 << 20
-"""Bytes of the newest lines that are read; the runtime keeps at most two files of 4 MiB."""
+"""Maximum number of bytes that are read from the end. The runtime keeps at most two files of 4
+MiB."""
 _SHOWN = 200
-"""How many of the newest rounds are shown."""
+"""Maximum number of rounds shown; older ones are omitted."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A round that began, or the job's end, with the breaks before it."""
+    """The start of a round or the end of the job, with the breaks before it."""
 
     time: datetime
     generation: str
     round: int
     world: int | None
-    """Nodes of the round; None: it is the end."""
+    """Number of nodes in the round; None: the line is the job's end."""
     ok: bool
     why: str
     incidents: tuple[Incident, ...]
@@ -63,7 +64,7 @@ class LeftBehind:
     uid: str
     lines: tuple[Line, ...]
     unread: int
-    """Lines that could not be read."""
+    """Number of lines that could not be read."""
     others: int
     """Number of jobs that used the folder before."""
     metrics: str
@@ -73,13 +74,13 @@ class LeftBehind:
     def reported(self) -> Line:
         """The newest line with progress.
 
-        A new coordinator knows none before the script's next report.
+        A new coordinator has no progress until the script's next report.
         """
         return next((line for line in reversed(self.lines) if line.progress), self.lines[-1])
 
 
 def read_left_behind(folder: Path) -> LeftBehind:
-    """Read a checkpoint folder, or one of `ddpjob run`. Raises Mistake."""
+    """Read a checkpoint folder or a folder of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
         raise Mistake(f"{folder}: there is no such folder here; give the folder of the job's checkpoints")
     place = _place(folder)
@@ -93,7 +94,7 @@ def read_left_behind(folder: Path) -> LeftBehind:
                 _add_start(found, job, line)
             else:
                 found.append((job, line))
-        except (ValueError, RecursionError):  # It is cut off, or somebody else's.
+        except (ValueError, RecursionError):  # The line is cut off, or not from DDPJob.
             unread += 1
     if not found and not metrics:
         raise Mistake(
@@ -116,9 +117,9 @@ def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, s
 
 
 def _place(folder: Path) -> Path:
-    """Return where the job has written.
+    """Return the folder that the job wrote to.
 
-    It is the folder, or the checkpoints in it if it is a folder of `ddpjob run`.
+    This is `folder`, or its checkpoints if it is a folder of `ddpjob run`.
     """
     names = (ROUNDS_FILE, f"{ROUNDS_FILE}.1", METRICS)
     inside = folder / "checkpoints"
@@ -126,7 +127,7 @@ def _place(folder: Path) -> Path:
 
 
 def _end_of(path: Path) -> str:
-    """Return at most METRICS_BYTES of a file; empty if there is none. Raises Mistake."""
+    """Return the last METRICS_BYTES of a file; empty if it does not exist. Raises Mistake."""
     try:
         if not path.is_file():
             return ""
@@ -171,9 +172,9 @@ def _whole(row: Json, key: str) -> int:
 
 
 def in_words(found: LeftBehind) -> Iterator[str]:
-    """Yield lines about the job, its last progress, and its rounds.
+    """Yield lines about the job, its last progress and its rounds.
 
-    Rounds are in order, with what ended them.
+    Rounds are in order, each with its reason for ending.
     """
     lines = found.lines
     yield f"Job:       {found.namespace}/{found.name}" if found.namespace else f"Job:       {found.name}"

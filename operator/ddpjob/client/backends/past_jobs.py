@@ -1,4 +1,4 @@
-"""Shows deleted jobs to the dashboard: a `Backend` of what they left in checkpoint folders."""
+"""Shows deleted jobs to the dashboard: a `Backend` that reads their checkpoint folders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _READ_ONLY = "the files that a finished job left can only be read"
 
 
 class PastJobs:
-    """Implements `Backend`: the job of a checkpoint folder, or the jobs of the folders in it.
+    """Implements `Backend` for the job of a checkpoint folder, or the jobs of the folders in it.
 
     Raises Mistake.
     """
@@ -50,12 +50,13 @@ class PastJobs:
         self.notes: list[str] = []
         self.whole = True  # Local files are the user's own, so they need no limit.
         self._known: dict[Path, tuple[tuple[float, ...], LeftBehind]] = {}
-        """Records by folder, with its stamp: of many folders only changed ones are read again."""
+        """Records by folder, with the folder's stamp, so that only changed folders are read
+        again."""
         self._found: dict[tuple[str, str], tuple[Path, LeftBehind]] = {}
         self.jobs()
 
     def within(self, namespace: str) -> PastJobs:
-        """Return the same backend, in which names refer to jobs of this namespace."""
+        """Return the same backend, but with names that refer to jobs of this namespace."""
         scoped = copy(self)
         scoped._namespace = namespace
         return scoped
@@ -79,7 +80,7 @@ class PastJobs:
             name = next((name for name in (left.name, folder.name.lower()) if _NAME.fullmatch(name)), "")
             namespace = left.namespace or "default"
             if not name or (namespace, name) in found:
-                # If a job has several folders, the newest has its name.
+                # If a job has several folders, only the newest is listed under its plain name.
                 name = f"{name or 'job'}.{len(found)}"[-253:]
             found[namespace, name] = folder, left
         if len(folders) > _MOST_FOLDERS:
@@ -89,7 +90,7 @@ class PastJobs:
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
 
     def _read_again(self, folder: Path) -> tuple[tuple[float, ...], LeftBehind]:
-        """Read a folder without its metrics, since those of many jobs would fill the memory.
+        """Read a folder without its metrics, because many jobs' metrics would fill the memory.
 
         Raises Mistake.
         """
@@ -123,7 +124,7 @@ class PastJobs:
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield changes, also of a job that still trains and continues to write."""
+        """Yield changes, including those of a job that is still training and writing."""
         return poll_changes(self.jobs, name, f"no job {name} in {self._root}", _LOOK_SECONDS, seconds, known)
 
     def pods(self, name: str) -> list[PodLine]:
@@ -154,9 +155,9 @@ class PastJobs:
 
 
 def _stamp(folder: Path) -> tuple[float, ...]:
-    """Return change times of a job's files in its folder, the newest first, and sizes.
+    """Return modification times and sizes of a job's files in its folder, the newest first.
 
-    Empty if there are none.
+    Empty if there are no files.
     """
     times, sizes = list[float](), list[float]()
     for place in (folder, folder / "checkpoints"):
@@ -173,7 +174,7 @@ def _stamp(folder: Path) -> tuple[float, ...]:
 def _as_job(name: str, left: LeftBehind) -> Json:
     """Build a DDPJob with as much of its status as the record has.
 
-    Of the spec, only the number of nodes was recorded.
+    The number of nodes is the only recorded part of the spec.
     """
     metadata: Json = {"name": name, "namespace": left.namespace or "default", "uid": left.uid}
     spec: Json = {"image": "", "nodes": 1, "gpusPerNode": 0}
@@ -211,9 +212,9 @@ def _as_job(name: str, left: LeftBehind) -> Json:
 
 
 def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
-    """Yield the breaks, each with the round that began with it.
+    """Yield the breaks, each with the round that followed it.
 
-    Whether they counted was not recorded.
+    The record does not show whether they counted.
     """
     for line in lines:
         for incident in line.incidents:

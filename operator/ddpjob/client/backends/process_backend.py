@@ -43,16 +43,16 @@ STOP_MARGIN = 15.0
 """Seconds beyond the pods' grace period for which `stop` waits for the runner."""
 _POLL = 0.3
 _STARTED_SECONDS = 30.0
-"""Phase of a job whose `ddpjob run` was stopped or has died before the job's end."""
+"""Maximum number of seconds until a new `ddpjob run` has written its record."""
 _STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
-"""Message of the condition Suspended in that case, since there is no job whose runPolicy.suspend
+"""Message of the condition Suspended of an interrupted job, which has no runPolicy.suspend that
 could be set to false."""
 
 
 def has_jobs() -> bool:
     """Whether the folder of runs holds a job.
 
-    Other tools may keep a status.json in such a folder, too.
+    Other tools may keep a status.json there too.
     """
     return any(_is_record(JobFolder(file.parent)) for file in runs_folder().glob("*/status.json"))
 
@@ -60,9 +60,9 @@ def has_jobs() -> bool:
 _ALIVE = ("Running", "Pending", "Terminating")
 """States of pods that have not ended."""
 _OF_POD = re.compile(rf"(\d+-\d+|coordinator-\d+(-\d+)?)(\.{COORDINATOR_CONTAINER})?")
-"""What follows a job's name in the names of its pods and of their logs."""
+"""The part of pod and log names that follows the job's name."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
-"""A record: its file's inode, time and size, its content, and whether its job has ended."""
+"""A record: its file's inode, time and size; its content; and whether its job has ended."""
 
 
 _P = ParamSpec("_P")
@@ -70,7 +70,7 @@ _T = TypeVar("_T")
 
 
 def _named(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Turn errors of the disk into a Mistake, because programs expect no OSError from `Client`."""
+    """Turn disk errors into Mistakes, because programs do not expect an OSError from `Client`."""
 
     @functools.wraps(method)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -94,8 +94,7 @@ class ProcessBackend:
         """The status.json files that are not records of jobs."""
         self.whole = True  # Local files are the user's own, so they need no limit.
         self._known: dict[Path, _Known] = {}
-        """Records of the last list, so that a follower of 1,000 jobs reads only those that have
-        changed."""
+        """Records from the last list, so that a follower of 1,000 jobs reads only changed ones."""
 
     @property
     def where(self) -> str:
@@ -149,8 +148,7 @@ class ProcessBackend:
         folder, lines = job.run(record["local"]["run"]).pods, []
         states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
         if runner(job) is None:
-            # The runner has ended all of them, and may have been killed before it could record
-            # that.
+            # The runner has ended all pods, but may have been killed before it could record that.
             states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
         for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
@@ -170,7 +168,7 @@ class ProcessBackend:
         path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            with suppress(ValueError):  # cut off by a full disk, or by the end of its run
+            with suppress(ValueError):  # cut off by a full disk or by the end of its run
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
         return found
@@ -213,7 +211,7 @@ class ProcessBackend:
             raise Mistake(f"{path}: {error.strerror}") from error
 
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
-        """Return the job whose name the pod's name begins with.
+        """Return the job whose name is the prefix of the pod's name.
 
         If exp and exp-1 exist, exp-1-0 is a pod of exp.
         """
@@ -258,13 +256,13 @@ class ProcessBackend:
         folder.path.mkdir(parents=True, exist_ok=True)
         with (folder.path / "submit.lock").open("w") as lock:
             with suppress(OSError):
-                # A file system without locks cannot run jobs, and `ddpjob run` reports that.
+                # Jobs cannot run on a file system without locks, which `ddpjob run` reports.
                 fcntl.flock(lock, fcntl.LOCK_EX)  # A concurrent submission finds it running.
             self._start(folder, code, job)
         return name
 
     def _start(self, folder: JobFolder, code: list[Json], job: Json) -> None:
-        """Start `ddpjob run` in the background; return when it has written its record."""
+        """Start `ddpjob run` in the background, and return once it has written its record."""
         if runner(folder) is not None:
             raise Mistake(f"job {folder.name} is running already; `ddpjob stop {folder.name}` stops it")
         for file, text in (item for body in code for item in body.get("data", {}).items()):
@@ -275,7 +273,7 @@ class ProcessBackend:
         before = (_record(folder) or {}).get("metadata", {}).get("uid")
         with output.open("wb") as log:
             run = subprocess.Popen(
-                # -P, because files in this folder are the job's; the command `ddpjob` does the
+                # -P, because files in this folder belong to the job; the command `ddpjob` does the
                 # same.
                 [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -290,10 +288,10 @@ class ProcessBackend:
 
     @_named
     def delete(self, name: str) -> None:
-        """Stop the job, and remove its record and logs.
+        """Stop the job and remove its record and logs.
 
-        Data stay. Checkpoints stay too, including those that --fresh has set aside, unless all runs
-        had whenDeleted Delete.
+        Training data is kept, and so are checkpoints, including those that --fresh has set aside,
+        unless every run had whenDeleted Delete.
         """
         self.stop(name, now=True)
         folder = self.folder(name)
@@ -308,7 +306,7 @@ class ProcessBackend:
         for run in map(RunFolder, folder.path.iterdir()):
             if holds_checkpoints(run.earlier) and not (delete and run.disposable.exists()):
                 kept.append(run.earlier)
-        # The record is last, so a deletion that fails can be repeated.
+        # The record goes last, so that a failed deletion can be repeated.
         _empty(folder.path, kept, last=folder.status)
         if folder.checkpoints.is_dir() and not folder.has_checkpoints():
             for path in folder.checkpoints.iterdir():
@@ -341,7 +339,7 @@ class ProcessBackend:
     def stop(self, name: str, *, now: bool = False) -> bool:
         """Send SIGTERM to the runner, then SIGKILL to every process of the job.
 
-        Returns whether it was running.
+        Return whether it was running.
         """
         folder = self.folder(name)
         record = _record(folder) or {}
@@ -394,9 +392,9 @@ def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) 
 
 
 def _last_lines(log: BinaryIO, lines: int) -> bytes:
-    """Return the end of a log, which may be far larger than the memory: at most METRICS_BYTES.
+    """Return the last `lines` of a log that may be larger than memory, up to METRICS_BYTES.
 
-    Leaves the log at its end.
+    The log is left positioned at its end.
     """
     end = log.seek(0, os.SEEK_END)
     text, begin = b"", end
@@ -405,7 +403,7 @@ def _last_lines(log: BinaryIO, lines: int) -> bytes:
         log.seek(begin)
         text = log.read(end - begin)
     log.seek(end)
-    # Not splitlines(), because the refreshes of a progress bar, separated by returns, are one line.
+    # Not splitlines(), because a progress bar's refreshes, separated by returns, are one line.
     return b"".join(BytesIO(text).readlines()[-lines:]) if lines else b""
 
 
@@ -419,7 +417,7 @@ def _is_record(folder: JobFolder) -> bool:
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
     """Return the record.
 
-    It is read only if its file has changed, since a record is always replaced as a whole.
+    Its file is read only if it has changed, since a record is always replaced as a whole.
     """
     try:
         now = folder.status.stat()
@@ -453,9 +451,9 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
 
 
 def _interrupted(status: Json) -> Json:
-    """Return the status of a job whose run is gone, with all its pods.
+    """Return the status of a job whose run is gone, along with all its pods.
 
-    A killed run could not record that.
+    A killed run could not record its end.
     """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")
@@ -476,7 +474,7 @@ def _terminal(record: Json) -> bool:
 
 
 def _merged(old: Json, patch: Json) -> Json:
-    """Merge a patch by RFC 7386."""
+    """Merge a patch as RFC 7386 defines."""
     merged = dict(old)
     for key, value in patch.items():
         if value is None:
@@ -487,10 +485,11 @@ def _merged(old: Json, patch: Json) -> Json:
 
 
 def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
-    """Send SIGTERM and wait, once for each time in `patience` (seconds); then send SIGKILL."""
+    """Send SIGTERM and wait, once per entry of `patience` (seconds); then send SIGKILL."""
     for seconds in patience:
         processes.send(pid, signal.SIGTERM)
-        # If it was stopped by Ctrl-Z, it would not receive SIGTERM, and be killed unsaved.
+        # A process stopped with Ctrl-Z would not receive SIGTERM, and would be killed without
+        # saving.
         processes.send(pid, signal.SIGCONT)
         deadline = time.monotonic() + max(seconds, 0.2)
         while time.monotonic() < deadline:

@@ -1,1 +1,1 @@
-"""What a job's pods print, and what their ranks do."""
+"""What a job's pods print and what their ranks are doing."""

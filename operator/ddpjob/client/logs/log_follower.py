@@ -1,4 +1,4 @@
-"""The logs of all pods of a job at the same time, line by line, across the replacement of pods."""
+"""Follows the logs of all pods of a job at once, line by line, across pod replacements."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJ
 MOST_PODS = 200
 """Maximum number of logs that are read at the same time."""
 _QUEUE = 10_000
-"""Maximum number of lines that were read and not yet taken."""
+"""Maximum number of lines that have been read but not yet taken."""
 _QUEUE_OF_MANY = 500
-"""The same for a log that can be stopped, because its process reads many."""
+"""The same for a log that can be stopped, because its process reads many logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the condition Running with which the status does not show how many nodes the group
-has."""
+"""Reasons of the condition Running for which the status does not show the group's number of
+nodes."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
-"""Prefix of a line of a known rank: torchrun's --tee writes the local rank, PyTorch's messages the
-global one."""
+"""Prefix of a line from a known rank. torchrun's --tee writes the local rank, PyTorch's messages
+the global one."""
 
 
 def ranks_per_node(body: Json) -> int:
-    """Return how many ranks a node of this job has.
+    """Return the number of ranks per node of this job.
 
-    0 if it runs a command, whose processes have no numbers.
+    Return 0 if it runs a command, because its processes are not numbered.
     """
     spec = body.get("spec") or {}
     if spec.get("command"):
@@ -44,10 +44,9 @@ def ranks_per_node(body: Json) -> int:
 def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
     """Return the global ranks of each pod that trains or has trained. Spares have none.
 
-    They are in the order of the slots' indices, or in the order that the status shows. Ranks change
-    only when a new group has formed, which `body`'s status shows. Until then each slot keeps its
-    ranks in `known`, the result of the last look. Without `known` all slots are counted, also those
-    whose pod has ended.
+    Ranks follow the slots' indices, or the order that the status shows. They change only when a new
+    group has formed, which `body`'s status shows. Until then each slot keeps its ranks in `known`,
+    the previous result. Without `known`, all slots count, including those whose pod has ended.
     """
     per_node = ranks_per_node(body)
     status = JobStatus.read(body.get("status") or {})
@@ -66,7 +65,7 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
     """Return the nodes in the order of their ranks.
 
-    They are ordered by index if the status shows the order of different nodes.
+    They stay ordered by index if the status shows an order for different nodes.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -77,7 +76,7 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 def _nodes_of_group(status: JobStatus) -> int | None:
     """Return how many nodes train as one group or have finished in it.
 
-    None if the status does not show it, or none do.
+    None if the status does not show it or no nodes do.
     """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
@@ -92,7 +91,7 @@ def _slot(pod: str) -> str:
 
 
 def newest_pods(pods: Sequence[PodLine]) -> list[PodLine]:
-    """Return the last attempt of each slot, in the order of the slots."""
+    """Return the last attempt of each slot, in slot order."""
     newest = {pod.index: pod for pod in sorted(pods, key=_attempt) if pod.index is not None}
     return [newest[index] for index in sorted(newest)]
 
@@ -103,7 +102,7 @@ def _attempt(pod: PodLine) -> int:
 
 
 def rank_of_line(line: bytes, ranks: range) -> int | None:
-    """Return the global rank that has written a line of a pod with these ranks.
+    """Return the global rank that wrote a line in a pod with these ranks.
 
     None if the line does not show it.
     """
@@ -117,36 +116,36 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which logs to read: those of one pod, or of training pods.
+    """Which logs to read: those of one pod or of training pods.
 
-    The coordinators' logs may be included. Empty: all logs.
+    Coordinators' logs may be included. Empty: all logs.
     """
 
     pod: str = ""
     indices: Collection[int] = ()
     ranks: Collection[int] = ()
-    """Global ranks. Their pods are read, without lines that are known to come from other ranks."""
+    """Global ranks. Their pods' logs are read, without lines known to come from other ranks."""
     coordinator: bool = False
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of a pod, which has these ranks at the moment."""
+    """A line from a pod that currently has these ranks."""
 
     pod: PodLine
     text: bytes
     ranks: range
     rank: int | None
-    """The rank that has written it, if the line shows it."""
+    """The rank that wrote the line, if the line shows it."""
 
 
 _ALL = Chosen()
 
 
 def _shortened(line: bytes, limit: int) -> bytes:
-    """Return at most `limit` bytes of a line.
+    """Return a line, shortened to `limit` bytes.
 
-    Of a progress bar, it is the part after its last return, which a terminal shows.
+    For a progress bar, return the part after its last carriage return, which a terminal shows.
     """
     if len(line) <= limit:
         return line
@@ -155,37 +154,37 @@ def _shortened(line: bytes, limit: int) -> bytes:
 
 
 class LogFollower:
-    """Follows logs: `lines()` yields the lines of the chosen pods.
+    """Follows logs. `lines()` yields the lines of the chosen pods.
 
-    With follow, it yields them until the job has ended.
+    With follow, it continues until the job has ended.
     """
 
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
         """Start with `body`, the job as just read.
 
-        Raises Mistake for ranks of a job that has none.
+        Raises Mistake if ranks are chosen but the job has none.
         """
         self.job: str = body["metadata"]["name"]
         if chosen.ranks and not ranks_per_node(body):
             raise Mistake(f"rank: {self.job} runs a command, not torchrun, and has no ranks; choose by index")
         self.backend, self.options, self._chosen, self._body = backend, options, chosen, body
         self.ranks: dict[str, range] = {}
-        """Ranks of the training pods as of the last look, and the ranks that ended pods had."""
+        """Ranks of the training pods at the last look, and former ranks of ended pods."""
         self.notes: list[str] = []
         """What could not be read, for the user."""
         self.seen: set[str] = set()
-        """Pods of which a line was read."""
+        """Pods from which a line has been read."""
         self._lines: queue.Queue[tuple[PodLine, bytes | None]] = queue.Queue(
             _QUEUE if options.stop is None else _QUEUE_OF_MANY
         )
-        """Pods and their lines; None is the end of the pod's log."""
+        """Pods and their lines; None marks the end of a pod's log."""
         self._begun: set[str] = set()
-        """Pods whose log is being read, or was read."""
+        """Pods whose log is being read or has been read."""
         self._reading = 0
-        """Number of logs whose end has not been taken."""
+        """Number of logs whose end has not been taken yet."""
 
     def lines(self) -> Iterator[LogLine]:
-        """Yield the lines as they come; the lines of one pod stay in order."""
+        """Yield lines as they arrive. The lines of one pod stay in order."""
         for pod, text in self._all_lines():
             self.seen.add(pod.name)
             ranks = self.ranks.get(pod.name, range(0))
@@ -201,7 +200,8 @@ class LogFollower:
             try:
                 over, pods = self._is_over(), self._pods()
                 patience.answered()
-                # If only a pod's log exists, this machine may just be starting the pod: look twice.
+                # If only a pod's log exists, this machine may just be starting the pod, so look
+                # twice.
                 gone = gone + 1 if self._chosen.pod in self._begun and all(pod.ended for pod in pods) else 0
             except Mistake as mistake:
                 if not self.options.follow:
@@ -209,7 +209,7 @@ class LogFollower:
                 patience.bear(mistake)
             for pod in pods:
                 if pod.name not in self._begun and pod.state not in _NOT_STARTED:
-                    # A pod that came later may have written everything before this look at the
+                    # A pod that appeared later may have written everything before this look at the
                     # pods.
                     self._start(pod, replace(self.options, tail=None) if looked else self.options)
             looked = looked or bool(pods)
@@ -228,7 +228,7 @@ class LogFollower:
                     break
             if (over or gone > 1) and not self._reading:
                 return
-            if gone > 1 and quiet and self.backend.local:  # local logs end with the run
+            if gone > 1 and quiet and self.backend.local:  # local logs end when the run does
                 return
 
     def _pods(self) -> list[PodLine]:
@@ -236,7 +236,7 @@ class LogFollower:
             every = self.backend.pods(self.job)
         except NoSuchJob:
             return []
-        # A pod that has ended or is about to keeps its ranks, because its last lines may still
+        # A pod that has ended or is about to end keeps its ranks, because its last lines may still
         # arrive.
         running = {pod.name for pod in every if pod.state == "Running"}
         gone = {name: ranks for name, ranks in self.ranks.items() if name not in running}
@@ -257,7 +257,7 @@ class LogFollower:
         )
 
     def why_nothing(self) -> str:
-        """Return why there was no line, in words; empty if the notes explain it."""
+        """Return the reason why there was no line; empty if the notes explain it."""
         if self.seen or self.notes:
             return ""
         if self._chosen.ranks:
@@ -272,9 +272,9 @@ class LogFollower:
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 
     def missing_slots(self) -> str:
-        """Return a text that no pod has a requested slot.
+        """Return a message if no pod has a requested slot.
 
-        Empty if one has, or if there are no pods.
+        Empty if a pod has one, or if there are no pods.
         """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 

@@ -1,4 +1,4 @@
-"""The Python stacks of a job's ranks, on demand, by a few lines of Python that run in each pod."""
+"""Gets the Python stacks of a job's ranks by running a few lines of Python in each pod."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters of a rank's stack, because a script may write into the file too."""
+"""Maximum number of characters in a rank's stack, because a script may write to the file too."""
 
 PROBE = (
     f"""
@@ -59,7 +59,7 @@ if not found:
     print("no worker in this pod writes stacks: it is starting, or runs a command without torchrun")
 """
 )
-"""Prints the stacks of the ranks in its pod, by the signal that the launcher uses for a hang."""
+"""Prints the stacks of its pod's ranks, using the signal that the launcher uses for a hang."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:

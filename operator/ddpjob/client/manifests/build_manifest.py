@@ -1,4 +1,4 @@
-"""Builds a DDPJob from a command line's words, and a ConfigMap with the user's code."""
+"""Builds a DDPJob from a command line, and a ConfigMap with the user's code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ SOURCE = "function.py"
 """File name of Request.source. No module has this name, since the script's folder is on
 sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum number of bytes of all files together: an object may have 1 MiB, its metadata
-included."""
+"""Maximum total size of the files in bytes: an object may have 1 MiB, including its metadata."""
 _LEFT_OUT = ("__pycache__", "node_modules", "runs", "wandb", "mlruns")
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -32,11 +31,11 @@ _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A user's request; the empty value of a field leaves it to the CRD's default."""
+    """A user's request. An empty field gets the CRD's default."""
 
     program: str
     source: str = ""
-    """The text of a script that is in no file; `program` is its name."""
+    """The text of a script that is not in a file; `program` is its name."""
     args: Sequence[str | os.PathLike[str]] = ()
     image: str = ""
     name: str = ""
@@ -64,7 +63,7 @@ class JobRequest:
 def build(request: JobRequest, *, local: bool) -> list[Json]:
     """Return the objects to create, the job last.
 
-    If `local`, code is used where it is, and no image is needed.
+    If `local`, code is used where it is, and an image is not needed.
     """
     image = request.image or ("local" if local else "")
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
@@ -108,7 +107,7 @@ def _name(request: JobRequest) -> str:
 
 
 def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list[dict[str, bytes]]:
-    """Set script or module, and return the files that travel with the job."""
+    """Set script or module, and return the files that are sent with the job."""
     program, path = request.program, Path(request.program)
     if not program:
         raise Mistake("the program's name is empty, perhaps because a shell variable is not set")
@@ -140,7 +139,7 @@ def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list
         spec["script"] = f"{CODE_FOLDER}/{path.name}"
         return [_limited([(path.name, path.stat().st_size, path.read_bytes)], program)]
     if path.is_absolute() and not local:
-        spec["script"] = program  # It is in the image.
+        spec["script"] = program  # The script is in the image.
     elif re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", program) and not program.endswith(".py"):
         spec["module"] = program
     else:
@@ -163,7 +162,7 @@ def _files(folder: Path) -> Iterator[_File]:
 
 
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
-    """Return the contents by name. Raises Mistake before it reads a file beyond the limit."""
+    """Return the contents by name. Raises Mistake before reading a file beyond the limit."""
     found, size = dict[str, bytes](), 0
     for name, length, read in files:
         size += length + len(name)
@@ -175,9 +174,9 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
 
 
 def _keys(files: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
-    """Yield (key in the ConfigMap, path) of each file."""
+    """Yield (key in the ConfigMap, path) for each file."""
     for number, path in enumerate(files):
-        # a.py may be in two folders, and both "a_b" and "a b" may exist.
+        # Two folders may have an a.py, and both "a_b" and "a b" may exist.
         key = path if len(files) == 1 else f"{number}.{Path(path).name}"
         yield re.sub(r"[^-._a-zA-Z0-9]", "_", key)[:200], path
 
@@ -214,7 +213,7 @@ def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
 def _within(parent: Json, name: str, kind: type[_Kind]) -> _Kind:
     """Return a field of podTemplate, created if it is absent or null.
 
-    Raises Mistake if it has a different type.
+    Raises Mistake if its value has a different type.
     """
     found = parent[name] = parent.get(name) or kind()
     if not isinstance(found, kind):
@@ -264,9 +263,9 @@ def _set(spec: Json, path: str, value: Any) -> None:
 
 
 def _joined(path: str, old: Any, value: Any) -> Any:
-    """Return the value, merged into a mapping.
+    """Return the value, merged with the old one if that is a mapping.
 
-    Raises Mistake if it would replace the list of another option.
+    Raises Mistake if it would replace a list from another option.
     """
     if isinstance(old, list):
         raise Mistake(f"{path} (--set): is also set by another option; write the whole list in one of them")
@@ -276,12 +275,12 @@ def _joined(path: str, old: Any, value: Any) -> Any:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """Return a copy of lists and mappings as JSON has them; paths become text.
+    """Return a copy made of JSON's lists and mappings; paths become text.
 
     Raises Mistake for types that JSON does not have.
     """
     match value:
-        case int() if not -(2**63) <= value < 2**63:  # Python refuses to print the largest ones.
+        case int() if not -(2**63) <= value < 2**63:  # Python refuses to print very large numbers.
             raise Mistake(f"{where}: a number of more than 64 bits; write a smaller one, or text")
         case None | str() | bool() | int() | float():
             return value

@@ -1,4 +1,4 @@
-"""Translates PyTorchJobs, TrainJobs and torchrun lines into DDPJobs, and notes what is lost."""
+"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and notes what is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob.objects.pod_group import QUEUE_ANNOTATION
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Resources that are counted in devices, and not in memory or shares of a device, such as
+"""Resources that are counted in devices, not in memory or fractions of a device, such as
 nvidia.com/gpumem."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
@@ -32,21 +32,21 @@ _MOST_SHOWN = 5
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
-"""Signs that a shell interprets within double quotes, too."""
+"""Signs that a shell interprets even within double quotes."""
 _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id))(=|\s+)["']?\$\S*(?=\s)"""
 )
-"""torchrun's options whose values are variables of another operator: its number of nodes, and the
+"""torchrun options whose values are another operator's variables: the number of nodes and the
 rendezvous address."""
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Variables that a PyTorchJob gives to a pod, and that a DDPJob's `command` does not get."""
+"""Variables that a PyTorchJob sets in a pod but a DDPJob's `command` does not get."""
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
 _ROOTS_TOOLS = re.compile(r"(?:^|[\s;&|(/])(apt-get|apt|yum|dnf|apk|chown|sshd|useradd)(?=[\s;&|)]|$)")
-"""Programs for which root needs capabilities that a PyTorchJob's containers have by default."""
+"""Programs that need root's capabilities, which a PyTorchJob's containers have by default."""
 _OF_PYTORCH_JOB = {
     "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
     "spec.pytorchReplicaSpecs": ("Master", "Worker"),
@@ -62,21 +62,21 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The fields that are read, or that need no counterpart because the operator decides. All others
-are reported as left out."""
+"""The fields that are read, or that do not need a counterpart because the operator decides. All
+others are reported as omitted."""
 
 
 @dataclass
 class Conversion:
-    """A DDPJob, and notes on what could not be carried over, one sentence each."""
+    """A DDPJob, and a one-sentence note on each thing that could not be carried over."""
 
     job: Json
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    """Whether Python alone starts the script: one process in a pod, whatever its GPUs."""
+    """Whether plain Python starts the script, as one process per pod regardless of GPUs."""
     counted: bool = False
-    """Whether torchrun's own command line sets the number of processes of a node, which no variable
-    changes."""
+    """Whether torchrun's own command line sets the number of processes per node, so that variables
+    cannot change it."""
 
 
 def convert(manifest: Mapping[str, Any]) -> Conversion:
@@ -93,7 +93,7 @@ def convert(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
-    """Note the fields that are not read here."""
+    """Note the fields that were not read."""
     for path, names in known.items():
         here: Any = manifest
         for name in path.split("."):
@@ -204,9 +204,9 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of the job, if it has pods.
+    """Return a part of the job if it has pods.
 
-    Charts write `replicas: 0` if a job needs no workers.
+    Charts write `replicas: 0` if a job does not need workers.
     """
     return {} if part.get("replicas") == 0 else part
 
@@ -286,7 +286,7 @@ def _train_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _sharing(made: Conversion) -> None:
-    """Let pods share a Kubernetes node, as before.
+    """Let pods share a Kubernetes node, as in the original job.
 
     Otherwise several pods with few GPUs would wait for separate nodes.
     """
@@ -398,7 +398,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
 
 
 def _their_labels(written: Any) -> list[str]:
-    """Return labels of other operators' pods that occur anywhere in it."""
+    """Return labels of other operators' pods that occur anywhere in `written`."""
     return list(dict.fromkeys(found[0] for found in _THEIR_LABELS.finditer(json.dumps(written))))
 
 
@@ -408,7 +408,7 @@ def _pod_spec(spec: Json) -> Json:
 
 
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
-    """Note what root cannot do in a container without capabilities."""
+    """Note programs that fail for root in a container without capabilities."""
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
     command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))
     tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join([*command, *args]))) if command else {}
@@ -423,9 +423,9 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
 
 
 def _of_trainer(value: Any, name: str | None) -> Any:
-    """Return a copy in which references to a container's resources name the trainer.
+    """Return a copy in which resource references to a container name the trainer.
 
-    The container is called `name`.
+    The original container is called `name`.
     """
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
@@ -447,7 +447,7 @@ def _words(container: Json, name: str) -> list[str]:
 
 
 def _references(made: Conversion) -> None:
-    """Note variables that Kubernetes put into a PyTorchJob's arguments and variables."""
+    """Note variables that Kubernetes expanded in a PyTorchJob's arguments and variables."""
     spec = made.job["spec"]
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
     texts["env"] = [str(variable.get("value", "")) for variable in spec.get("env", ())]
@@ -574,7 +574,7 @@ def _shell_words(line: str) -> list[str]:
 
 
 def _signs_of_shell(line: str) -> list[str]:
-    """Return signs that a shell would interpret and not pass on.
+    """Return signs that a shell would interpret instead of passing them on.
 
     They are pipes, redirections, command lists and variables.
     """
@@ -584,7 +584,7 @@ def _signs_of_shell(line: str) -> list[str]:
 
 
 def _after_launcher(words: list[str]) -> list[str] | None:
-    """Return the words after torchrun's name; None if it is not torchrun."""
+    """Return the words after torchrun's name; None if the command is not torchrun."""
     if words[0].rpartition("/")[2] == "torchrun":
         return words[1:]
     if _PYTHON.fullmatch(words[0]):
@@ -597,7 +597,7 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 def _reads_only_theirs(line: str) -> bool:
     """Whether a torchrun line needs a shell only for options that are replaced.
 
-    Their values have variables, and the operator replaces them.
+    The values of these options have variables, but the operator replaces the options.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False
@@ -606,7 +606,7 @@ def _reads_only_theirs(line: str) -> bool:
 
 
 def _options(words: Sequence[str]) -> int:
-    """Return how many of the words after torchrun's name are its options and their values."""
+    """Return how many words after torchrun's name are its options and their values."""
     position = 0
     while position < len(words) and words[position].startswith("-"):
         if words[position] == "--":
@@ -650,7 +650,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
             pairs = (setting.partition("=") for setting in value.split(","))
             _rendezvous(made, ((key, given) for key, _, given in pairs))
         elif name in ("r", "t"):
-            own += [f"-{name}", value]  # --r would be ambiguous: several names begin with it.
+            own += [f"-{name}", value]  # --r would be ambiguous, because several names begin with it.
         elif name not in _OPERATORS and (value or name in _BARE):
             own.append(f"--{name}" if name in _BARE else f"--{name}={value}")
     if position >= len(words):

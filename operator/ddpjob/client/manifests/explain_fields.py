@@ -1,4 +1,4 @@
-"""The fields of a DDPJob in words, as in `kubectl explain`, and its JSON schema for editors."""
+"""Explains a DDPJob's fields, like `kubectl explain`, and makes its JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OBJECT = ("ddpjob", "ddpjobs", "ddp")
 
 
 def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
-    """Yield lines on a field by its path, such as spec.recovery.rules.cause.
+    """Yield lines about a field, given its path, such as spec.recovery.rules.cause.
 
     Raises Mistake for an unknown field.
     """
@@ -57,9 +57,9 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
 
 
 def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
-    """Return the rules of an object that are about its field of this path.
+    """Return an object's rules about its field at this path.
 
-    If the path is empty, they are about the object itself.
+    If the path is empty, the rules are about the object itself.
     """
     path = "".join(f".{name}" for name in names)
     return (rule for rule in schema.get("x-kubernetes-validations", ()) if rule.get("fieldPath", "") == path)
@@ -84,7 +84,7 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
 
 
 def _kubernetes(names: list[str]) -> str:
-    """Return the field in the words of `kubectl explain`: podTemplate has the fields of a pod."""
+    """Return the field's path for `kubectl explain`: podTemplate has the fields of a pod."""
     at = names.index("podTemplate") + 1 if "podTemplate" in names else 0
     return ".".join(["pod", *names[at:]])
 
@@ -103,13 +103,13 @@ def paths(of: Schema | None = None) -> list[str]:
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Return paths of fields with this name; only those below spec, if there are any."""
+    """Return paths of fields with this name: only those below spec, if there are any."""
     found = [path for path in paths() if path.rpartition(".")[2].lower() == name.lower()]
     return [path for path in found if path.startswith("spec.")] or found
 
 
 def _inner(schema: Schema) -> Schema:
-    """Return the object whose fields are those of this field.
+    """Return the object that holds the fields below this field.
 
     It is the field itself, a list's item, or a map's value.
     """
@@ -168,7 +168,7 @@ def _wrapped(text: str, indent: int, hanging: int = 0) -> Iterator[str]:
 def editor_schema() -> dict[str, Any]:
     """Return the JSON schema of a manifest, with descriptions and defaults.
 
-    It has no place for rules between fields (CEL).
+    Rules between fields (CEL) are omitted, because JSON schema cannot express them.
     """
     schema = object_schema()
     made: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "DDPJob"}
@@ -182,7 +182,7 @@ def editor_schema() -> dict[str, Any]:
 def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
     """Convert `schema` into `made`, including descriptions and messages.
 
-    Patterns are as JavaScript reads them.
+    Patterns are converted for JavaScript.
     """
     for word in ("description", "default"):
         if word in schema:

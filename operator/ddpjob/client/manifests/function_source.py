@@ -1,6 +1,6 @@
-"""Turns a Python function into a script that travels with a job.
+"""Turns a Python function into a script that is sent with a job.
 
-The script has the function's own source, and a call with its arguments as JSON.
+The script has the function's source and a call with the arguments as JSON.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "A function travels alone"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
-"""Names that IPython adds to the builtins, and that the nodes do not have. Its lines with ! and %
-call get_ipython."""
+"""Names that IPython adds to the builtins, which the nodes do not have. Lines with ! and % call
+get_ipython."""
 
 
 def script_of(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
@@ -73,7 +73,7 @@ def _in_class(qualified: str) -> bool:
 
 
 def _check_source(function: Callable[..., Any], source: str) -> None:
-    """Check that the source defines the function, and every name that it uses. Raises Mistake."""
+    """Check that the source defines the function and every name that it uses. Raises Mistake."""
     name = function.__name__
     _check_used(name, {*function.__code__.co_freevars} - {name})
     try:
@@ -112,9 +112,9 @@ def _check_used(name: str, outside: set[str]) -> None:
 
 
 def _changed(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the names that are only assigned by `n += 1` and the like.
+    """Return names that are assigned only by `n += 1` and the like.
 
-    They need a value before.
+    Such names need a previous value.
     """
     names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     changed = {node.target for node in nodes if isinstance(node, ast.AugAssign)}
@@ -149,9 +149,9 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 
 
 def _other_keys(value: Any) -> Iterator[object]:
-    """Yield keys at any depth that are not text.
+    """Yield keys, at any depth, that are not text.
 
-    json.dumps would make them text, or equal to another key.
+    json.dumps would turn them into text, which may equal another key.
     """
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))

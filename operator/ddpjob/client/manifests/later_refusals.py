@@ -1,7 +1,7 @@
-"""Finds what passes a DDPJob's schema but is refused in its pods by the API server or the kubelet.
+"""Finds faults that a DDPJob's schema allows but the API server or kubelet refuses in its pods.
 
-It serves `ddpjob validate`. The operator does not use it: it creates the pods and shows the API
-server's own answer, which a check here can only anticipate.
+It serves `ddpjob validate`. The operator does not use it, but creates the pods and shows the API
+server's own response, which a check here can only anticipate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return what keeps a job that fits the schema from running anywhere.
+    """Return problems that keep a job from running anywhere although it fits the schema.
 
     Paths point into the manifest.
     """
@@ -52,7 +52,7 @@ def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
     if too_large := oversized(spec):
         return [Problem(*size_fault(too_large).split(": ", 1))]
     template = spec.get("podTemplate") or {}
-    whole = "className" not in spec  # Only a cluster's operator knows what a class gives.
+    whole = "className" not in spec  # Only a cluster's operator knows the class's values.
     faulty = [Problem(*fault.split(": ", 1)) for fault in problems(template, whole=whole)] if template else []
     pod = without_nulls(template).get("spec") or {}
     found = [*_metadata(manifest["metadata"], "metadata"), *_spec(spec)]
@@ -108,7 +108,7 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _one_file(script: str) -> Iterator[Problem]:
-    """Report a whole command line in place of the script's name, or a script that is not Python."""
+    """Report a whole command line instead of a script's name, or a script that is not Python."""
     if script.endswith((".sh", ".bash")):
         command = json.dumps(["bash", script])
         yield Problem(
@@ -130,7 +130,7 @@ def _one_file(script: str) -> Iterator[Problem]:
 
 
 def _few_bytes(value: Any, path: str) -> Iterator[Problem]:
-    """Report a tiny amount of memory: for Kubernetes 512m is half a byte, and 64 is 64 bytes."""
+    """Report a tiny amount of memory: in Kubernetes, 512m is half a byte and 64 is 64 bytes."""
     number, text = amount(value), str(value)
     if number is not None and 0 < number < _LEAST_BYTES:
         digits = text.removesuffix("m")

@@ -1,4 +1,4 @@
-"""Reads and checks manifests of files, folders and standard input.
+"""Reads and checks manifests from files, folders and standard input.
 
 `ddpjob validate` and `ddpjob run` use it.
 """
@@ -20,13 +20,13 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class BadInput(Mistake):
-    """Nothing was started; the message has a line for each reason."""
+    """Nothing was started. The message has a line for each reason."""
 
 
 def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
-    """Yield each DDPJob of the sources, or why it cannot be read.
+    """Yield each DDPJob in the sources, or the reason why it cannot be read.
 
-    Sources are files, folders, and standard input (`-`).
+    Sources are files, folders and standard input (`-`).
     """
     for source in sources:
         try:
@@ -38,7 +38,7 @@ def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
 
 
 def standard_input() -> str:
-    """Read all of standard input as UTF-8, like a file, whatever the terminal's encoding.
+    """Read all of standard input as UTF-8, as for a file, whatever the terminal's encoding.
 
     Raises BadInput.
     """
@@ -52,7 +52,7 @@ def standard_input() -> str:
 
 
 def refuse_address(source: str, command: str) -> None:
-    """Raise BadInput for a web address, which `ddpjob COMMAND -` takes from another program."""
+    """Raise BadInput for a web address; a download can be piped to `ddpjob COMMAND -`."""
     if source.startswith(("http://", "https://")):
         raise BadInput(f"{source}: URLs are not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
 
@@ -76,7 +76,7 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
                     jobs += 1
                     yield manifest
             except ManifestError as error:
-                # A folder may hold other manifests in addition to jobs.
+                # A folder may also hold manifests of other kinds.
                 if "contains no DDPJob" not in str(error):
                     jobs += 1
                     yield BadInput(str(error))
@@ -89,7 +89,7 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
 def _files(folder: Path) -> list[Path]:
     """Return the files that may hold manifests.
 
-    The records of `ddpjob run` anywhere below the folder are left out.
+    Records of `ddpjob run` anywhere below the folder are excluded.
     """
     above, records = folder.resolve(), {file.parent.resolve() for file in runs_folder().glob("*/status.json")}
     records = {record for record in records if above in record.parents}
@@ -98,7 +98,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def checked(manifest: Manifest) -> Json:
-    """Return the manifest with its defaults, if a job of it can run. Raises BadInput."""
+    """Return the manifest with its defaults if its job can run. Raises BadInput."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     try:
@@ -112,7 +112,7 @@ def checked(manifest: Manifest) -> Json:
 
 
 def check_made(body: Json, what: str = "the job that the options describe") -> None:
-    """Check a job that has no text, such as one from a command line's options. Raises BadInput."""
+    """Check a job that was not read from text but built, such as from options. Raises BadInput."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     faults = validate(body) or later_refusals(with_defaults(body))
@@ -121,7 +121,7 @@ def check_made(body: Json, what: str = "the job that the options describe") -> N
 
 
 def read_job(source: str | Path, name: str | None = None) -> Json:
-    """Return the only DDPJob of a source, or the one of this name, checked and with its defaults.
+    """Return a source's only DDPJob, or the one with this name, checked and with its defaults.
 
     Raises BadInput.
     """

@@ -22,7 +22,7 @@ _EXISTS = 409
 
 
 def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
-    """Yield what the API server refuses in dry runs, admission included; nothing is stored."""
+    """Yield what the API server refuses in dry runs, including admission. Nothing is stored."""
     try:
         stored = _dry_run_job(backend, manifest)
     except ApiRefusal as refusal:
@@ -35,7 +35,7 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
     if job.spec.rendezvous.placement is Placement.DEDICATED:
         pods.append(build_coordinator(job, status, platform))
     if job.spec.class_name and job.status.job_class is None:
-        pods = []  # Only the operator knows what the class gives them.
+        pods = []  # Only the operator knows what the class adds to them.
     for pod in pods:
         yield from _refused(backend, pod)
     yield from _claims(backend, job)
@@ -44,7 +44,8 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
 def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
     """Yield what is wrong with the job's claims.
 
-    They do not exist, cannot be used, or the API server refuses the claim that the job would make.
+    A claim may not exist or be unusable, or the API server may refuse the claim that the job would
+    make.
     """
     for name in job.claims:
         found = backend.api.optional(backend.path("persistentvolumeclaims", name))
@@ -62,7 +63,7 @@ def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
 
 
 def _dry_run_job(backend: ClusterBackend, manifest: Json) -> Json:
-    """Apply as `kubectl apply --server-side --dry-run=server` does.
+    """Apply the manifest as `kubectl apply --server-side --dry-run=server` does.
 
     Rules for updates apply if the job exists.
     """
@@ -82,5 +83,5 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         other = as_non_root(pod) if "violates PodSecurity" in str(refusal) else None
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
-        elif refusal.status != _EXISTS:  # this is checked after everything else
+        elif refusal.status != _EXISTS:  # existence is checked after everything else
             yield f"its pod {name}: {refusal}"

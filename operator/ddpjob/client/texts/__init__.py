@@ -1,1 +1,1 @@
-"""What users read: jobs in lines, and what to do about them."""
+"""Texts for users: jobs in lines, and what to do about them."""

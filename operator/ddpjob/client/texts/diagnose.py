@@ -1,4 +1,4 @@
-"""`ddpjob doctor`: checks whether client, definition, operator and rights fit together.
+"""`ddpjob doctor`: checks whether the client, CRD, operator and rights fit together.
 
 It names a remedy for each failure.
 """
@@ -23,7 +23,7 @@ RIGHTS = (
     (GROUP, PLURAL, "", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "pods", "", ("get", "list", "create", "delete")),
     ("", "pods", "log", ("get",)),
-    # A WebSocket begins with GET; Kubernetes 1.35 asks for create too.
+    # A WebSocket begins with GET, but Kubernetes 1.35 also requires create.
     ("", "pods", "exec", ("get", "create")),
     ("", "events", "", ("list",)),
     ("", "configmaps", "", ("create",)),
@@ -34,7 +34,7 @@ _NEEDED_BY = {"pods/exec": "stacks", "configmaps": "submit with code", "pods cre
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One line of the report. `ok` None: it could not be found out."""
+    """One line of the report. If `ok` is None, the result is unknown."""
 
     ok: bool | None
     what: str
@@ -94,7 +94,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
-    """Return the fields that only the client's definition has, and only the cluster's."""
+    """Return the fields that only the client's CRD has, and those that only the cluster's has."""
     here, there = ({*paths(_schema(c))} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 

@@ -1,6 +1,6 @@
-"""A job in words: a row, a description, and why it is not done yet.
+"""Describes a job in words: a row, a description, and why it is not done yet.
 
-They use only the job's object, pods and events.
+These texts use only the job's object, pods and events.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ddpjob.local.environment import HOST
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
 WIDE = ("DURATION", "ATRISK", "REASON")
 NO_STATUS_SECONDS = 30
-"""Age from which a job without a status counts as one that no operator looks after."""
+"""Age in seconds from which a job without a status counts as not managed by any operator."""
 QUIET_SECONDS = 30
-"""Seconds without a change of a job's reports after which that is mentioned."""
+"""Seconds without a change in a job's reports after which the silence is mentioned."""
 _SHOWN = 8
-"""Maximum number of pods or restarts that are listed one by one."""
+"""Maximum number of pods or restarts listed individually."""
 PAGE = "docs/troubleshooting.md"
 
 
 def table(rows: Sequence[Sequence[str]], widths: list[int] | None = None) -> list[str]:
-    """Return lines with aligned columns, like kubectl's; `widths` of earlier lines only grow."""
+    """Return lines with aligned columns, like kubectl's; `widths` only grow from line to line."""
     widths = [] if widths is None else widths
     columns = zip(widths or [0] * len(rows[0]), zip(*rows, strict=True), strict=True)
     widths[:] = [max(width, *map(len, cells)) for width, cells in columns]
@@ -50,7 +50,7 @@ def table(rows: Sequence[Sequence[str]], widths: list[int] | None = None) -> lis
 
 
 def header(*, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
-    """Return the titles of `row`."""
+    """Return the column titles of `row`."""
     return (*(("NAMESPACE",) if namespaces else ()), *COLUMNS, *(WIDE if wide else ()))
 
 
@@ -76,7 +76,7 @@ def phase(body: Json) -> str:
 
 
 def took(body: Json, now: datetime) -> str:
-    """Return how long it has run, or ran; suspended time at the beginning is not counted."""
+    """Return how long the job has run or ran, not counting suspended time at the beginning."""
     status = JobStatus.read(body.get("status") or {})
     return _since(status.start_time, status.completion_time or now) if status.start_time else ""
 
@@ -89,7 +89,7 @@ def _since(then: datetime | None, now: datetime) -> str:
 def readable(body: Json) -> Iterator[None]:
     """Guard code that reads a job.
 
-    Raises Mistake for a job of a newer release with unknown values.
+    Raises Mistake if the job has unknown values from a newer release.
     """
     try:
         yield
@@ -186,7 +186,7 @@ def _nodes(job: DDPJob) -> str:
 
 
 def _ranks(status: JobStatus) -> str:
-    """Return which nodes have the ranks from 0 on, if they do not follow the indices."""
+    """Return which nodes have the ranks from 0 on, if ranks do not follow the indices."""
     runs: list[list[int]] = []
     for index in status.rank_order:
         if runs and index == runs[-1][-1] + 1:
@@ -205,12 +205,12 @@ def _progress(status: JobStatus) -> str:
 
 
 def time_is_left(status: JobStatus) -> bool:
-    """Whether the remaining time is worth mentioning: not if a job has ended or is suspended."""
+    """Whether to mention the remaining time: not if the job has ended or is suspended."""
     return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
 
 def restart_counts(status: JobStatus, most: int) -> str:
-    """Return how many of the allowed restarts were used; empty without any."""
+    """Return how many of the allowed restarts were used; empty if none were."""
     counts = status.restarts
     return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
 
@@ -299,7 +299,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     """Yield what a job waits for or why it failed, and what to do about it."""
     yield from _state(body, pods, now)
     name, meta = body["metadata"]["name"], body["metadata"]
-    # These are Kubernetes' own.
+    # These finalizers are Kubernetes' own.
     held = [it for it in meta.get("finalizers") or () if it not in ("foregroundDeletion", "orphan")]
     deleted = parse_time(meta.get("deletionTimestamp"))
     if held and deleted is not None:
@@ -322,7 +322,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
     if state == "Interrupted" and body["spec"].get("image") == "":
-        # Only what it has left in its folder is known.
+        # Only the contents of its folder are known.
         yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":
@@ -335,7 +335,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from _without_status(body, now)
         return
     if status.holds(ConditionType.COMPLETE):
-        ran = took(body, now)  # It is unknown if the job made its last step while it was suspended.
+        ran = took(body, now)  # Unknown if the job made its last step while it was being suspended.
         yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
         complete = status.condition(ConditionType.COMPLETE)
         doubt = complete.message.partition(", but ")[2] if complete is not None else ""
@@ -375,7 +375,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
         return
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
-    # The last failure explains it, not the budget.
+    # The last failure is the explanation, not the budget.
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
@@ -391,7 +391,7 @@ _BESIDE = (
 
 
 def _notable(status: JobStatus) -> Iterator[Condition]:
-    """Yield the conditions of a training job that report something else."""
+    """Yield the conditions of a training job that report a problem."""
     running = status.condition(ConditionType.RUNNING)
     if running is not None and running.status and running.reason not in ("GroupRuns", "NodesRun"):
         yield running
@@ -399,9 +399,9 @@ def _notable(status: JobStatus) -> Iterator[Condition]:
 
 
 def _explained(condition: Condition) -> Iterator[str]:
-    """Yield the page's text about a condition's message, or otherwise about its reason.
+    """Yield the page's text about a condition's message or, failing that, its reason.
 
-    For containers' reasons that the page does not list, it has one common text.
+    Containers' reasons that the page does not list share one text.
     """
     known, reason = remedies(), condition.reason
     texts = (name for name in known if name.startswith(SAID) and name[len(SAID) :] in condition.message)
@@ -415,16 +415,16 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 SAID = "message "
-"""Prefix of the name of a remedy that is found by the text of an error."""
+"""Name prefix of remedies that are found by an error's text."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""A status in parentheses, with which the page's text begins if the reason belongs to a true
+"""A status in parentheses, which begins the page's text if the reason belongs to a true
 condition."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:
     """Return the first condition that keeps a job from training.
 
-    None if it trains or is complete.
+    None if the job is training or complete.
     """
     if status.holds(ConditionType.COMPLETE):
         return None
@@ -442,7 +442,7 @@ def main_condition(status: JobStatus) -> Condition | None:
     restarting = status.condition(ConditionType.RESTARTING)
     if not telling and restarting is not None and restarting.status:
         return restarting
-    # In that case nothing else is looked at.
+    # In that case nothing else is considered.
     lacks_class = refused if refused is not None and not refused.status else None
     return next(iter(telling or false), lacks_class)
 
@@ -464,7 +464,7 @@ def _without_status(body: Json, now: datetime) -> Iterator[str]:
 
 @cache
 def remedies() -> dict[str, dict[str, str]]:
-    """Return the meaning of each reason and what to do, generated from docs/troubleshooting.md."""
+    """Return each reason's meaning and remedy, generated from docs/troubleshooting.md."""
     text = resources.files(__package__).joinpath("remedies.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)
     return found

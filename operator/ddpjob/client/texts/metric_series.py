@@ -1,6 +1,6 @@
 """Reads metrics.jsonl, the built-in trainer's measurements.
 
-Any line may be cut, hostile, or somebody else's.
+Any line may be cut off, hostile or unrelated.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
 
 LARGEST = 1e300
-"""Maximum of a number in a curve: sums of larger ones are infinite, and integers may be too long
-for a float."""
+"""Maximum value in a curve. Sums of larger numbers are infinite, and integers may be too long for a
+float."""
 _LAST_STEP = 2**63
 _NAMES = 40
-"""How many different numbers of a step or an evaluation are kept."""
+"""Maximum number of different metrics kept for a step or an evaluation."""
 _NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
 
 
@@ -26,7 +26,7 @@ _NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
 class MetricSeries:
     """Numbers by name, then by step.
 
-    A restart repeats steps, and the newest value of a step counts.
+    A restart repeats steps; the newest value of a step counts.
     """
 
     steps: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -34,26 +34,25 @@ class MetricSeries:
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
-    """The steps after which training began, the first time and after each restart."""
+    """The steps after which training began, initially and after each restart."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
     """Stretches of steps that were made again: the step after which training began, and the last
     one that is known to have been made before."""
     not_finite: set[int] = field(default_factory=set)
-    """Steps of training whose loss is NaN or infinite."""
+    """Training steps whose loss is NaN or infinite."""
     without_loss: set[int] = field(default_factory=set)
-    """Steps of training without a loss. ddpjob_report.report also omits a loss that is not
-    finite."""
+    """Training steps without a loss. ddpjob_report.report also omits a loss that is not finite."""
 
     def after_last_loss(self) -> str:
-        """Return what the newest steps have instead of a finite loss, in words.
+        """Describe what the newest steps have instead of a finite loss.
 
-        Empty if they have one.
+        Empty if they have a finite loss.
         """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
         if self.not_finite and max(self.not_finite) > last:
             return f"loss: not finite (NaN or infinite) at {_counted(self.not_finite)}"
-        # A script may report its loss only at every tenth step.
+        # A script may report its loss only every ten steps.
         usual = max((later - step for step, later in pairwise(known)), default=0)
         since = {step for step in self.without_loss if step > last}
         if since and max(since) - last > usual:
@@ -70,13 +69,13 @@ def _is_step(value: object) -> bool:
 
 
 def read_metrics(text: str) -> MetricSeries:
-    """Read all numbers of the lines that can be read."""
+    """Read all numbers from the lines that can be read."""
     series, newest = MetricSeries(), 0
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # It is cut off at the beginning, or where the writer was killed.
+            continue  # The line is cut off at the start, or where the writer was killed.
         event = row.get("event") if isinstance(row, dict) else None
         if event == "start":
             series.starts.append(row["step"] if _is_step(row.get("step")) else 0)

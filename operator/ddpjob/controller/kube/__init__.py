@@ -1,3 +1,1 @@
-"""A small controller-runtime: requests, caches, a work queue and leader election. It knows no
-DDPJob.
-"""
+"""A small controller-runtime without DDPJobs: requests, caches, work queue, leader election."""

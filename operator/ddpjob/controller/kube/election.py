@@ -1,4 +1,4 @@
-"""Leader election: the replica that holds a Lease acts, by client-go's algorithm.
+"""Leader election with client-go's algorithm: only the replica that holds a Lease acts.
 
 Two replicas must never act at the same time, and a replica that dies must be replaced soon. Nothing
 may depend on the clocks of two machines, because they differ.
@@ -7,23 +7,24 @@ may depend on the clocks of two machines, because they differ.
   stops acting. It counts from the time at which it began the last successful write.
 - The others read the Lease every RETRY_SECONDS. One of them takes it after it has seen no new
   version for the Lease's duration, LEASE_SECONDS, by its own monotonic clock. They never compare
-  `renewTime`, which is there for people.
-- Every write carries the resource version that was read, so of two writers one gets a conflict.
+  `renewTime`, which is for human readers.
+- Every write carries the resource version that was read, so one of two concurrent writers gets a
+  conflict.
 
 Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
 
      0.0  A's renewal is stored; B sees it at 1.0
-     2.0  A tries to renew, without an answer, and again and again
-    10.0  A stops acting, and cancels whatever it was doing
+     2.0  A tries to renew, gets no response, and keeps retrying
+    10.0  A stops acting and cancels whatever it was doing
     16.0  B has seen no renewal for 15 s, and takes the Lease
 
-From 10 to 16 nobody acts, which is the margin for A to stop. A holder that ends in an orderly way
-releases the Lease after it has stopped, so a rolling update takes seconds. A renewal is one
-request, and a failed one is made again soon: an API server that refuses half of all requests costs
-nobody the Lease.
+From 10 to 16 nobody acts, which is A's margin to stop. A holder that shuts down cleanly releases
+the Lease once it has stopped, so a rolling update takes seconds. A renewal is one request, which is
+soon retried if it fails, so that an API server that refuses half of all requests does not cost
+anybody the Lease.
 
-Why not the client's own election: docs/decisions/0011. Several Leases for several shards:
-`operator_shards`.
+See docs/decisions/0011 for why the client's own election is not used, and `operator_shards` for
+several Leases.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
 """The values of client-go."""
 assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must have stopped when another replica may act"
 _AGAIN_SECONDS = 0.5
-"""Seconds until the next try after a failed renewal."""
+"""Seconds until the next attempt after a failed renewal."""
 _RELEASE_SECONDS = 3.0
 
 
@@ -59,18 +60,18 @@ class Lease:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._own: Json | None = None
-        """The Lease as this replica wrote it last, while no other write is known."""
+        """The Lease as this replica last wrote it, unless another write is known."""
         self._version: str | None = None
         self._seen = 0.0
         """When this version was first seen (monotonic seconds)."""
         self._read = float("-inf")
         self.written = float("-inf")
-        """When this replica began its last write of the Lease. No other replica counts the Lease's
-        duration from an earlier time."""
+        """When this replica began its last write of the Lease. Other replicas never count the
+        Lease's duration from an earlier time."""
 
     @property
     def read_lately(self) -> bool:
-        """Whether the API server has answered in the last LEASE_SECONDS."""
+        """Whether the API server has responded in the last LEASE_SECONDS."""
         return time.monotonic() - self._read < LEASE_SECONDS
 
     async def hold(self) -> bool:
@@ -97,9 +98,9 @@ class Lease:
         return True
 
     async def _renewed(self) -> bool:
-        """Renew the Lease over this replica's own write, if that was the last one.
+        """Renew the Lease without reading it, if this replica's own write was the last.
 
-        Otherwise it has to be read.
+        Otherwise the Lease must be read.
         """
         own, self._own = self._own, None
         if own is None:
@@ -134,7 +135,7 @@ class Lease:
             )
 
     def observe(self, found: Json | None) -> None:
-        """Take note of the Lease as the API server has it now; None if it has none."""
+        """Take note of the Lease as it is on the API server now; None if it does not exist."""
         self._read = time.monotonic()
         version = found["metadata"]["resourceVersion"] if found is not None else ""
         if version != self._version:
@@ -147,7 +148,7 @@ class Lease:
     def is_held_by_another(self, found: Json | None) -> bool:
         """Whether another replica has renewed the Lease within its duration.
 
-        This is judged by what this replica has seen.
+        The judgment uses only what this replica has seen.
         """
         spec = found.get("spec", {}) if found is not None else {}
         holder = spec.get("holderIdentity") or ""
@@ -164,17 +165,17 @@ class Lease:
     async def _write(self, found: Json, spec: Json) -> Json:
         """Write the Lease.
 
-        The resource version in the metadata makes the API server reject a write over another
-        replica's.
+        The resource version in the metadata makes the API server reject a write that would
+        overwrite another replica's.
         """
         return await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Wait for the Lease, and run `act` while it is renewed; repeat whenever it is lost.
+    """Wait for the Lease and run `act` while the Lease is renewed; repeat whenever it is lost.
 
-    Return when `act` ends. The process stays however long the API server is unreachable, because a
-    restart would not help.
+    Return when `act` ends. The process stays up however long the API server is unreachable, because
+    a restart would not help.
     """
     while True:
         try:
@@ -186,8 +187,8 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
 async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
     """Act for one term.
 
-    Raises LeadershipLost if the Lease could not be renewed in time, and any exception of `act`,
-    both after `act` has ended.
+    Raises LeadershipLost if the Lease could not be renewed in time, or any exception from `act`.
+    Both are raised after `act` has ended.
     """
     taken = await _acquire(lease)
     acting, renewing = asyncio.ensure_future(act()), asyncio.ensure_future(_renew(lease, taken))
@@ -199,12 +200,12 @@ async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
         for task in (acting, renewing):
             task.cancel()
         await asyncio.gather(acting, renewing, return_exceptions=True)
-        # Not earlier: the next holder must not act while this one still does.
+        # Only now, because the next holder must not act while this one still does.
         await _release(lease)
 
 
 async def _acquire(lease: Lease) -> float:
-    """Wait for the Lease, and return when it was written (monotonic seconds)."""
+    """Wait for the Lease and return the time when it was written (monotonic seconds)."""
     while True:
         if await _try(lease, RENEW_SECONDS):
             return lease.written
@@ -227,13 +228,13 @@ async def _renew(lease: Lease, renewed: float) -> None:
 async def _try(lease: Lease, seconds: float) -> bool:
     """Try once, for at most `seconds`.
 
-    No failure ends the process, because the next try may succeed.
+    Failures do not end the process, because the next attempt may succeed.
     """
     try:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # KeyError: the answer is a different server's object.
+        # KeyError: the response is a different server's object.
         log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no answer in time")
         return False
 
@@ -243,7 +244,7 @@ async def _release(lease: Lease) -> None:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # KeyError: the answer is a different server's object.
+        # KeyError: the response is a different server's object.
         log.warning(
             "the Lease %s/%s was not released, it expires in %s s: %s",
             lease.namespace,

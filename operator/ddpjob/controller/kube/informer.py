@@ -1,34 +1,35 @@
-"""Caches of collections of the API server, and one that lists its collection and watches it.
+"""Caches of API server collections, and one that lists and watches its collection.
 
-kopf watches the jobs (`job_cache.py`). What the operator makes for them is followed here, because
-kopf never shows what was deleted while its watch was interrupted, and keeps no objects to read.
+kopf watches the jobs (`job_cache.py`). The objects that the operator makes for them are followed
+here, because kopf never shows deletions during an interruption of its watch, and does not keep
+objects to read.
 
-A reconcile reads the cache and asks the API server nothing. For that the cache must never go back
-in time, must notice what was deleted while no watch was open, and must survive every kind of
-failure.
+A reconcile reads the cache without asking the API server. The cache must therefore never go back in
+time, must notice deletions while no watch was open, and must survive every kind of failure.
 
-- A list gives all objects and the version of the collection. Objects that are known and not in it
-  have been deleted. The watch starts at that version and continues from the last event's.
-- Each object has its own version, and of two versions the later one stays. The operator's own
-  writes are taken into the cache with their answers (`take`), so the next reconcile sees them even
+- A list gives all objects and the version of the collection. Known objects that are not in the list
+  have been deleted. The watch starts at that version and continues from the last event's version.
+- Each object has its own version, and the later of two versions is kept. The operator's own
+  writes enter the cache with their responses (`take`), so the next reconcile sees them even
   if the watch is late; the watch's older event is then ignored.
-- Versions are compared as numbers, which Kubernetes guarantees since 1.35 and etcd always did.
+- Versions are compared as numbers. Kubernetes has guaranteed this since 1.35, and etcd always has.
 
-Example, changes of a Workload that overtake the watch:
+Example of changes to a Workload that overtake the watch:
 
-    list             it is at version 40, the collection at 52; watch from 52
-    own write        answered with version 57, which the cache keeps
-    own write        answered with version 59, which the cache keeps
+    list             the Workload is at version 40, the collection at 52; watch from 52
+    own write        the response has version 57, which the cache keeps
+    own write        the response has version 59, which the cache keeps
     watch event 57   older than 59: dropped
-    watch event 59   known already: no second wake-up
+    watch event 59   already known: no second wake-up
 
-A watch ends after WATCH_SECONDS, and the next one continues. If a version has expired (410 Gone),
-everything is listed again. If a watch breaks, the store may have been restored from a backup. Then
-versions have gone back, and a watch from the old one would be silent for a long time, so that is
-asked before the next watch. While the API server is unavailable, what is known stays.
+A watch ends after WATCH_SECONDS, and the next one continues from there. If a version has expired
+(410 Gone), everything is listed again. If a watch breaks, the store may have been restored from a
+backup. Versions have then gone back, and a watch from the old version would be silent for a long
+time, so the store's version is checked before the next watch. While the API server is unavailable,
+the known state is kept.
 
-Memory is bounded: one page of all informers is parsed at a time, a page that is larger than
-PAGE_BYTES is asked for again in smaller ones, and only views of objects are kept.
+Memory is bounded: all informers together parse one page at a time, a page larger than PAGE_BYTES is
+requested again as smaller pages, and only views of objects are kept.
 
 Why: docs/decisions/0013.
 """
@@ -53,30 +54,29 @@ Id = tuple[str, str]
 
 PAGE = 500
 PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum number of bytes of one page of a list. As Python objects they may take 30 times as much.
-A larger page is asked for again in smaller ones, down to one object, whose size the API server
+"""Maximum size of one page of a list in bytes. As Python objects, a page may take 30 times as much.
+A larger page is requested again as smaller pages, down to one object, whose size the API server
 limits."""
 WATCH_SECONDS = 300
-"""Seconds after which the API server ends a watch, and the next one continues."""
+"""Seconds after which the API server ends a watch and the next one continues."""
 _SILENCE = 75.0
-"""Seconds without an event after which a watch counts as dead: the API server sends a bookmark each
-minute."""
+"""Seconds without an event after which a watch counts as dead. The API server sends a bookmark
+every minute."""
 TURN_SECONDS = 0.02
-"""Seconds for which one watch may keep everything else waiting, including the Lease, when thousands
-of events arrive at once."""
+"""Maximum number of seconds for which one watch keeps everything else waiting, including the Lease,
+when thousands of events arrive at once."""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
-"""Seconds until the API server is asked again for an optional collection that may not be read or is
-not served."""
+"""Seconds between attempts to read an optional collection that may not be read or is not served."""
 
 
 class Cache(Generic[View]):
-    """A view of every object of a collection.
+    """A view of every object in a collection.
 
     It calls `on_change(before, after)` when a view has changed. `read` makes the view. Objects for
-    which it raises are left out, and so are those in namespaces for which `keep` is false. The
-    operator's own writes enter the cache by `take` and `forget`, so the next look shows them even
-    if the watch is late: of two versions of an object the later one stays.
+    which it raises are ignored, and so are objects in namespaces for which `keep` is false. The
+    operator's own writes enter the cache through `take` and `forget`, so the next look shows them
+    even if the watch is late. The later of two versions of an object is kept.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Cache(Generic[View]):
     ) -> None:
         self.rest, self.path, self.read, self.on_change, self.keep = rest, path, read, on_change, keep
         self.listed = asyncio.Event()
-        """Set when the cache is complete: a list of the collection has been read."""
+        """Set when the cache is complete, because a list of the collection has been read."""
         self.answered = asyncio.Event()
-        """Set when `listed` is, or when the API server has answered that the collection may not be
+        """Set when `listed` is set, or when the API server has refused to let the collection be
         read."""
         self.served = False
-        """Whether the last list was answered with the collection's content."""
+        """Whether the response to the last list had the collection's content."""
         self._views: dict[Id, View] = {}
         self._versions: dict[Id, int] = {}
         self._floor = 0
-        """Version of the last list. Older events are known."""
+        """Version of the last list. Older events are already known."""
         self._latest = 0
         """The latest known version of the collection."""
         self._logged_forbidden = False
@@ -113,7 +113,7 @@ class Cache(Generic[View]):
         return tuple(self._views.values())
 
     def take(self, body: Json) -> None:
-        """Take an object as it is at its version, unless a later one is known."""
+        """Take an object at its version, unless a later version is known."""
         self._take(body, self._floor)
 
     def _take(self, body: Json, floor: int) -> None:
@@ -122,7 +122,7 @@ class Cache(Generic[View]):
             return
         try:
             view = self.read(body)
-        except Exception as error:  # A user wrote it, so it only costs that user's job.
+        except Exception as error:  # A user wrote the object, so the fault affects only that user's job.
             log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
             self._remove(key)
             self._versions[key] = version
@@ -130,7 +130,7 @@ class Cache(Generic[View]):
         self._keep(key, version, view)
 
     def take_view(self, key: Id, version: int, view: View) -> None:
-        """Take the view of an object at its version, unless a later one is known."""
+        """Take the view of an object at its version, unless a later version is known."""
         if version > self._versions.get(key, self._floor) and self.keep(key[0]):
             self._keep(key, version, view)
 
@@ -141,7 +141,7 @@ class Cache(Generic[View]):
             self.on_change(before, view)
 
     def forget(self, namespace: str, name: str) -> None:
-        """Remove an object that is gone, as the answer to a request has shown."""
+        """Remove an object that is gone, as the response to a request has shown."""
         self._remove((namespace, name))
 
     def _remove(self, key: Id) -> None:
@@ -173,8 +173,8 @@ class Cache(Generic[View]):
     def _note_version(self, version: int) -> None:
         """Take note of a list's version.
 
-        If it is earlier than the latest known one, everything known counts as older than any object
-        of the store.
+        If it is earlier than the latest known version, everything known counts as older than any
+        object in the store.
         """
         if version < self._latest:
             log.warning("%s is at version %s after %s: restored from a backup?", self.path, version, self._latest)
@@ -182,7 +182,7 @@ class Cache(Generic[View]):
         self._latest = version
 
     def _remove_but(self, found: Collection[Id], version: int) -> None:
-        """Remove objects known at this version that are not in its list."""
+        """Remove objects known at this version that are not in the list."""
         for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
             self._remove(key)
 
@@ -193,9 +193,9 @@ class Cache(Generic[View]):
 
 
 class Informer(Cache[View]):
-    """A cache that follows its collection by itself, with a list and a watch.
+    """A cache that follows its collection itself, using a list and a watch.
 
-    If the collection is `optional` and may not be read, or is not served, the cache is empty.
+    If the collection is `optional` and either may not be read or is not served, the cache is empty.
     """
 
     def __init__(
@@ -217,15 +217,15 @@ class Informer(Cache[View]):
         self._page, self._optional = page, optional
         self._version = ""
         self._broken = False
-        """Whether the last watch has broken, perhaps because the API server's store was restored
-        from a backup."""
+        """Whether the last watch broke, perhaps because the API server's store was restored from a
+        backup."""
 
     # --- following
 
     async def run(self) -> None:
         """Run until cancelled.
 
-        While the API server is unavailable it is asked again, and the known state stays.
+        While the API server is unavailable, keep the known state and retry.
         """
         while True:
             pause = 0.0
@@ -255,11 +255,12 @@ class Informer(Cache[View]):
                 elif error.status != HTTPStatus.GONE:
                     log.warning("%s is listed again in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
-                    # A collection that may be withheld on purpose is asked for much later, and is
-                    # not an error.
+                    # A collection that may be withheld on purpose is retried much later, and is not
+                    # an error.
                     self._errors.inc()
             except Exception as error:
-                # For instance a proxy's page. The process stays, whatever it is.
+                # The response may be a proxy's page, for instance. The process continues in any
+                # case.
                 self._version = ""
                 pause = _RETRY
                 self._errors.inc()
@@ -267,9 +268,9 @@ class Informer(Cache[View]):
             await asyncio.sleep(pause)
 
     def _forbidden(self, error: ApiError) -> float:
-        """Return the seconds until the next try."""
-        # The right to an optional collection may be withheld on purpose. A job that needs it shows
-        # that in its conditions.
+        """Return the seconds until the next attempt."""
+        # The right to an optional collection may be withheld on purpose. A job that needs the
+        # collection shows this in its conditions.
         self._log_forbidden(error, logging.INFO if self._optional else logging.ERROR)
         return _UNREADABLE_RETRY if self._optional else _RETRY
 
@@ -285,26 +286,26 @@ class Informer(Cache[View]):
         self.answered.set()
 
     async def _has_gone_back(self) -> bool:
-        """Whether the API server's store has an earlier version than the latest known one.
+        """Whether the API server's store is at an earlier version than the latest known one.
 
-        A watch from that one would be silent, without an error, until the store has had that many
-        changes again.
+        A watch from the known version would be silent, without an error, until the store reached
+        that version again.
         """
         query = {**self._query, "limit": "1"}
         page = await self.rest.request("GET", self.path, query=query, accept=METADATA_LIST)
         return int(page["metadata"]["resourceVersion"]) < self._latest
 
     async def list(self) -> None:
-        """List the collection in pages, and remove objects that are not in them.
+        """List the collection in pages, and remove objects that are not in the list.
 
-        Only one page of all informers is in memory at a time, because nothing is awaited while
-        there is one.
+        All informers together hold only one page in memory at a time, because nothing is awaited
+        while a page is in memory.
         """
         found: set[Id] = set()
         async for page in self.pages(self._query, self._page, self._list_accept):
             version = int(page["metadata"]["resourceVersion"])
             self._note_version(version)
-            for body in page["items"] or ():  # null if there are none, in a list of metadata
+            for body in page["items"] or ():  # null if an empty list of metadata
                 found.add(id_of(body))
                 self._take(body, -1)
                 del body
@@ -317,7 +318,7 @@ class Informer(Cache[View]):
         self.answered.set()
 
     async def _follow(self) -> None:
-        """Follow one watch, from the latest known version, until it ends."""
+        """Follow one watch from the latest known version until it ends."""
         query = {
             **self._query,
             "resourceVersion": self._version,
@@ -327,7 +328,7 @@ class Informer(Cache[View]):
         turn = time.perf_counter()
         async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
             if time.perf_counter() - turn > TURN_SECONDS:
-                # Events that have already arrived are read without waiting for anything.
+                # Events that have already arrived are read without any wait.
                 await asyncio.sleep(0)
                 turn = time.perf_counter()
             kind, body = event["type"], event["object"]
@@ -341,14 +342,14 @@ class Informer(Cache[View]):
                 self._drop(body)
             elif kind != "BOOKMARK":
                 self.take(body)
-            del event, body  # It may be large, and the next one may be late.
+            del event, body  # The object may be large, and the next event may be late.
 
     def _drop(self, body: Json) -> None:
         """Remove an object that has been deleted at its version."""
         key = id_of(body)
         if self._versions.get(key, 0) <= version_of(body):
             if key in self._views:
-                self.take(body)  # Its last state may show why it has ended.
+                self.take(body)  # Its last state may show why it ended.
             self._remove(key)
 
 
@@ -359,9 +360,9 @@ def id_of(body: Json) -> Id:
 
 
 def version_of(body: Json) -> int:
-    """Return the number of the change in the API server's store.
+    """Return the object's version: the number of its change in the API server's store.
 
-    Versions of one collection can be compared. Kubernetes guarantees this since 1.35 (KEP-5504),
-    and etcd has always done so.
+    Versions of one collection can be compared. Kubernetes has guaranteed this since 1.35
+    (KEP-5504), and etcd always has.
     """
     return int(body["metadata"]["resourceVersion"])

@@ -1,10 +1,10 @@
-"""What the operator's requests and watches count for Prometheus."""
+"""Prometheus counters for the operator's requests and watches."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, disable_created_metrics
 
-# Else each counter has a second series for its beginning.
+# Otherwise each counter would have a second series for its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 API_REQUESTS = Counter(

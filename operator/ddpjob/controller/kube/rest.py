@@ -1,6 +1,6 @@
-"""JSON requests by the official asyncio client: its transport and login, without its models.
+"""JSON requests through the official asyncio client: its transport and login, without its models.
 
-The models cost too much time.
+The models are too slow.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ddpjob.unavailable import Unavailable
 Json = dict[str, Any]
 REQUEST_SECONDS = 30
 LONGEST_PAUSE = 60.0
-"""Maximum of seconds that an answer may make the operator wait: a proxy's maintenance page names an
-hour, but ends sooner."""
+"""Maximum number of seconds that a response may make the operator wait. A proxy's maintenance page
+may say an hour, but maintenance ends sooner."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _DEEPEST = 50_000
-"""Python's recursion limit for an object that is nested too deep for its usual one. The API server
-allows 10,000 levels, which take three calls each."""
+"""Python's recursion limit while reading an object that is nested too deeply for the usual limit.
+The API server allows 10,000 levels, which take three calls each."""
 _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
@@ -48,13 +48,13 @@ class ApiError(Exception):
 
 
 class TooLarge(Exception):
-    """An answer has more bytes than the caller reads."""
+    """A response has more bytes than the caller accepts."""
 
 
 class NoCredentials(Exception):
-    """There is neither a service account's token nor a kubeconfig.
+    """There is neither a service account token nor a kubeconfig.
 
-    The message names what each lacks.
+    The message says what is missing for each.
     """
 
 
@@ -66,7 +66,7 @@ class Rest:
 
     @classmethod
     async def connect(cls, connections: int = 64) -> Rest:
-        """Connect with the service account inside a cluster, otherwise with the kubeconfig.
+        """Connect with the service account inside a cluster, or otherwise with the kubeconfig.
 
         The environment names the kubeconfig. Raises NoCredentials.
         """
@@ -86,9 +86,9 @@ class Rest:
     def open(cls, settings: client.Configuration, connections: int) -> Rest:
         """Connect with the given settings."""
         settings.connection_pool_maxsize = connections
-        settings.disable_strict_ssl_verification = True  # As in ddpjob.controller.login.
-        # Once, whereas aiohttp does it for each request in a thread. ~/.netrc does not apply to the
-        # API server.
+        settings.disable_strict_ssl_verification = True  # See ddpjob.controller.login.
+        # Look up the proxy once; aiohttp would do so in a thread for each request. ~/.netrc does
+        # not apply to the API server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
         return cls(client.ApiClient(configuration=settings))
@@ -109,9 +109,10 @@ class Rest:
     ) -> Json:
         """Return the JSON response.
 
-        Raises TooLarge, before it has been read, if it has more than `most` bytes. Raises ApiError
-        for 4xx; Unavailable for 429, 5xx, failures of the connection, and an answer that is not a
-        JSON object, because it comes from something between here and the API server.
+        Raises TooLarge if the response has more than `most` bytes, without reading it in full.
+        Raises ApiError for 4xx. Raises Unavailable for 429, 5xx, connection failures, and a
+        response that is not a JSON object, because this comes from something in front of the API
+        server.
         """
         try:
             response = await self._send(
@@ -128,9 +129,10 @@ class Rest:
     async def watch(
         self, path: str, query: Mapping[str, str], silence: float, accept: str = JSON
     ) -> AsyncIterator[Json]:
-        """Yield the events of a watch, until the server ends it.
+        """Yield the events of a watch until the server ends it.
 
-        Raises the errors of `request`, and Unavailable after `silence` seconds without an event.
+        Raises the same errors as `request`, and Unavailable after `silence` seconds without an
+        event.
         """
         limits = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=silence)
         try:
@@ -153,8 +155,9 @@ class Rest:
         types: tuple[str, str],
         limits: aiohttp.ClientTimeout,
     ) -> Any:
-        """Send a request. `types` are the content types of the body and of the answer."""
-        # Not compressed: on both sides that takes longer than sending a list within a cluster.
+        """Send a request. `types` are the content types of the body and of the response."""
+        # Uncompressed, because compressing and decompressing a list takes longer than sending it
+        # within a cluster.
         headers = {"Content-Type": types[0], "Accept": types[1], "Accept-Encoding": "identity"}
         arguments = await self.api.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
@@ -169,13 +172,13 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
         async for part in response.content.iter_chunked(2**16):
             text += part
             if len(text) > most:
-                response.close()  # The rest is not read either, because the connection ends.
+                response.close()  # The connection is closed, so the rest is not read either.
                 raise TooLarge
     return bytes(text)
 
 
 def _words(error: Exception) -> str:
-    """Describe an error. aiohttp gives no text for the timeout of a whole request."""
+    """Describe an error. aiohttp's timeout of a whole request has no text."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer within {REQUEST_SECONDS} s"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -191,12 +194,12 @@ def _proxy(host: str) -> str | None:
 
 
 def _in_a_network_of(no_proxy: str, host: str) -> bool:
-    """Whether NO_PROXY names a network (10.96.0.0/12) with this host, as for kubectl.
+    """Whether NO_PROXY names a network (such as 10.96.0.0/12) with this host, as kubectl supports.
 
     Python supports only names and single addresses.
     """
     for word in no_proxy.split(","):
-        with contextlib.suppress(ValueError):  # One of them is a name.
+        with contextlib.suppress(ValueError):  # Ignore a name that is not an address.
             if ip_address(host) in ip_network(word.strip(), strict=False):
                 return True
     return False
@@ -215,9 +218,9 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
 
 
 def _object(text: bytes, what: str) -> Json:
-    """Return the API server's object.
+    """Return the object that the API server sent.
 
-    Raises Unavailable for anything that only a different server sends.
+    Raises Unavailable for anything that the API server itself would not send.
     """
     found = _parse(text)
     if not found:
@@ -234,13 +237,13 @@ def _parse(text: bytes) -> Json:
 
 
 def loads(text: bytes) -> Any:
-    """Read JSON as deep as the API server does.
+    """Read JSON nested as deeply as the API server allows.
 
-    One user's object must not hide all others in its list.
+    One user's object must not hide all other objects in its list.
     """
     with contextlib.suppress(ValueError):
-        # It is deeper than 200 levels, has half a surrogate pair, or is not JSON.
-        return from_json(text)  # A pod takes a third of the time that json needs.
+        # The text is deeper than 200 levels, has half a surrogate pair, or is not JSON.
+        return from_json(text)  # This takes a third of the time that json needs for a pod.
     try:
         return json.loads(text)
     except RecursionError:
@@ -256,8 +259,8 @@ def _loads_deep(text: bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        # Since Python 3.12, C code has a different limit. The Python parser is slower, but does not
-        # use C's stack.
+        # Since Python 3.12, C code has a different limit. The pure Python parser is slower but does
+        # not use the C stack.
         decoder = json.JSONDecoder()
         decoder.parse_object, decoder.parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
         decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]

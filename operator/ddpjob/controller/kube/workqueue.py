@@ -1,35 +1,35 @@
-"""A work queue of keys with delays, and turns that groups share.
+"""A work queue of keys with delays, and turns that groups share fairly.
 
-One process reconciles all jobs, whose keys are grouped by namespace. Three things must not
-happen: a pod that changes ten times a second causes ten reconciles, a job is reconciled by two
-workers at once, or a namespace with a thousand new jobs keeps the others waiting.
+One process reconciles all jobs, whose keys are grouped by namespace. A pod that changes ten times a
+second must not cause ten reconciles, two workers must not reconcile the same job at once, and a
+namespace with a thousand new jobs must not keep the others waiting.
 
 `DelayQueue` decides which key is handled next.
 
-- A key waits once. Of two requested times the earlier one counts. A key that is added while it is
-  being handled is handled once more afterwards.
-- A change that is not urgent waits until INTERVAL after the key's last start, so a burst of
-  changes costs one reconcile per second.
-- Among the keys that are due, the lowest rank comes first, then the group with the fewest
-  workers, then the key that was scheduled first.
-- A group gets another worker only while it has fewer than half as many as are free, or none.
+- A key waits only once, and the earlier of two requested times counts. A key that is added while it
+  is being handled is handled once more afterwards.
+- A change that is not urgent waits until INTERVAL after the key's last start, so a burst of changes
+  costs one reconcile per second.
+- Among due keys, the lowest rank comes first, then the group with the fewest workers, then the key
+  that was scheduled first.
+- A group gets another worker only if it has none, or fewer than half the number of idle workers.
 
-Example, 8 workers and any number of keys:
+Example with 8 workers and any number of keys:
 
     group A alone          gets 3 workers: 0 < 8/2, 1 < 7/2 and 2 < 6/2, but 3 > 5/2
-    then B, C, D and E     B gets 2 of the 5 that are left, and C, D and E get 1 each
+    then B, C, D and E     B gets 2 of the remaining 5, and C, D and E get 1 each
 
 `Turns` limits what the workers do inside a reconcile, such as creating pods.
 
-- At most `most` turns are taken. A turn that lasts longer than SLOW no longer counts, because it
-  waits for something else, such as an admission webhook. At most `most` turns may be slow.
-- The next turn goes to the waiting group that had the fewest turns lately; a turn counts half
-  after HALF_LIFE. Groups that hold half of all turns come last. Example: A had 400 turns and
-  waits for 600 more. B asks for 4, and gets the next 4.
+- At most `most` turns are taken at a time. A turn longer than SLOW is not counted, because it waits
+  for something else, such as an admission webhook. At most `most` turns may be slow.
+- The next turn goes to the waiting group with the fewest recent turns; a turn counts half after
+  HALF_LIFE. Groups that hold half of all turns come last. Example: A had 400 turns and waits for
+  600 more. B asks for 4 and gets the next 4.
 - Fairness counts turns, not seconds, because a turn takes many times longer at the start of a
   burst.
 
-A key says which job to reconcile, and never what has happened to it, so merging two changes loses
+A key says which job to reconcile but never what has happened to it, so merging two changes loses
 nothing (docs/decisions/0002).
 """
 
@@ -50,23 +50,23 @@ Key = TypeVar("Key", bound=Hashable)
 FIRST_BACKOFF = 0.5
 LONGEST_BACKOFF = 60.0
 INTERVAL = 1.0
-"""Seconds between two starts of the same key, unless the second is urgent or was requested by the
-first."""
+"""Minimum number of seconds between starts of the same key, unless the second start is urgent or
+was requested by the first."""
 CROWDED_INTERVAL = 1.7
-"""The same while more urgent work than any second start waits. A status may be late by two
-seconds."""
+"""The same interval while work that is more urgent than repeated starts is waiting. A status may be
+two seconds late."""
 HALF_LIFE = 10.0
-"""Seconds after which a group's turn counts half."""
+"""Seconds after which a past turn of a group counts half."""
 SLOW = 0.3
-"""Seconds after which a turn is passed on although it has not ended."""
+"""Seconds after which a turn's slot is passed on although the turn has not ended."""
 
 
 class DelayQueue(Generic[Key]):
-    """Keys with the time at which they are due, by the event loop's clock.
+    """Keys with their due times, on the event loop's clock.
 
-    The earliest requested time wins. Of the due keys, those of the lowest `rank` come first, then
-    those of the `group` with the fewest workers, then the one that was scheduled first. `crowded`
-    returns whether second starts should be rarer.
+    The earliest requested time wins. Among due keys, the lowest `rank` comes first, then the
+    `group` with the fewest workers, then the key that was scheduled first. `crowded` returns
+    whether repeated starts should be rarer.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class DelayQueue(Generic[Key]):
     def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
         """Schedule `key` in `delay` seconds, or sooner if an earlier wake-up is already scheduled.
 
-        If not urgent, it starts at the earliest INTERVAL seconds after the last start, or
-        CROWDED_INTERVAL while it is crowded.
+        If it is not urgent, it starts no earlier than INTERVAL seconds after its last start, or
+        CROWDED_INTERVAL while the queue is crowded.
         """
         when = asyncio.get_running_loop().time() + delay
         if not urgent and key in self._began:
@@ -100,20 +100,20 @@ class DelayQueue(Generic[Key]):
             self._schedule(key, when)
 
     def depth(self) -> int:
-        """Return how many due keys wait. May be called from any thread."""
+        """Return the number of waiting due keys. May be called from any thread."""
         return len(self._waiting())
 
     def age(self) -> float:
-        """Return for how many seconds the first due key has waited; 0 if none is due.
+        """Return how many seconds the first due key has waited; 0 if none is due.
 
         May be called from any thread.
         """
         return max(0.0, self._time() - min(self._waiting(), default=math.inf))
 
     def _waiting(self) -> list[float]:
-        """Return when the keys that wait for a worker became due.
+        """Return the times when keys waiting for a worker became due.
 
-        `_ready` lacks keys that came while no worker was free.
+        `_ready` lacks keys that became due while all workers were busy.
         """
         now = self._time()
         return [when for key, (when, _) in list(self._due.items()) if when <= now and key not in self._busy]
@@ -125,11 +125,11 @@ class DelayQueue(Generic[Key]):
         self._changed.set()
 
     async def work(self, handle: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
-        """Handle keys until cancelled, with at most `workers` at a time.
+        """Handle keys until cancelled, up to `workers` at a time.
 
         `handle` returns the number of seconds until the key is due again, or None. An exception is
-        logged, and the key is due again after FIRST_BACKOFF seconds, doubled for each further
-        failure up to LONGEST_BACKOFF.
+        logged, and the key is due again after FIRST_BACKOFF seconds, doubled with each failure in a
+        row up to LONGEST_BACKOFF.
         """
         self._time = asyncio.get_running_loop().time
         gate = asyncio.Semaphore(workers)
@@ -145,7 +145,7 @@ class DelayQueue(Generic[Key]):
             now = asyncio.get_running_loop().time()
             while self._heap and self._heap[0][0] <= now:
                 when, order, key = heapq.heappop(self._heap)
-                # Otherwise it was added again for an earlier time, or is still being handled.
+                # Otherwise the key was added again for an earlier time, or is still being handled.
                 if self._due.get(key) == (when, order) and key not in self._busy:
                     heapq.heappush(self._ready.setdefault(self._group(key), []), (self._rank(key), order, key))
             share = max(1, (workers - len(self._busy)) / 2)
@@ -199,11 +199,12 @@ class DelayQueue(Generic[Key]):
 
 
 class Turns:
-    """Limit the turns to `most` at a time, plus as many again that have taken longer than SLOW
-    seconds.
+    """Limits turns to `most` at a time, plus as many slow ones.
 
-    While several groups wait, the next turn is for the group that has had the fewest lately. A
-    group that holds half of all turns comes last.
+    A turn is slow if it has taken longer than SLOW seconds.
+
+    While several groups wait, the group with the fewest recent turns gets the next one. A group
+    that holds half of all turns comes last.
     """
 
     def __init__(self, most: int) -> None:
@@ -211,17 +212,17 @@ class Turns:
         self._slow = 0
         self._taken: Counter[Hashable] = Counter()
         self._had: dict[Hashable, float] = {}
-        """Recent turns, each of which counts half as much after HALF_LIFE."""
+        """Recent turns; each counts half as much after HALF_LIFE."""
         self._halved = 0.0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     def wanted(self) -> bool:
-        """Whether anybody waits for a turn."""
+        """Whether anybody is waiting for a turn."""
         return bool(self._waiting)
 
     @asynccontextmanager
     async def turn(self, group: Hashable) -> AsyncIterator[None]:
-        """Wait for a turn of the group, which ends with the context."""
+        """Wait for a turn for the group. The turn ends with the context."""
         if self._free and not self._waiting:
             self._begin(group)
         else:
@@ -251,7 +252,7 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self._end(group)  # It was given a turn at the same time.
+                self._end(group)  # The group was given a turn at the same time.
             raise
 
     def _begin(self, group: Hashable) -> None:
@@ -275,7 +276,7 @@ class Turns:
             self._next()
 
     def _next(self) -> None:
-        """Free a turn, and give it to the group that comes next."""
+        """Release a turn and give it to the next group."""
         self._free += 1
         assert self._free <= self._most, "a turn was returned twice"
         while self._free and self._waiting:
@@ -291,6 +292,6 @@ class Turns:
     def _comes(self, group: Hashable) -> tuple[bool, float]:
         """Order the waiting groups.
 
-        Of equal ones the first wins: `_waiting` is in the order of their last turns.
+        Among equals the first one wins, because `_waiting` is in the order of last turns.
         """
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)

@@ -8,16 +8,16 @@ from ddpjob.api.job_status import AvoidedNode, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause
 
 WINDOW = timedelta(hours=1)
-"""How long a failure is remembered, and how long a host is avoided after its last one."""
+"""How long a failure is remembered, and how long a host is avoided after its last failure."""
 RECENT = 10
 """Maximum number of entries in `status.restarts.recent`."""
 FAILURES = 3
 LOSSES = 2
 _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Causes that are the job's own on any host."""
+"""Causes that are the job's own fault on any host."""
 _MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
-"""Faults of a host that hit a pod before its program runs, or without its program's part. One is
+"""Faults of a host that hit a pod before its program runs or regardless of its program. One is
 enough."""
 
 
@@ -26,9 +26,9 @@ def find_avoided_nodes(
 ) -> tuple[AvoidedNode, ...]:
     """Return the hosts to avoid, by name.
 
-    These are known ones whose time is not over, and newly suspect ones. `trained` is true
-    once the job has made a step; before that, its failures say nothing about a host. `faults` are
-    faults of hosts that the restarts of the status do not name.
+    These are known hosts whose time is not over, and newly suspect hosts. `trained` is true once
+    the job has made a step; before that, its failures say nothing about a host. `faults` are host
+    faults that the status's restarts do not name.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}
@@ -38,9 +38,9 @@ def find_avoided_nodes(
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
     """Return the hosts that have become suspect.
 
-    These are hosts with a fault, hosts lost LOSSES times, and the only host with failures if it had
-    FAILURES. Failures on several hosts are the job's own fault, and so are memory and storage; the
-    loss of a host is always the host's.
+    These are hosts with a fault, hosts lost LOSSES times, and a host with at least FAILURES
+    failures if no other host had any. Failures on several hosts are the job's own fault, and so are
+    memory and storage; losing a host is always the host's fault.
     """
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]

@@ -1,28 +1,26 @@
-"""Decides why a pod of the job ended, from the pod and its host. Whether that counts is decided in
-`policy`.
+"""Decides why a job's pod ended, from the pod and its host. `policy` decides whether that counts.
 
-Kubernetes says this in many places, and often in several of them at once: a condition of the pod,
-its reason, the state of its container, the exit code, and what the program wrote at its end. An
-evicted pod has an exit code too, and a container whose host was started again has one that nobody
-chose. So the witnesses are asked in a fixed order, and the first that knows decides
-(`explain_end`).
+Kubernetes reports this in many places, often several at once: a condition of the pod, its reason,
+the state of its container, the exit code, and the last output of the program. An evicted pod has an
+exit code too, and a container whose host was restarted has an arbitrary one. The sources are
+therefore read in a fixed order, and the first that knows decides (`explain_end`).
 
 1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
    kubelet. These explain every exit code.
 2. The container's state (`_by_container`): lost with its host, out of memory, cannot start.
-3. The launcher's own exit codes (`_by_launcher`), or for a `command` the failed rank that torchrun
-   names (`_by_rank`).
-4. The exit code and the last words of the program (`_by_program`). If the program never ran, that
-   is the end of an init container, or a fault of the host (`_never_began`).
+3. The launcher's own exit codes (`_by_launcher`), or, for a `command`, the failed rank that
+   torchrun names (`_by_rank`).
+4. The exit code and last output of the program (`_by_program`) or, if the program never ran, the
+   end of an init container or a fault of the host (`_never_began`).
 
 Examples:
 
     disruption=EvictionByEvictionAPI, exit code 143      Evicted: rule 1
     reason=OOMKilled, exit code 137                      OOMKilled: rule 2
-    reason=Error, exit code 137                          ExitCode: nobody says who sent the signal
+    reason=Error, exit code 137                          ExitCode: the signal's sender is unknown
     reason=ContainerStatusUnknown, exit code 137         NodeFault: rule 2, the host lost it
 
-A pod whose object is gone is judged by the last that was known of it (`vanished`).
+A pod whose object is gone is judged by its last known state (`explain_vanished`).
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from ddpjob.api.job_status import Restart
 from ddpjob.core.world import ContainerView, HostView, PodView, Role, is_down
 
 _TRACEBACK_LIMIT = 3000
-"""Maximum number of characters of a traceback. Its end is kept, which names the error."""
+"""Maximum number of characters of a traceback. The end is kept, because it names the error."""
 
 
 class Cause(StrEnum):
@@ -86,13 +84,13 @@ class Cause(StrEnum):
 
 
 PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED})
-"""Restarts that were made on purpose: nothing broke."""
+"""Causes of restarts that were made on purpose, without a failure."""
 
 
 def names_pod(restart: Restart) -> bool:
-    """Whether it belongs to one pod.
+    """Whether the restart belongs to one pod.
 
-    A hang, or a change of the spec, belongs to the whole group, and the job's name is shown.
+    A hang or a change of the spec belongs to the whole group, so the job's name is shown.
     """
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
@@ -104,13 +102,13 @@ def describe_ranks(group_rank: int, procs: int) -> str:
 
 
 def with_traceback(summary: str, traceback: str) -> str:
-    """Return the summary, and below it the end of the traceback, if there is one."""
+    """Return the summary, followed by the end of the traceback if there is one."""
     tail = last_lines(traceback, _TRACEBACK_LIMIT)
     return f"{summary}\n{tail}" if tail else summary
 
 
 def without_wait(message: str) -> str:
-    """Return the message of a restart that is not made, without its waiting time."""
+    """Return the message of a restart that will not be made, without its waiting time."""
     return _WAIT.sub("", message)
 
 
@@ -121,14 +119,14 @@ _SHARED_MEMORY_FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
 _SAYS_SHARED_MEMORY = re.compile(
     r"(?:out of|insufficient|allocate) shared memory|write to file </torch_", re.IGNORECASE
 )
-"""torch's messages for a data loader whose worker was ended by SIGBUS, and for a tensor that does
-not fit in /dev/shm."""
+"""torch's messages for a data loader worker killed by SIGBUS, and for a tensor that does not fit in
+/dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return the remedy of a full /dev/shm, if it may have ended the program.
+    """Return the remedy for a full /dev/shm if that may have ended the program.
 
-    SIGBUS has ended it, or its error names shared memory.
+    That is the case if SIGBUS ended the program or its error names shared memory.
     """
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
@@ -151,37 +149,38 @@ class End:
     traceback: str = ""
     exit_code: int | None = None
     time: datetime | None = None
-    """When its program ended, as reported by the kubelet; None if it was not reported."""
+    """When the program ended, as reported by the kubelet; None if not reported."""
     before_program: bool = False
-    """Whether the exit code is that of an init container, and says nothing about the program's
+    """Whether the exit code is an init container's, which says nothing about the program's
     configuration."""
     rank: int | None = None
-    """The rank that failed, if torchrun in a `command` has ended with it."""
+    """The failed rank that ended torchrun in a `command`, if any."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
-"""Reasons with which a kubelet ends a pod that has run."""
+"""Reasons that a kubelet gives when it ends a pod that has run."""
 _OWN_STORAGE = re.compile(r"exceed(s|ed) .*\blimit\b")
-"""Messages of a kubelet that evicts a pod for the pod's own limit (its
-pkg/kubelet/eviction/helpers.go). The message for a full disk of the host is different: "The node
+"""Kubelet messages for evicting a pod because of the pod's own limit
+(pkg/kubelet/eviction/helpers.go). The message for a full disk on the host is different: "The node
 was low on resource"."""
 _REJECTIONS = re.compile(
     r"UnexpectedAdmissionError|OutOf[\w./-]+|TopologyAffinityError|Node(?:Affinity|Ports|Name|Unschedulable)"
     r"|TaintToleration|AppArmor|SysctlForbidden|PodOS\w+"
 )
-"""Reasons of a kubelet that does not admit a pod (its pkg/kubelet/lifecycle/predicate.go)."""
+"""Reasons that a kubelet gives for not admitting a pod (pkg/kubelet/lifecycle/predicate.go)."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
-"""Reason and exit code of a container that is gone after its host was restarted: kubelet's,
-containerd's."""
+"""Reason and exit code of a container that is gone after its host was restarted, from the kubelet
+and from containerd."""
 
 Hosts = Mapping[str, HostView] | None
 
 
 def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
-    """Return the end of a pod whose object is gone, by its last known state if that shows a reason.
+    """Return the end of a pod whose object is gone, from its last known state if possible.
 
-    Otherwise it was deleted by force or with its host, or it lost the labels by which it is known,
-    which a watch shows as the end of a pod whose deletion nobody has requested.
+    If that shows no reason, it was force-deleted, or deleted with its host, or it lost its
+    identifying labels. A watch shows the latter as the end of a pod whose deletion was never
+    requested.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)
@@ -194,20 +193,20 @@ def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = 
 def explain_end(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
     """Return the end of a pod that failed, is being deleted or was evicted.
 
-    If `hosts` is None, the state of hosts is not known. The pod's own conditions take precedence
-    over exit codes, because a container ended by an eviction has an exit code too. `launcher` is
-    true if the program is the launcher, whose exit codes have a meaning.
+    If `hosts` is None, the state of hosts is unknown. The pod's own conditions take precedence over
+    exit codes, because a container ended by an eviction has an exit code too. `launcher` is true if
+    the program is the launcher, whose exit codes have defined meanings.
     """
     end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
     if end.before_program:
         return end
-    of_rank = end.rank is not None  # torchrun's own exit code is 1 in any case.
+    of_rank = end.rank is not None  # torchrun's own exit code is always 1.
     code = end.exit_code if of_rank else pod.main.exit_code
     return replace(end, exit_code=code, time=pod.main.finished)
 
 
 def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
-    """Judge by what Kubernetes reports about the pod as a whole."""
+    """Judge from what Kubernetes reports about the pod as a whole."""
     if is_down(pod.host, hosts) and pod.disruption == "DeletionByTaintManager":
         return End(
             Cause.NODE_LOST,
@@ -238,14 +237,14 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
 def _is_rejected(pod: PodView) -> bool:
     """Whether the kubelet did not admit the pod.
 
-    A running pod may be rejected when its kubelet is restarted. The exit code of its container then
-    has no meaning.
+    A running pod may be rejected when its kubelet is restarted. Its container's exit code is then
+    meaningless.
     """
     return bool(_REJECTIONS.fullmatch(pod.status_reason)) or pod.status_message.startswith("Pod was rejected")
 
 
 def _by_container(pod: PodView, *, launcher: bool) -> End:
-    """Judge by the exit code of the program and by its messages."""
+    """Judge from the program's exit code and messages."""
     main = pod.main
     if (main.reason, main.exit_code) in _LOST_BY_HOST:
         why = f"{main.reason}, exit code {main.exit_code}"
@@ -268,9 +267,9 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Judge a pod of a `command` by its failed rank.
+    """Judge a pod of a `command` from its failed rank.
 
-    The rank's own words are used, or torchrun's table in the log.
+    The rank's own report is used, or torchrun's table in the log.
     """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
@@ -287,7 +286,7 @@ def _by_rank(pod: PodView) -> End | None:
 
 
 def _by_launcher(pod: PodView) -> End | None:
-    """Judge by the exit codes that are the launcher's own."""
+    """Judge from exit codes that are the launcher's own."""
     main = pod.main
     if main.exit_code == EXIT_INIT_FAILURE:
         written = read_termination_message(main)
@@ -326,7 +325,7 @@ def _by_program(pod: PodView) -> End:
 
 
 def _code(exit_code: int | None) -> str:
-    """Name the exit code; if a signal has ended the program, it is 128 plus the signal's number."""
+    """Name the exit code, which is 128 plus the signal's number if a signal ended the program."""
     try:
         name = signal.Signals((exit_code or 0) - 128).name
         return f"exit code {exit_code} (128 + {name}{if_shared_memory_full('', name)})"
@@ -337,10 +336,10 @@ def _code(exit_code: int | None) -> str:
 def _never_began(pod: PodView) -> End:
     """Return the end of a pod whose main container never ran.
 
-    An init container failed, or the host rejected the pod.
+    Either an init container failed or the host rejected the pod.
     """
-    # Init containers begin in order, so the last one has failed. The kubelet then ends sidecars,
-    # which began before it.
+    # Init containers start in order, so the last one to start has failed. The kubelet then ends
+    # sidecars, which started before it.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
             written = read_termination_message(container)
@@ -362,7 +361,7 @@ def names_entry_point(end: End, command: tuple[str, ...]) -> bool:
     """Whether a START_ERROR means that the job's own program is missing.
 
     Example: `exec: "python3": executable file not found`. Other programs that a container runtime
-    names, such as its hooks for GPUs, belong to the node.
+    names, such as its GPU hooks, belong to the host.
     """
     programs = (path.rpartition("/")[2] for path in _QUOTED.findall(end.message))
     wanted = command[0].rpartition("/")[2] if command else "python"
@@ -374,14 +373,14 @@ _QUOTED = re.compile(r"""["']([^"']+)["']""")
 
 @dataclass(frozen=True)
 class TerminationMessage:
-    """The last message of a container before its end."""
+    """A container's last message before it ended."""
 
     message: str
     traceback: str
 
 
 def read_termination_message(container: ContainerView) -> TerminationMessage:
-    """Read a termination message: the launcher writes JSON, any other program its last lines."""
+    """Read a termination message: the launcher's JSON, or any other program's last lines."""
     text = container.message.strip()
     try:
         written = json.loads(text)
@@ -397,7 +396,7 @@ def read_termination_message(container: ContainerView) -> TerminationMessage:
 class FailedRank:
     """The rank that ended torchrun in a `command`.
 
-    `exit_code` is the one that a shell would show. `init` means that it could not begin, so a retry
+    `exit_code` is as a shell would show it. `init` means that the rank could not start, so a retry
     would not help.
     """
 
@@ -410,14 +409,14 @@ class FailedRank:
 
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
 _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
-"""Lines of torchrun's table of failures. Nothing else is known about a rank that a signal has
-ended."""
+"""Lines of torchrun's table of failures. Nothing else is known about a rank that was ended by a
+signal."""
 
 
 def read_failed_rank(text: str) -> FailedRank | None:
-    """Read a rank's own account of its failure (worker.py), or torchrun's table of failures.
+    """Read a rank's own report of its failure (worker.py), or torchrun's table of failures.
 
-    The table is at the end of a log. None if the text has neither.
+    The table is at the end of a log. Return None if the text has neither.
     """
     try:
         written = json.loads(text)
@@ -451,25 +450,25 @@ _NO_SUCH_IMAGE = re.compile(
     r"failed to resolve (?:reference|image)\b.*: not found\W*$|manifest unknown|invalid reference",
     re.IGNORECASE | re.DOTALL,
 )
-"""A registry's answer that it has no such image, which does not change by itself. Denials and rate
-limits do change, and so does a mirror that has the manifest but lacks a layer: containerd ends many
-different errors with "not found"."""
+"""A registry's response that it does not have the image, which does not change by itself. Denials
+and rate limits do change, and so does a mirror that has the manifest but lacks a layer, because
+containerd ends many different errors with "not found"."""
 _WRONG_PLATFORM = re.compile(
     r"no match for platform|no matching manifest for|no image found in (?:manifest list|image index)|exec format error"
     r"|cannot be used on this platform",
     re.IGNORECASE,
 )
-"""Messages of containerd, docker, CRI-O and the kernel for an image that does not fit the host's
-architecture or system."""
+"""Messages from containerd, docker, CRI-O and the kernel about an image that does not fit the
+host's architecture or system."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
-"""Reasons between which a kubelet alternates."""
+"""Reasons that a kubelet alternates between."""
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
 def find_wrong_platform(pod: PodView) -> End | None:
-    """Return the end of a pod that waits for an image that does not fit its host.
+    """Return the end of a pod whose image does not fit its host.
 
-    None if it does not.
+    Return None if the image fits.
     """
     waiting = [c.waiting_message for c in (*pod.init_containers.values(), *pod.containers.values()) if c.waiting_reason]
     found = next((message for message in waiting if _WRONG_PLATFORM.search(message)), None)
@@ -477,9 +476,9 @@ def find_wrong_platform(pod: PodView) -> End | None:
 
 
 def is_about_platform(end: End) -> bool:
-    """Whether a START_ERROR is caused by an image that does not fit the host.
+    """Whether a START_ERROR is due to an image that does not fit the host.
 
-    Hosts of a different architecture may run it.
+    Hosts with a different architecture may be able to run it.
     """
     return _WRONG_PLATFORM.search(end.message) is not None
 
@@ -506,12 +505,12 @@ class Stuck:
 
 
 def find_stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
-    """Return the first container of a pod that waits for something that may never come.
+    """Return a pod's first container that waits for something that may never happen.
 
-    None if all is well. Only two faults are final, and only for a job that has never run a pod: an
-    invalid image name, and a registry's answer that it has no such image. If a registry is
-    unreachable, denies access or limits the rate, the job waits, and so it does for an image that a
-    host lacks.
+    Return None if all is well. Only two faults are final, and only for a job that has never run a
+    pod: an invalid image name, and a registry's response that it does not have the image. The job
+    waits if a registry is unreachable, denies access or limits the rate, or if a host lacks an
+    image.
     """
     preparing = {} if pod.main.running or pod.main.ended else pod.init_containers
     for name, container in [*preparing.items(), *pod.containers.items()]:

@@ -1,29 +1,28 @@
-"""Decides since when a pod has been silent, from its host and from the coordinator's report.
+"""Decides how long a pod has been silent, from its host and from the coordinator's report.
 
-A pod on a machine without power looks well: Kubernetes keeps showing the last state that its
-kubelet reported. A pod that is given up too early costs a restart for a short outage of the
-network. One that is given up too late keeps all other nodes waiting. There are two witnesses, and
-either may be wrong alone.
+A pod on a machine without power looks healthy, because Kubernetes keeps showing the last state that
+its kubelet reported. Giving up a pod too early costs a restart for a short network outage, but
+giving it up too late keeps all other nodes waiting. There are two witnesses, and either may be
+wrong alone.
 
 - The host: Kubernetes reports it as not ready, or it has been deleted. That counts unless no host
-  at all is ready, because then the control plane is partitioned from all of them.
+  at all is ready, because then the control plane is partitioned from all hosts.
 - The coordinator: it has lost its connection to the pod, although the kubelet reports that the
-  program runs. That counts unless the coordinator has lost most of its members, because then it is
-  the one that is partitioned (`World.deaf_since`).
+  program is running. That counts unless the coordinator has lost most of its members, because then
+  the coordinator itself is partitioned (`World.deaf_since`).
 
-The earlier of the two moments counts (`lost_since`). The pod is given up when it has been silent
-for `recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if somebody has marked its host as
-out of service. A pod that ends or is heard again meanwhile is not lost.
+The earlier of the two times counts (`lost_since`). The pod is given up when it has been silent for
+`recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if somebody has marked its host as out
+of service. A pod that meanwhile ends or is heard from again is not lost.
 
-Example, a limit of 30 s, and a machine loses its power:
+Example with a limit of 30 s, in which a machine loses power:
 
-     0  the coordinator hears the pod for the last time
+     0  the coordinator hears from the pod for the last time
     10  the coordinator reports it as lost, with the time 0
     30  the pod is given up, and its slot gets the next attempt
-    40  Kubernetes reports the host as not ready, which changes nothing
+    40  Kubernetes reports the host as not ready, which has no effect
 
-The moment is kept in the slot (`lostSince`), so a new operator continues the count
-(docs/decisions/0002).
+The slot keeps the time (`lostSince`), so a new operator continues the count (docs/decisions/0002).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ ENDING_MARGIN = timedelta(seconds=5)
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
     """Return since when a pod that has not ended has been silent.
 
-    None if it is alive, or has ended. Returns `now` if the beginning is not known: the caller
-    remembers the first answer.
+    Return None if it is alive or has ended. Return `now` if the beginning is unknown; the caller
+    remembers the first result.
     """
     if pod.ended:
         return None
@@ -50,9 +49,9 @@ def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
 
 
 def is_out_of_service(pod: PodView, world: World) -> bool:
-    """Whether the pod's host was marked as down for good, and is not ready.
+    """Whether the pod's host was marked as down for good and is not ready.
 
-    Waiting for it is pointless.
+    Waiting for the host is then pointless.
     """
     host = (world.hosts or {}).get(pod.host)
     return host is not None and host.out_of_service and not host.ready
@@ -61,8 +60,8 @@ def is_out_of_service(pod: PodView, world: World) -> bool:
 def is_given_up(view: View, pod: PodView, since: datetime | None) -> bool:
     """Whether a pod that has been silent since `since` is given up.
 
-    It has recovery.nodeLostAfterSeconds to return, unless its host is out of service. A pod that is
-    alive (`since` None) is never given up.
+    The pod has recovery.nodeLostAfterSeconds to return, unless its host is out of service. A pod
+    that is alive (`since` is None) is never given up.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or is_out_of_service(pod, view.world))
@@ -71,13 +70,13 @@ def is_given_up(view: View, pod: PodView, since: datetime | None) -> bool:
 def is_overdue(pod: PodView, now: datetime) -> bool:
     """Whether a pod is beyond its grace period.
 
-    Only somebody's finalizer or a dead host then keeps it.
+    Only a user's finalizer or a dead host can then keep it.
     """
     return pod.deleted_at is not None and now >= pod.deleted_at + ENDING_MARGIN
 
 
 def may_run(pod: PodView, now: datetime) -> bool:
-    """Whether a pod may still run, and save."""
+    """Whether a pod may still be running and saving."""
     return not pod.ended and not is_overdue(pod, now)
 
 
@@ -90,8 +89,8 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
     if host.deleted:
         return host.since or now
     if not host.out_of_service and (host.ready or not any(other.ready for other in world.hosts.values())):
-        # If no host is ready, the control plane is partitioned from all of them, and there is no
-        # host to move to.
+        # If no host is ready, the control plane is partitioned from all hosts, and there is no host
+        # to move to.
         return None
     return now if host.ready or host.since is None else host.since
 
@@ -99,7 +98,7 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
 def _member_lost(pod: PodView, world: World) -> datetime | None:
     """Return since when the coordinator has lost its connection to a running pod.
 
-    The kubelet reports that the pod runs. None if the coordinator has lost most pods, because
-    its view then means nothing.
+    The kubelet reports that the pod is running. Return None if the coordinator has lost most pods,
+    because its view is then meaningless.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

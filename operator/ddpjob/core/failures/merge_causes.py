@@ -2,26 +2,27 @@
 
 One break of the group must count once, but it is seen twice: Kubernetes shows the ends of pods at
 once, and the coordinator reports an incident for the break about a second later. Either may come
-first, and both may come in one reconcile or in two. A pod that was made after a break had no part
-in it, so its failure is a break of its own.
+first, and they may come in the same reconcile or in two. A pod that was created after a break was
+not part of it, so the pod's failure is a separate break.
 
 Ends and incidents within SAME_BREAK of each other belong to one break, and an incident explains at
-most one break. `attribute` has the three rules. Example, round 3 trains and a node is drained:
+most one break. `attribute` has the three rules. Example: round 3 is training when a node is
+drained.
 
     10:00:00.0  pod train-1-0 is evicted; that does not count
-    10:00:00.4  rank 0 fails with "Connection closed by peer"; that would count
+    10:00:00.4  rank 0 fails with "Connection closed by peer", which would count
     10:00:01    reconcile: the eviction opens break 4 and is its cause (rule 1)
-    10:00:02    reconcile: the incident of rank 0 is within 5 s of break 4, and none has explained
-                that break yet: it becomes a consequence of the eviction (rule 3)
+    10:00:02    reconcile: rank 0's incident is within 5 s of break 4, which no incident has
+                explained yet, so it becomes a consequence of the eviction (rule 3)
 
-Nothing counts, and `restarts.recent` shows both, with the round of their cause. Had one reconcile
-seen the two, rule 2 would have come to the same result. A second incident at 10:00:03 is not
-merged into break 4 again. It opens break 5, and counts.
+Nothing counts, and `restarts.recent` shows both, with the round of their cause. If one reconcile
+had seen both, rule 2 would have given the same result. A second incident at 10:00:03 is not merged
+into break 4 again, but opens break 5 and counts.
 
-If the end of the pod was an ordinary failure of its worker, and both are seen in one reconcile,
-the incident is the cause instead: it names the rank, its exit code and its traceback.
+If the pod ended with an ordinary failure of its worker and both are seen in one reconcile, the
+incident is the cause instead, because it names the rank, its exit code and its traceback.
 
-Why two levels judge: docs/decisions/0010.
+Why there are two levels of judgment: docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -34,36 +35,38 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause, names_pod
 
 SAME_BREAK = timedelta(seconds=5)
-"""A pod's end and an incident that are at most this far apart belong to one break."""
+"""Maximum time between a pod's end and an incident that belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""More than the difference of clocks plus the rounding of kubelets."""
+"""More than the difference between clocks plus the kubelets' rounding."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Ends of pods that explain a failed worker and do not follow from it. The same holds for all ends
+"""Ends of pods that explain a failed worker rather than result from it. The same holds for all ends
 that do not count."""
 _NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A failure before it is attributed: it may turn out to be a cause or a consequence."""
+    """A failure before attribution, which may turn out to be a cause or a consequence."""
 
     restart: Restart
-    """The restart to record if it is a cause."""
+    """The restart to record if the finding is a cause."""
     made_in: int | None = None
-    """The round in which the pod was made; None for incidents and for the coordinator's own end."""
+    """The round in which the pod was created; None for incidents and for the coordinator's own
+    end."""
     fails: str = ""
-    """Reason of the condition Failed if it is a cause; empty if it does not fail the job."""
+    """Reason of the condition Failed if the finding is a cause; empty if it does not fail the
+    job."""
     why: str = ""
     """The rule that fails the job; empty for the defaults."""
     exit_code: int | None = None
     idle: bool = False
-    """Whether it is the end of a spare while the group trains without it, which breaks nothing."""
+    """Whether this is the end of a spare that the group trains without, which breaks nothing."""
 
     @property
     def contestable(self) -> bool:
-        """Whether it matters that it may be a consequence.
+        """Whether it matters that the finding may be a consequence.
 
         A program that cannot start is never a consequence.
         """
@@ -75,24 +78,24 @@ class Attributed:
     """The outcome of `attribute`."""
 
     restarts: tuple[Restart, ...]
-    """Restarts to record, in this order: every finding, as a cause or as a consequence, with the
-    number of its round."""
+    """Restarts to record, in this order: every finding as a cause or a consequence, with its
+    round."""
     causes: tuple[Finding, ...]
-    """The findings that are breaks of their own. Only these may fail the job."""
+    """The findings that are separate breaks. Only these may fail the job."""
     seen_round: int
-    """The newest round whose break an incident has explained. A later incident is not merged into
-    it again."""
+    """The newest round whose break an incident has explained. Later incidents are not merged into
+    it."""
     idle: tuple[Restart, ...] = ()
-    """Ends of spares while the group trains. They restart nothing, and are not recorded."""
+    """Ends of spares while the group trains. They do not restart anything and are not recorded."""
 
 
 @dataclass
 class _Break:
-    """A break that is new in this reconcile. The first finding is its cause."""
+    """A new break in this reconcile. The first finding is its cause."""
 
     findings: list[Finding]
     incident: bool
-    """Whether one of the coordinator's incidents belongs to it; a break has at most one."""
+    """Whether it includes one of the coordinator's incidents; a break has at most one."""
 
 
 def attribute(
@@ -100,19 +103,19 @@ def attribute(
 ) -> Attributed:
     """Merge the findings of one reconcile into breaks, each with one cause.
 
-    The function is pure, and records nothing. `status` holds the breaks of earlier reconciles
-    (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are pods that ended since, in any
-    order. `incidents` are the coordinator's, in the order of their numbers. `lost` are the
-    incidents (pod, time) that name no cause because the end of a pod explains them.
+    The function is pure and records nothing. `status` holds the breaks of earlier reconciles
+    (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are pods that have ended since, in
+    any order. `incidents` are the coordinator's, in the order of their numbers. `lost` are
+    incidents (pod, time) that do not name a cause because a pod's end explains them.
 
-    1. An end joins the last recorded break if its pod was made before it, and the group is still
-       down from it or the two are within SAME_BREAK. All other ends form one new break. Its cause
-       is an end that does not count, if there is one, otherwise the earliest.
+    1. An end joins the last recorded break if its pod was created before that break, and the group
+       is still down from the break or the two are within SAME_BREAK. All other ends form one new
+       break. Its cause is an end that does not count, if there is one, otherwise the earliest end.
     2. The first incident within SAME_BREAK of the new break joins it: as the cause, if the ends are
        ordinary failures of a worker; otherwise as a consequence of the eviction, deletion or lack
-       of memory. If it was clearly before one of the latter, it is a break of its own.
+       of memory. If it was clearly before one of the latter, it is a separate break.
     3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
-       earlier incident has explained that break yet. Every other incident is a break of its own.
+       earlier incident has explained that break. Every other incident is a separate break.
 
     New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
     never count. Ends of idle pods that do not count are not restarts, have no round and explain
@@ -130,10 +133,10 @@ def attribute(
     losses = sorted(lost, key=lambda loss: loss[1])
 
     def explain_losses(until: datetime = _EVER) -> None:
-        """Take the losses reported up to this time as the incidents of their breaks.
+        """Treat the losses reported up to this time as the incidents of their breaks.
 
-        Later ones are left, because a failure that was reported before, to a coordinator that had
-        just begun, may belong to the same break.
+        Later losses are left, because a failure that was reported before them, to a coordinator
+        that had just started, may belong to the same break.
         """
         nonlocal seen
         while losses and losses[0][1] <= until:
@@ -146,7 +149,7 @@ def attribute(
     for incident in incidents:
         explain_losses(incident.restart.time)
         if incident.restart.reason == Cause.JOINED and _scaling(status):
-            continue  # The operator has already recorded it.
+            continue  # The operator has already recorded this loss.
         if here is not None and not here.incident and _close(incident, here):
             here.incident = True
             if not _join(incident, here):
@@ -169,7 +172,7 @@ def attribute(
 
 
 def _scaling(status: JobStatus) -> bool:
-    """Whether the group is down for a change of spec.nodes."""
+    """Whether the group is down because of a change to spec.nodes."""
     recent = status.restarts.recent
     return bool(recent) and recent[-1].reason == Cause.SCALED and status.holds(ConditionType.RESTARTING)
 
@@ -182,7 +185,7 @@ def _last_break(status: JobStatus) -> Restart | None:
 
 
 def _belongs(end: Finding, last: Restart, status: JobStatus) -> bool:
-    """Whether a pod's end may follow from the last recorded break."""
+    """Whether a pod's end may result from the last recorded break."""
     if end.made_in is None or end.made_in >= last.round:
         return False
     still_broken = last.seconds is None and status.holds(ConditionType.RESTARTING)
@@ -198,9 +201,9 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to the break that ends of pods opened, as its cause or not.
+    """Add an incident to a break opened by ends of pods, as its cause or a consequence.
 
-    Return False if it is an earlier break.
+    Return False if the incident is an earlier break.
     """
     first = here.findings[0]
     if incident.restart.reason == Cause.JOINED:

@@ -1,4 +1,4 @@
-"""Turns the coordinator's incidents that no reconcile has seen before into findings."""
+"""Turns incidents of the coordinator that no reconcile has seen yet into findings."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _CAUSES = {
     IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
     IncidentKind.JOINED: Cause.JOINED,
 }
-"""Causes of incidents. The other kinds, PeerLost and Left, are explained by the end of a pod,
-unless the pod comes back."""
+"""Causes of incidents. The other kinds, PeerLost and Left, are explained by a pod's end, unless the
+pod comes back."""
 
 
 @dataclass(frozen=True)
 class NewIncidents:
-    """Incidents that were not seen before."""
+    """Incidents that have not been seen before."""
 
     findings: tuple[Finding, ...] = ()
-    """Incidents that are causes by themselves, in the order of their numbers."""
+    """Incidents that are causes themselves, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
-    """Pod and time of incidents that the end of a pod explains."""
+    """Pod and time of incidents that a pod's end explains."""
     last: int = 0
-    """The number of the newest incident that has been seen."""
+    """Number of the newest incident that has been seen."""
 
 
 def find_new_incidents(view: View) -> NewIncidents:
-    """Return the incidents of the coordinator's report that the status has not seen yet."""
+    """Return incidents in the coordinator's report that are not in the status yet."""
     restarts = view.status.restarts
     seen = restarts.seen_incident if restarts.seen_generation == view.status.rendezvous.generation else 0
     if view.report is None:
@@ -52,9 +52,9 @@ def find_new_incidents(view: View) -> NewIncidents:
 
 
 def _came_back(view: View) -> list[Finding]:
-    """Return the last break, if the group lost a pod that did not end, and runs again.
+    """Return the last break if the group lost a pod that did not end, and runs again.
 
-    Nothing else reports it.
+    Nothing else reports such a break.
     """
     report, recent = view.report, view.status.restarts.recent
     if report is None or report.state != CoordinatorState.RUNNING or not report.incidents:
@@ -69,7 +69,7 @@ def _came_back(view: View) -> list[Finding]:
 
 
 def with_seen(status: JobStatus, new: NewIncidents, seen_round: int) -> JobStatus:
-    """Return the status after these incidents were evaluated; `seen_round` as in `Attributed`."""
+    """Return the status after evaluating these incidents; `seen_round` as in `Attributed`."""
     generation = status.rendezvous.generation
     return replace(
         status,
@@ -90,7 +90,7 @@ def _finding(view: View, incident: Incident) -> Finding:
 
 
 def _restart(view: View, incident: Incident, cause: Cause, message: str, *, counted: bool) -> Restart:
-    slot = view.status.slot(incident.index)  # None: it belongs to the group, as a hang does.
+    slot = view.status.slot(incident.index)  # None: it concerns the whole group, as a hang does.
     return Restart(
         time=incident.time,
         pod=incident.pod or view.job.name,
@@ -105,9 +105,9 @@ def _restart(view: View, incident: Incident, cause: Cause, message: str, *, coun
 
 
 def _is_everywhere(view: View, incident: Incident) -> bool:
-    """Return whether ranks of several pods have failed alike.
+    """Return whether ranks of several pods have failed in the same way.
 
-    In a job with one node, several ranks are enough, if it has several.
+    In a job with one node that has several ranks, several ranks are enough.
     """
     spec = view.job.spec
     ranks = spec.nodes * spec.procs_per_node
@@ -121,7 +121,7 @@ def _summary(cause: Cause, incident: Incident, procs: int) -> str:
     if incident.rank is None and cause is not Cause.INIT_FAILURE:
         return incident.message or f"{incident.kind} in pod {incident.pod}"
     if cause is Cause.WORKER_FAILED:
-        # The system's name, or a number without a name.
+        # The system's name for the signal, or a number without a name.
         name = (incident.signal or "").removeprefix("signal ")
         how = f"signal {name}" if name else f"exit code {incident.exit_code}"
         said = incident.message.removeprefix(f"ended with {how}").removeprefix(f"killed by {how}")

@@ -1,25 +1,25 @@
-"""Decides which pods leave their places: Kubernetes nodes that are unhealthy, and containers that
-fail on their own.
+"""Decides which pods to move: from unhealthy Kubernetes nodes, or out of failing containers.
 
-What agents say may be wrong: it has to last, most nodes cannot be unhealthy at once, a job leaves a
-node once an hour, and only where another one may take the pod. Whether it has room is not known, so
-that without a spare the unhealthy node must be able to take the pod back.
+Agents may be wrong. A sign must therefore last, most nodes cannot be unhealthy at once, and a job
+leaves a node only once an hour and only if another node may take the pod. Whether that node has
+room is unknown, so without a spare the unhealthy node must be able to take the pod back.
 
-A worker that fails is started again in its pod, which cures nothing where the container or the node
-is broken. Such a pod is replaced (`judge_failing`):
+A failed worker is restarted in its pod, which does not help if the container or the node is broken.
+Such a pod is replaced (`judge_failing`):
 
-- at once, if the failure's message says that the container has lost its device, as after a reload
-  of the host's systemd. A new container has the device again, even on the same node.
-- after the second failure in a row, while no other pod failed in between. An error in the program's
-  text is in every pod, so it moves none, and neither does one that ranks of other pods had in the
-  same round; a program that fails for its rank alone can move a job MAX_MOVES times an hour.
-- after its third lost connection in a row, if a pod on a third node kept its own. With two nodes
-  nobody can tell which one is cut off: the pod's, or the coordinator's. Lost connections do not
-  count, so the budget would never end them.
+- at once, if the failure's message shows that the container has lost its device, as happens after a
+  reload of the host's systemd. A new container has the device again, even on the same node.
+- after the second failure in a row, if no other pod failed in between. An error in the program's
+  text is in every pod, so it does not move a pod, and neither does an error that ranks of other
+  pods had in the same round. A program that fails only for its rank can move a job MAX_MOVES times
+  an hour.
+- after its third lost connection in a row, if a pod on a third node kept its connection. With only
+  two nodes it is unknown which one is partitioned: the pod's or the coordinator's. Lost connections
+  do not count, so the budget would never end them.
 
 Example: rank 3's GPU begins to fail. Its worker ends with a CUDA error, restarts in its pod and
-ends again. The second failure ends the pod; a spare takes over, or a new pod on another node. Only
-the first failure counts.
+ends again. The second failure ends the pod, and a spare or a new pod on another node takes over.
+Only the first failure counts.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
-"""How long a node must have been unhealthy, by the operator's clock, so that a flapping signal
-moves nothing."""
+"""How long a node must have been unhealthy, by the operator's clock, so that a flapping signal does
+not move pods."""
 SHARE = 0.25
-"""Maximum share of unhealthy nodes of one kind. If more are unhealthy, the agent is broken, or
-there is no better place."""
+"""Maximum share of unhealthy nodes among nodes of one kind. If more are unhealthy, the agent is
+broken or there is no better place."""
 MAX_MOVES = 3
-"""Maximum number of restarts for this cause within an hour. More would cost more than they may
+"""Maximum number of restarts for this cause within an hour. More would cost more than they could
 save."""
 LINK_LOSSES = 3
-"""Lost connections in a row after which a pod is replaced: one more than failures, because a switch
-may restart."""
+"""Number of consecutive lost connections after which a pod is replaced. It is one more than for
+failures, because a switch may restart."""
 _BEYOND = "the required affinity, spread constraints, claims or amounts of this job's podTemplate and resources"
 
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """A pod on a node that has been unhealthy for long enough."""
+    """A verdict on a pod whose node has been unhealthy for long enough."""
 
     index: int
     end: End
-    """The pod's end, if it is moved."""
+    """The pod's end if it is moved."""
     reason: str = ""
-    """Why it stays, in one word; empty if it is moved."""
+    """Why the pod stays, in one word; empty if it is moved."""
     why: str = ""
-    """Why it stays, for people."""
+    """Why the pod stays, in human-readable words."""
 
 
 def judge_nodes(view: View) -> list[NodeVerdict]:
-    """Return verdicts on the pods of slots on unhealthy nodes, by index.
+    """Return verdicts on slots' pods that are on unhealthy nodes, by index.
 
-    None while the job finishes.
+    There are no verdicts while the job finishes.
     """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
@@ -87,7 +87,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         return []
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
-    # Other restarts may have pushed moves out of the list.
+    # Other restarts may have displaced moves from the list.
     often = len({r.round for r in recent}) >= MAX_MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
@@ -99,8 +99,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     verdicts = []
     for index, pod, host, end in found:
         if storm:
-            # The text omits their number, because a flapping node would change the status each
-            # time.
+            # The text omits the number of unhealthy nodes, because a flapping node would change the
+            # status each time.
             reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
         elif host.name in left:
             reason, why = (
@@ -130,32 +130,32 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 
 
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
-"""Failures in a pod that stays alive, which its place may have caused. Memory and storage are the
-job's own."""
+"""Failures in a pod that stays alive and whose place may have caused them. Memory and storage are
+the job's own fault."""
 MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY)
 
 
 @dataclass(frozen=True)
 class Failing:
-    """A pod that is replaced for a failure of its ranks."""
+    """A pod that is replaced because of a failure of its ranks."""
 
     number: int
-    """The position of the failure among the judged ones."""
+    """The failure's position among the judged ones."""
     index: int
     failure: Restart
-    """The failure as recorded: it counts once per job and Kubernetes node."""
+    """The failure as recorded. It counts once per job and Kubernetes node."""
     end: End
 
 
 def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
     """Return the pods to replace for these new failures.
 
-    The view's status does not hold these failures yet.
+    These failures are not in the view's status yet.
     """
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     found: list[Failing] = []
     for number, failure in enumerate(failures):
-        earlier = [*within, *failures[:number]]  # An operator that was down sees several at once.
+        earlier = [*within, *failures[:number]]  # An operator that was down sees several failures at once.
         index = failure.index if view.status.slot(failure.index) is not None else None
         pod = view.pods[index] if index is not None else None
         if index is None or pod is None or pod.name != failure.pod or pod.ended or pod.deleted_at is not None:
@@ -174,7 +174,7 @@ def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
 
 
 def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> str:
-    """Return why the failure ends its pod; empty if it does not."""
+    """Return why the pod is ended because of the failure; empty if it is not."""
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
         return f"has lost its connection {LINK_LOSSES} times in a row while other pods did not" if often else ""
@@ -182,19 +182,19 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     if said:
         return f"has lost its device ({said})"
     if failure.everywhere and view.job.spec.nodes > 1:
-        return ""  # No place is the cause.
+        return ""  # The failure is not due to the pod's place.
     before = next((r for r in reversed(within) if r.reason in COUNTED and not r.consequence), None)
     again = before is not None and before.pod == failure.pod and before.reason in _OF_PLACES
     counts = view.status.restarts
     restored = before in counts.recent and before is not None and before.counted and not counts.counted
-    # After a restored budget the job has trained long enough that the failures are not in a row.
+    # If the budget was restored, the job has trained so long that the failures are not consecutive.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
     return "" if _has_moved_too_often(view, within) else "has failed twice in a row while other pods did not"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether the pod's node is partitioned repeatedly, and not the coordinator's."""
+    """Whether the pod's node, not the coordinator's, is partitioned repeatedly."""
     breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
     again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
     if not again or view.coordinator is None:
@@ -213,8 +213,8 @@ def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether a failure on the same node has counted.
 
-    If many recent ones did not count, it counts anyway. A pod's node may have been unknown at
-    first.
+    If many recent failures did not count, this one counts anyway. A pod's node may have been
+    unknown at first.
     """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
@@ -223,9 +223,9 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
 
 
 def _has_a_place(view: View, pod: PodView) -> bool:
-    """Whether there is a spare, or the pod's node could take its replacement.
+    """Whether there is a spare or the pod's node could take the replacement.
 
-    The node may have to, if no other node has room.
+    The pod's node may have to take it if no other node has room.
     """
     host, members = (view.world.hosts or {}).get(pod.host), view.report.members if view.report is not None else ()
     spares = len({m.pod for m in members} & view.current_names - {pod.name}) >= view.job.spec.nodes
@@ -235,7 +235,7 @@ def _has_a_place(view: View, pod: PodView) -> bool:
 def find_next_judgement(view: View) -> datetime | None:
     """Return when a node of the job will have been unhealthy long enough.
 
-    None if none is about to be.
+    None if no node is about to be.
     """
     hosts = view.world.hosts or {}
     begun = [hosts[p.host].unhealthy_since for p in view.pods if p is not None and p.host in hosts]
@@ -248,10 +248,10 @@ def _lasts(view: View, host: HostView) -> bool:
 
 
 def _came_after(pod: PodView, host: HostView) -> bool:
-    """Whether the pod is younger than its node's sign.
+    """Whether the pod is newer than the sign that its node is unhealthy.
 
-    Moving it would only ask the scheduler again. The clocks are the API server's and the
-    operator's. A difference between them costs or adds a move, within the limits.
+    Moving the pod would only repeat the scheduler's decision. The clocks are the API server's and
+    the operator's. A difference between them prevents or adds a move, within the limits.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
@@ -266,9 +266,9 @@ def _spares(view: View) -> int:
 
 
 def _places(view: View, wants: Wants) -> int:
-    """Return the number of known places for pods of the job on nodes that may take one.
+    """Return the number of known places for the job's pods on nodes that may take a pod.
 
-    It ignores what others occupy.
+    Places that others occupy are included.
     """
     spec, hosts = view.job.spec, view.world.hosts or {}
     used = Counter(p.host for p in view.world.nodes() if not p.ended)
@@ -299,7 +299,7 @@ def _places(view: View, wants: Wants) -> int:
 
 @dataclass(frozen=True)
 class Wants:
-    """What the scheduler will look at for a pod of a job."""
+    """What the scheduler considers when it places a job's pod."""
 
     labels: Mapping[str, str]
     devices: Mapping[str, int]
@@ -307,13 +307,13 @@ class Wants:
     tolerations: tuple[Mapping[str, Any], ...]
     more: bool
     """Whether there are requirements that are not judged here, so that only the scheduler can
-    tell."""
+    decide."""
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
         """Read a spec.
 
-        `queue` is the quota that the job runs with, whose flavor adds to its pods.
+        `queue` is the job's quota, whose flavor adds fields to its pods.
         """
         added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
@@ -338,15 +338,15 @@ class Wants:
     def kind(self, host: HostView) -> bool:
         """Whether a node is of the kind that the job runs on.
 
-        It has the job's devices, or if the job requests none, the labels. This also holds if none
-        of its devices is healthy, because the name of the resource remains.
+        Such a node has the job's devices or, if the job does not request devices, the labels. This
+        holds even if none of its devices is healthy, because the resource name remains.
         """
         if self.devices:
             return self.devices.keys() <= host.devices.keys()
         return self.labels.items() <= host.labels.items()
 
     def admitted_to(self, host: HostView) -> bool:
-        """Whether a node is not cordoned, and its taints are tolerated."""
+        """Whether a node is not cordoned and its taints are tolerated."""
         return host.schedulable and all(any(_tolerates(t, *taint) for t in self.tolerations) for taint in host.taints)
 
 

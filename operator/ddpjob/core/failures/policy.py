@@ -1,30 +1,29 @@
-"""Decides what follows from a cause: whether it counts against the budget, and whether it fails the
-job.
+"""Decides whether a cause counts against the budget, and whether it fails the job.
 
-A restart helps after a lost node, and does not help a program that cannot work. Nobody can be sure
-which of the two a failure is, so the defaults look at the cause, and at whether the job has ever
-made a step. Users who know better write `recovery.rules`.
+A restart helps after a lost node, but not with a program that cannot work. Which of the two a
+failure is cannot be known for certain, so the defaults consider the cause and whether the job has
+ever made a step. Users who know better write `recovery.rules`.
 
-1. The first rule of `recovery.rules` that matches cause and exit code decides (`evaluate_rules`):
-   it fails the job, restarts and counts, or restarts without counting.
-2. Before the first step, an entry point that cannot start and an exit code that means a wrong
-   configuration (2, and most of 64 to 78, as in sysexits.h) fail the job at once.
-3. Otherwise failures of the job itself count (COUNTED), and everything that happens to it does not:
-   disruptions, lost nodes, deletions by hand, consequences of other failures.
-4. Before the first step, REPEATS counted failures in a row with the same error in the program's
-   text (`repeated_program_error`), or with the same error on several ranks at once
-   (`repeated_everywhere`), fail the job: another try would find the same program. Errors of a
-   network, a disk or a device pass, and end no job in this way.
+1. The first of `recovery.rules` that matches the cause and exit code decides (`evaluate_rules`)
+   whether to fail the job, restart and count, or restart without counting.
+2. Before the first step, an entry point that cannot start fails the job at once, and so does an
+   exit code for a wrong configuration (2, and most of 64 to 78, as in sysexits.h).
+3. Otherwise failures of the job itself count (COUNTED), but not what happens to it: disruptions,
+   lost nodes, manual deletions, and consequences of other failures.
+4. Before the first step, REPEATS consecutive counted failures with the same error in the program's
+   text (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
+   because the program would be the same in the next attempt. Errors of a network, a disk or a
+   device pass, and never end a job in this way.
 
-Example, a job without rules and with maxRestarts=10:
+Example of a job without rules and with maxRestarts=10:
 
     rank 3 raises KeyError 'lr' before the first step, 3 times    fails, after 2 restarts
-    rank 3 raises ConnectionError before the first step, 3 times  restarts, 3 of 10 are used
-    rank 3 raises KeyError 'lr' in epoch 7                        restarts, 1 of 10 is used
-    the node of rank 3 is drained, 50 times                       restarts, 0 of 10 are used
+    rank 3 raises ConnectionError before the first step, 3 times  restarts, 3 of 10 used
+    rank 3 raises KeyError 'lr' in epoch 7                        restarts, 1 of 10 used
+    the node of rank 3 is drained, 50 times                       restarts, 0 of 10 used
     the script refuses an option: exit code 2                     fails at once
 
-Exit codes are compared as a shell shows them: 128 + N for signal N (`shell_code`).
+Exit codes are compared as a shell shows them, with 128 + N for signal N (`shell_code`).
 """
 
 from __future__ import annotations
@@ -59,18 +58,18 @@ COUNTED = frozenset(
     }
 )
 """Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences do not use
-the budget."""
+up the budget."""
 RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"
 _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
-"""Exit codes of a program that refuses its arguments or settings: argparse's, and those of
-sysexits.h."""
+"""Exit codes of a program that refuses its arguments or settings, from argparse and sysexits.h."""
 
 PROGRAM_ERROR = "ProgramError"
 REPEATS = 3
-"""How many times in a row the same error in the program's text ends a job that has made no step."""
+"""Number of consecutive times after which the same error in the program's text ends a job that has
+not made a step."""
 APART = timedelta(seconds=10)
-"""Time between failures that count as repeated, in which a temporary fault may pass."""
+"""Minimum time between failures that count as repeated, so that a temporary fault can pass."""
 _OUTSIDE = re.compile(
     r"\b(?:OSError|IOError|EnvironmentError|BlockingIOError|BrokenPipeError|EOFError|InterruptedError|ChildProcessError"
     r"|ProcessLookupError|PermissionError|(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error)\b|\[Errno"
@@ -79,21 +78,21 @@ _OUTSIDE = re.compile(
     r"|\bhttps?:|no space|quota|\bS3\b|\b(?:CUDA|HIP|NCCL|cuDNN|cuBLAS|NVML|ECC)\b(?! out of memory)",
     re.IGNORECASE,
 )
-"""Errors of a network, a disk or a device, by their type or their words."""
+"""Errors of a network, a disk or a device, by their type or wording."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
     re.MULTILINE,
 )
-"""Errors that Python raises for a wrong program or a missing name, and hardly ever for a network or
-a disk."""
+"""Errors that Python raises for a wrong program or a missing name, but hardly ever because of a
+network or a disk."""
 _NO_GPU = re.compile(
     r"^rank .* ended with exit code 1: (\w+: (?:Found no NVIDIA driver|Torch not compiled with CUDA|No CUDA GPUs are"
     r"|Attempting to deserialize object on a CUDA device).*)$",
     re.MULTILINE,
 )
-"""Errors that torch raises without a GPU: the program's fault in a job without GPUs, otherwise
-perhaps the machine's."""
+"""Errors that torch raises without a GPU. In a job without GPUs they are the program's fault,
+otherwise perhaps the machine's."""
 
 
 _LOST_DEVICE = re.compile(
@@ -104,16 +103,16 @@ _LOST_DEVICE = re.compile(
     r"|Device acquire failed",
     re.IGNORECASE,
 )
-"""Messages of CUDA, ROCm, oneAPI and SynapseAI in a container that has lost its device. No new
-process gets it back."""
+"""Messages from CUDA, ROCm, oneAPI and SynapseAI in a container that has lost its device. Even a
+new process does not get it back."""
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """The consequence of a cause according to the rules."""
+    """What the rules say about a cause."""
 
     counted: bool
-    """Whether it counts against recovery.maxRestarts."""
+    """Whether the cause counts against recovery.maxRestarts."""
     fails: str = ""
     """The reason of the condition Failed; empty: the job continues."""
     why: str = ""
@@ -121,11 +120,11 @@ class Ruling:
 
 
 def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, trained: bool) -> Ruling:
-    """Return the ruling of the first matching rule, otherwise of the defaults.
+    """Return the ruling of the first matching rule or, without one, of the defaults.
 
-    `exit_code` is as a shell shows it (128 + N for signal N, see `shell_code`). `trained` is
-    true once the job has made a step. Before that, a program that cannot start or refuses its
-    configuration fails the job, since restarting cannot help.
+    `exit_code` is as a shell shows it (128 + N for signal N, see `shell_code`). `trained` is true
+    once the job has made a step. Before that, a program that cannot start or refuses its
+    configuration fails the job, since a restart cannot help.
     """
     for number, rule in enumerate(spec.recovery.rules):
         if _RULED.get(cause) is not rule.cause or (rule.exit_codes and exit_code not in rule.exit_codes):
@@ -143,9 +142,9 @@ def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, traine
 
 
 def find_repeated_error(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
-    """Return a message if the last REPEATS counted failures are the same error in the program.
+    """Return a message if the last REPEATS counted failures are the same program error.
 
-    None if a rule covers exit code 1, because its author knows better.
+    Return None if a rule covers exit code 1, because its author knows better.
     """
     last = [r for r in recent if r.counted][-REPEATS:]
     if len(last) < REPEATS or _is_ruled(spec):
@@ -167,10 +166,10 @@ def _is_ruled(spec: JobSpec) -> bool:
 
 
 def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
-    """Return a message if repeated failures had the same error everywhere.
+    """Return a message if repeated failures had the same error on several ranks.
 
-    They are REPEATS counted failures in a row, APART from each other. The error's type does not
-    matter, except that errors of a network or a disk may pass.
+    That means REPEATS consecutive counted failures, at least APART from each other. The error's
+    type does not matter, except that errors of a network or a disk may pass.
     """
     if _is_ruled(spec):
         return None
@@ -198,17 +197,17 @@ def _mark(restart: Restart) -> tuple[str, str]:
 
 
 def names_program_error(message: str) -> bool:
-    """Return whether a worker's failure comes from the program's text.
+    """Return whether a worker's failure comes from an error in the program's text.
 
-    It then occurs in every pod.
+    Such an error occurs in every pod.
     """
     return _PROGRAM_ERROR.search(without_wait(message)) is not None
 
 
 def find_lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
-    """Return the words in a failure's message that show a lost device; empty without any.
+    """Return the words in a failure's message that show a lost device; empty if there are none.
 
-    A job that requests no device and has not made a step may never have had one.
+    A job that does not request a device and has not made a step may never have had one.
     """
     found = _LOST_DEVICE.search(message) if trained or spec.gpus_per_node else None
     return found[0] if found else ""
@@ -217,7 +216,7 @@ def find_lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:
     """Return the exit code that a shell would show for a process.
 
-    torchrun gives -N or the name of signal N.
+    torchrun reports -N or the name of signal N.
     """
     if exit_code is not None:
         return exit_code if exit_code >= 0 else 128 - exit_code

@@ -1,4 +1,4 @@
-"""What has become of the group since the last reconcile, in stages.
+"""Works out in stages what has happened to the group since the last reconcile.
 
-Each stage takes what the previous one returns.
+Each stage takes the result of the previous one.
 """

@@ -1,7 +1,7 @@
-"""Second stage: attribute what has ended, and the coordinator's new incidents, to breaks.
+"""Second stage: attribute ended pods and the coordinator's new incidents to breaks.
 
-Each break has one cause; all else that belongs to it is a consequence and never counts. The rules
-are in `failures.merge_causes`.
+Each break has one cause. Everything else in it is a consequence, which never counts. The rules are
+in `failures.merge_causes`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 CAUSE_WAIT = timedelta(seconds=5)
-"""How long the end of a pod that looks like a consequence waits for the end of a different pod.
-torchrun needs a while to end."""
+"""How long a pod's end that looks like a consequence waits for the end of a different pod, because
+torchrun needs a while to exit."""
 _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
-"""What the coordinator reports of the end of a pod that trained."""
+"""What the coordinator reports about the end of a training pod."""
 
 
 def awaits_cause(ends: Ends) -> bool:
     """Return whether a `command`'s ended pods have all lost a peer.
 
-    The peer's own end may be seen in a moment.
+    The peer's own end may be seen soon.
     """
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
@@ -50,7 +50,7 @@ def awaits_cause(ends: Ends) -> bool:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The ends and new incidents, each as a cause or a consequence."""
+    """The ends and new incidents, each classified as a cause or a consequence."""
 
     ends: Ends
     incidents: NewIncidents
@@ -62,12 +62,12 @@ class Attribution:
         return next((f for f in self.merged.causes if f.fails), None)
 
     def with_seen(self, view: View) -> View:
-        """Return the view of which the status has seen these incidents."""
+        """Return the view with these incidents marked as seen in its status."""
         return view.with_status(with_seen(view.status, self.incidents, self.merged.seen_round))
 
 
 def attribute_ends(ends: Ends) -> Attribution:
-    """Attribute what has ended and the incidents that no reconcile has seen yet."""
+    """Attribute ended pods, and incidents that no reconcile has seen yet."""
     view = ends.view
     incidents = find_new_incidents(view)
     findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.slots.items()]
@@ -94,9 +94,10 @@ def _finding_of_end(view: View, index: int, ended: Ended, new: NewIncidents) -> 
 
 
 def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
-    """Return whether the pod was a spare, so that the group keeps its rendezvous without it.
+    """Return whether the pod was a spare, so that the group's rendezvous does not need it.
 
-    Its label follows a second after it has taken over, so the coordinator's report comes first.
+    A spare's label changes a second after the spare takes over, so the coordinator's report takes
+    precedence.
     """
     pod, report = ended.pod or view.world.last_of(ended.name), view.report
     if pod is None or pod.role is not Role.SPARE or report is None:
@@ -108,16 +109,16 @@ def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
     if any(m.pod == ended.name and (m.state == MemberState.RUNNING or m.rank is not None) for m in report.members):
         return False
     if report.state == CoordinatorState.RESTARTING and not view.status.holds(ConditionType.RESTARTING):
-        # After a worker's failure the same nodes restart: no spare takes over.
+        # After a worker's failure the same nodes restart, and spares do not take over.
         return not new.lost and all(finding.restart.reason != Cause.JOINED for finding in new.findings)
     return report.state == CoordinatorState.RUNNING
 
 
 def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
-    """Return one finding for all nodes of a `command` that end together.
+    """Return a single finding if nodes of a `command` end together.
 
-    Their causes and consequences look alike. A disruption explains the failures of its peers, so it
-    comes first. The error of a rank whose peer is gone comes last.
+    Their causes and consequences look alike. A disruption explains the failures of a pod's peers,
+    so it takes precedence. The error of a rank whose peer is gone comes last.
     """
     if job.spec.under_torchrun:
         return findings
@@ -125,9 +126,9 @@ def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
 
 
 def _is_of_peer(message: str) -> bool:
-    """Return whether a rank's error is one that the death of a peer causes.
+    """Return whether a rank's error is one that a peer's death causes.
 
-    Names of pods may hold a backend's name, so they are left out.
+    Pod names may contain a backend's name, so they are ignored.
     """
     said = message.partition("\n")[0].partition(": ")[2]
     return COMMUNICATION_ERROR.search(said) is not None

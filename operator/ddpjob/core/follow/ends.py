@@ -1,7 +1,8 @@
-"""First stage: find what has ended since the last reconcile, and show it in the status.
+"""First stage: find pods that have ended since the last reconcile, and show this in the status.
 
-Every slot's pod and the coordinator's is compared with its slot. The ends get a cause from the pod
-and its host here; whether it is the cause of a break or a consequence is decided in `attribution`.
+Each slot's pod is compared with its slot, and likewise the coordinator's. Each end gets a cause
+here from the pod and its host. `attribution` decides whether that caused a break or is a
+consequence.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from ddpjob.core.world import (
 )
 
 UNPREPARED = timedelta(seconds=60)
-"""How long a coordinator's pod may be without volumes and network. It has a ConfigMap, and folders
-of its host."""
+"""How long a coordinator's pod may lack its volumes and network. Its only volumes are a ConfigMap
+and folders on its host."""
 _PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
-"""States of members that have passed the check of their node."""
+"""States of members that have passed their node's check."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A slot's or coordinator's pod that is of no more use."""
+    """A slot's or coordinator's pod that can no longer be used."""
 
     end: End
     pod: PodView | None
@@ -57,21 +58,21 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ends:
-    """What has ended, with the status that shows the present states of slots and coordinator."""
+    """The ends, and the status with the current states of slots and coordinator."""
 
     view: View
     slots: dict[int, Ended]
-    """Ends by index of the slot."""
+    """Ends by slot index."""
     coordinator: Ended | None
 
     @property
     def all(self) -> list[Ended]:
-        """Ends of slots, then the coordinator's."""
+        """The slots' ends, then the coordinator's."""
         return [*self.slots.values(), *([self.coordinator] if self.coordinator is not None else [])]
 
 
 def find_ends(view: View) -> Ends:
-    """Return what has ended of the current generation: pods of slots, and the coordinator."""
+    """Return ended pods of the current generation's slots and coordinator."""
     view, slots = _follow_slots(view)
     view, coordinator = _follow_coordinator(view)
     ends = Ends(view, slots, _suspect_host(view, coordinator))
@@ -97,9 +98,9 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
 
 
 def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
-    """Return since when the pod of a slot is silent; None if it is not.
+    """Return since when a slot's pod has been silent; None if it is not.
 
-    The slot remembers the first reconcile that saw it, because the beginning may be unknown.
+    The slot remembers the first reconcile that noticed this, because the beginning may be unknown.
     """
     since = lost_since(pod, view.world, view.now) if pod is not None else None
     return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
@@ -127,7 +128,7 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
         if slot.state is SlotState.PLANNED and last is None:
             return slot.state, None
         if last is not None and is_success(last, launcher=launcher):
-            return SlotState.SUCCEEDED, None  # removed between two looks, as by a cleaner
+            return SlotState.SUCCEEDED, None  # removed between two reconciles, for instance by a cleanup tool
         return SlotState.LOST, explain_vanished(name, slot.node, hosts, last, launcher=launcher)
     if is_success(pod, launcher=launcher):
         return SlotState.SUCCEEDED, None
@@ -135,8 +136,8 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
         return SlotState.FAILED, explain_end(pod, hosts, launcher=launcher)
     group = view.status.rendezvous.generation
     if pod.generation < group:
-        # It has a different coordinator, which nobody asks: the status was changed by hand, or the
-        # pod was created late.
+        # Its coordinator is a different one, which is not being followed: the status was changed
+        # manually, or the pod was created late.
         why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
         return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
     elsewhere = find_wrong_platform(pod)
@@ -148,16 +149,16 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
 def is_success(pod: PodView, *, launcher: bool) -> bool:
     """Return whether the program has finished its work.
 
-    A user's program that saves at SIGTERM may well end with 0. The launcher does so only when every
-    program has finished.
+    A user's program that saves on SIGTERM may well exit with 0. The launcher does so only once
+    every program has finished.
     """
     return pod.ended and pod.succeeded and (launcher or pod.deleted_at is None)
 
 
 def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
-    """Return the view with the coordinator's state and endpoint, or its end.
+    """Return the view with the coordinator's state and endpoint, and its end if any.
 
-    In placement Master it is a container of slot 0's pod.
+    With placement Master, the coordinator is a container in slot 0's pod.
     """
     job, rendezvous, hosts, pod = view.job, view.status.rendezvous, view.world.hosts, view.coordinator
     name = coordinator_pod_name(job, rendezvous.generation, rendezvous.attempt)
@@ -171,7 +172,7 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
     if dedicated and ((container is not None and container.ended) or pod.ended or pod.deleted_at is not None):
         return view, Ended(explain_end(pod, hosts), pod, name)
     if container is not None and container.ended:
-        # Judged as if it were the pod's only container.
+        # Judge it as if it were the pod's only container.
         alone = replace(pod, role=Role.COORDINATOR, containers={COORDINATOR_CONTAINER: container})
         return view, Ended(explain_end(alone, hosts), pod, name)
     since = lost_since(pod, view.world, view.now) if dedicated else None
@@ -188,11 +189,11 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 
 
 def _judge_start_errors(ends: Ends) -> Ends:
-    """Return the ends, where a container that cannot start is the job's fault or its host's.
+    """Return the ends after deciding whether start errors are the job's or the host's fault.
 
-    It is the job's if its own program is missing. Before the first step it is also the job's if it
-    has happened on two hosts. An image that is not for their platform is the job's fault if the
-    cluster has only theirs.
+    A container that cannot start is the job's fault if the job's own program is missing or, before
+    the first step, if this has happened on two hosts. An image for a different platform is the
+    job's fault if all hosts of the cluster have the same platform.
     """
     view = ends.view
     hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}
@@ -221,10 +222,11 @@ def _has_other_platform(view: View, hosts: set[str]) -> bool:
 
 
 def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
-    """Return the coordinator's end, as its host's fault if nobody has heard the coordinator.
+    """Return the coordinator's end, as the host's fault if the coordinator was never reached.
 
-    The next one goes elsewhere, and this does not count. If an earlier one has left a host within
-    the hour, it is the program's fault, or the job's. An image that is not for its host never is.
+    The next coordinator then starts elsewhere, and this end does not count. If an earlier
+    coordinator has left a host within the hour, the fault is the program's or the job's. An image
+    that does not fit the host is never judged this way.
     """
     pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
     if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:
@@ -252,10 +254,11 @@ def _ended_soon(view: View, pod: PodView) -> bool:
 
 
 def _judge_preflights(ends: Ends) -> Ends:
-    """Return the ends, with a preflight that no pod passes as the job's fault.
+    """Return the ends, blaming the job for a preflight that no pod passes.
 
-    It may be a folder that the job may not write to, or a wrong gpusPerNode. This is judged before
-    the first step, once each slot has failed twice, or as often as is remembered.
+    The reason may be a folder that the job may not write to, or a wrong gpusPerNode. This is judged
+    only before the first step, once each slot has failed twice, or as often as the status
+    remembers.
     """
     view = ends.view
     failed = {i: e for i, e in ends.slots.items() if e.end.cause is Cause.PREFLIGHT_FAILED}

@@ -1,4 +1,4 @@
-"""How the group ends: whether its work is done, and whether its failures fail the job."""
+"""Decides how the group ends: whether its work is done, and whether its failures fail the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 FINISH = timedelta(seconds=60)
-"""How long the other pods may take to end when one has ended with exit code 0."""
+"""How long the other pods may take to end after one has ended with exit code 0."""
 
 
 # --- the work is done -------------------------------------------------------------------------------------------
@@ -28,8 +28,8 @@ FINISH = timedelta(seconds=60)
 def is_finished(ends: Ends) -> bool:
     """Return whether the job is complete.
 
-    Under torchrun a node ends with 0 only when every node of the group has finished (the launcher's
-    exit barrier). Spares and nodes that never joined are not waited for.
+    Under torchrun a node exits with 0 only once every node of the group has finished (the
+    launcher's exit barrier). Spares and nodes that never joined need not finish.
     """
     states = [slot.state for slot in ends.view.status.slots]
     if all(state is SlotState.SUCCEEDED for state in states):
@@ -45,16 +45,16 @@ def is_done(ends: Ends) -> bool:
 
 
 def _is_overdue(view: View) -> bool:
-    """Return whether pods still run a while after one, and with it all training, has ended."""
+    """Return whether pods are still running a while after one ended, and training with it."""
     ends = [pod.main.finished for pod in view.pods if pod is not None and pod.ended and pod.succeeded]
     return any(end is not None and view.now >= end + FINISH for end in ends)
 
 
 def is_let_go(ends: Ends) -> bool:
-    """Return whether the launchers were released, because every one of the group has finished.
+    """Return whether the launchers were released because the whole group has finished.
 
-    A slot that was given up earlier shows it too. The coordinator may have gone since, and its
-    report with it.
+    A slot that was given up earlier also shows this. The coordinator and its report may have gone
+    since.
     """
     view = ends.view
     if not view.job.spec.under_torchrun:
@@ -73,7 +73,7 @@ def settle(view: View) -> View | None:
 
 
 def give_up_lost(attribution: Attribution) -> View:
-    """Return the view of a group that is done: what has ended is not made again."""
+    """Return the view of a group that is done, so that ended pods are not replaced."""
     ends = attribution.ends.slots
     slots = enumerate(attribution.ends.view.status.slots)
     view = attribution.ends.view.with_slots([replace(s, state=SlotState.LOST) if i in ends else s for i, s in slots])
@@ -107,9 +107,9 @@ def _fatal(attribution: Attribution) -> Failure | None:
 
 
 def _program_error(view: View) -> Failure | None:
-    """Return the failure of a wrong program, which no restart helps.
+    """Return the failure of a wrong program that restarts cannot help.
 
-    This is judged only before the first step, because later there is progress to keep.
+    This is judged only before the first step, because there is progress to keep later.
     """
     spec, recent = view.job.spec, view.status.restarts.recent
     said = None if view.trained else find_repeated_error(spec, recent) or find_error_everywhere(spec, recent)
@@ -120,7 +120,7 @@ def _program_error(view: View) -> Failure | None:
 
 
 def _cannot_start(view: View) -> Failure | None:
-    """Return the failure of a job with a wrong image, which waiting does not cure."""
+    """Return the failure of a job with a wrong image, for which waiting does not help."""
     if view.has_run:
         return None
     for pod in [view.coordinator, *view.pods]:

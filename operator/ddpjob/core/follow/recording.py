@@ -17,12 +17,12 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Recorded:
-    """The restarts of an attribution, which are in its view's status now."""
+    """The restarts of an attribution, now recorded in the view's status."""
 
     attribution: Attribution
     view: View
     slots: dict[int, Ended]
-    """Ends of slots, with those of living pods on hosts that keep failing."""
+    """Ends of slots, including those of living pods on hosts that keep failing."""
     restarts: tuple[Restart, ...]
 
     @property
@@ -34,20 +34,20 @@ class Recorded:
 def record_restarts(attribution: Attribution) -> Recorded:
     """Record and count the restarts of an attribution.
 
-    This happens before any action removes the pods that they were seen in.
+    This happens before any action removes the pods in which they were seen.
     """
     ends, merged = attribution.ends, attribution.merged
     view, coordinator = ends.view, ends.coordinator
     fatal = attribution.fatal is not None
     slots, restarts = (ends.slots, list(merged.restarts)) if fatal else _replace_failing(ends, list(merged.restarts))
     status = record(view.status, restarts)
-    if fatal:  # Nothing is restarted for it.
+    if fatal:  # A fatal cause does not restart anything.
         status = replace(status, restarts=replace(status.restarts, uncounted=view.status.restarts.uncounted))
     view, faults = attribution.with_seen(view.with_status(status)), merged.idle
     if coordinator is not None:
         restart = _coordinator_restart(view, coordinator)
         if coordinator.pod is not None and coordinator.pod.name in {ended.name for ended in slots.values()}:
-            # Placement Master: the pod that both were in has counted already.
+            # Placement Master: the pod that contained both has already counted.
             restart = replace(restart, counted=False)
         restarts.append(restart)
         view = view.with_status(record(view.status, [restart]))
@@ -60,12 +60,12 @@ def record_restarts(attribution: Attribution) -> Recorded:
 
 
 def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
-    """Return ends and restarts, with those of pods that are replaced although they live.
+    """Return ends and restarts, including those of pods that are replaced although alive.
 
-    A job whose budget is spent by these restarts replaces nothing.
+    If these restarts use up the budget, no pods are replaced.
     """
     view = ends.view
-    # A pod that leaves its place may fail again before its deletion reaches it.
+    # A pod that is being moved may fail again before its deletion takes effect.
     leaving = {r.pod for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
     restarts = [replace(r, counted=False) if r.pod in leaving else r for r in restarts]
     failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends.slots}
@@ -85,8 +85,8 @@ def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, End
 def _coordinator_restart(view: View, ended: Ended) -> Restart:
     """Return the restart for a lost coordinator.
 
-    In mode Fast training continues without it, so its loss is not a break and begins no round,
-    unless it cannot be replaced alone.
+    In mode Fast, training continues without the coordinator, so its loss is not a break and does
+    not begin a round, unless it cannot be replaced alone.
     """
     end, fast = ended.end, view.job.spec.fast and can_replace(view)
     ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=True)
@@ -103,7 +103,7 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 
 
 def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:
-    """Return the status with restarts counted and remembered, and the round that the last began."""
+    """Return the status with restarts counted and remembered, and the last one's round."""
     if not restarts:
         return status
     counted = [r for r in restarts if r.counted]

@@ -1,6 +1,6 @@
-"""Last stage: decide who replaces what has ended, and when.
+"""Last stage: decide what replaces ended pods, and when.
 
-Another attempt is planned for every slot that lost its pod, or a new generation if the rendezvous
+The next attempt is planned for every slot that lost its pod, or a new generation if the rendezvous
 itself is lost.
 """
 
@@ -31,7 +31,7 @@ _REGROUPS = frozenset({Cause.RENDEZVOUS_LOST})
 
 
 def replace_ended(recorded: Recorded) -> View:
-    """Return the view with the next attempt of what has ended, or the next generation, planned."""
+    """Return the view with the next attempts of ended pods, or the next generation, planned."""
     ends, view = recorded.slots, recorded.view.with_status(_with_backoff(recorded))
     if _must_regroup(recorded, view):
         return view.with_status(begin_generation(view if view.job.spec.under_torchrun else _all_wait(view, ends)))
@@ -61,9 +61,9 @@ def _must_regroup(recorded: Recorded, view: View) -> bool:
 
 
 def _all_wait(view: View, ends: dict[int, Ended]) -> View:
-    """Return the view in which all pods wait as long as the one that has failed.
+    """Return the view in which all pods wait as long as the failed one.
 
-    The others achieve nothing without it, and may fail in their turn.
+    The others cannot train without it, and may fail as well.
     """
     ended = [view.status.slots[i] for i in ends]
     waiting = [(slot.not_before, slot) for slot in ended if slot.failures and slot.not_before is not None]
@@ -75,10 +75,10 @@ def _all_wait(view: View, ends: dict[int, Ended]) -> View:
 
 
 def _with_backoff(recorded: Recorded) -> JobStatus:
-    """Return the status with how often slots and coordinator have failed in a row.
+    """Return the status with the numbers of consecutive failures of slots and coordinator.
 
-    A consequence says nothing about the pod that had it, unless the program fails in both. Then
-    both wait as long. Pods that were preempted together each leave their room.
+    A consequence says nothing about its pod, unless the program fails in both pods, which then wait
+    equally long. Pods that were preempted together each leave their room.
     """
     view, coordinator = recorded.view, recorded.coordinator
     causes = {finding.restart.pod for finding in recorded.attribution.merged.causes}

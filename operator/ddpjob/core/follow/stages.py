@@ -1,4 +1,4 @@
-"""Follows the group since the last reconcile, stage by stage."""
+"""Works through what has happened to the group since the last reconcile, stage by stage."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Followed:
-    """The group after all stages, or after the one that ends them early."""
+    """The group after all stages, or after the stage that ends them early."""
 
     ends: Ends
     view: View
     restarts: tuple[Restart, ...] = ()
-    """Restarts that are new in the status."""
+    """New restarts in the status."""
     idle: tuple[Restart, ...] = ()
-    """Ends of spares, which restart nothing."""
+    """Ends of spares, which do not cause restarts."""
     failure: Failure | None = None
     complete: bool = False
     undecided: bool = False
-    """Whether the cause of an end is waited for, because it looks like a consequence."""
+    """Whether an end looks like a consequence and its cause is still awaited."""
 
     @property
     def news(self) -> tuple[Restart, ...]:
-        """Ends of spares, and new restarts."""
+        """Ends of spares and new restarts."""
         return (*self.idle, *self.restarts)
 
     @property
@@ -44,8 +44,8 @@ class Followed:
 def follow(view: View) -> Followed:
     """Evaluate every pod of the current generation, and the coordinator's new incidents.
 
-    What has ended is found, attributed, recorded and counted. Then it fails the job, or it is
-    replaced. A group whose work is done replaces nothing.
+    Ends are found, attributed, recorded and counted. Then they fail the job, or the pods are
+    replaced. A group whose work is done does not replace pods.
     """
     ends = find_ends(view)
     if is_finished(ends):

@@ -1,4 +1,4 @@
-"""The plan of a job: attempts of its slots, actions on its pods, and how the job ends.
+"""Plans a job: attempts of its slots, actions on its pods, and how the job ends.
 
-Imports `status`, `failures` and what is below them.
+Imports `status`, `failures` and the modules below them.
 """

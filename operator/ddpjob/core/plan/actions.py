@@ -1,4 +1,4 @@
-"""Decides the actions that bring a job's objects to its plan, and messages to the coordinator."""
+"""Decides the actions that align a job's objects with its plan, and messages to the coordinator."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 @dataclass(frozen=True)
 class PlannedActions:
-    """Actions, in the view whose slots belong to the round that they are made in."""
+    """The actions, and a view whose slots have the round in which their pods are created."""
 
     view: View
     actions: tuple[Action, ...]
     held: datetime | None
-    """When the actions that are held back are due; None: none of them is."""
+    """When held-back actions are due; None: no actions are held back."""
 
     @property
     def creates(self) -> bool:
-        """Whether something is missing and is about to be created."""
+        """Whether missing objects are about to be created."""
         return any(isinstance(action, Creation) for action in self.actions)
 
 
 def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     """Return what to create and remove.
 
-    `lost` names pods to delete immediately (grace period 0). For a job
-    whose claims cannot be used, nothing is created, but its pods still end, because a claim that is
-    being removed waits for them. A job whose podTemplate has faults gets no pods. The same
-    observation always gives the same actions: creations have names, deletions uids.
+    `lost` names pods to delete immediately (grace period 0). If a job's claims cannot be used,
+    nothing is created, but its pods still end, because a claim that is being removed waits for
+    them. A job with a faulty podTemplate does not get pods. The same observation always gives the
+    same actions, because creations have names and deletions have uids.
     """
     view = view.with_status(with_rounds(view))
     job, status, world = view.job, view.status, view.world
@@ -71,7 +71,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         actions.append(CreateRuntime())
     wants_budget = job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget
     if wants_budget and any(pod is not None and pod.main.running for pod in view.pods):
-        # Not earlier: pods that do not run yet lose nothing, and need not wait for it.
+        # Not earlier, because pods that are not running yet have nothing to lose and need not wait
+        # for the budget.
         actions.append(CreateBudget())
     pods: list[Action] = []
     held = [_held_until(view)]
@@ -83,12 +84,12 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
-        # After one node's pod, whose kind of machine it prefers, and not after all pods of a large
-        # job.
+        # Right after the first node's pod, because the coordinator prefers that kind of machine and
+        # should not wait for all pods of a large job.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
-        # A refused policy is tried again with the next pod, not at every reconcile.
+        # A refused policy is retried with the next pod, not at every reconcile.
         actions.append(CreatePolicy())
     if pods and status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
         actions.append(CreateGang())
@@ -107,7 +108,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
     """Whether a creation's back-off is over; if not, its end is added to `held`.
 
-    A back-off beyond the longest one means that the clock was set back, so it counts as over.
+    A back-off longer than the maximum means that the clock was set back, so it counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -117,10 +118,10 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Return until when nodes of a new generation wait for those of the old one.
+    """Return until when nodes of a new generation wait for nodes of the old one.
 
-    The old ones may be saving a checkpoint. They do not wait beyond the grace period of the old
-    pods, because their host may be dead.
+    The old nodes may be saving a checkpoint. The new nodes do not wait beyond the grace period of
+    the old pods, because the old pods' host may be dead.
     """
     latest = None
     for pod in view.world.nodes():
@@ -147,7 +148,7 @@ def _lacks_token(view: View) -> bool:
 
 
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
-    """Delete pods that are not planned and still run, and surplus failed pods.
+    """Delete pods that are still running but not planned, and surplus failed pods.
 
     Failed pods are surplus beyond runPolicy.failedPodsKept.
     """
@@ -159,7 +160,7 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
         if pod.name in view.current_names and pod.name not in lost:
             continue
         if not pod.ended and (pod.name in lost or is_given_up(view, pod, lost_since(pod, world, view.now))):
-            # A host that does not answer will never confirm the pod's end.
+            # An unreachable host will never confirm the pod's end.
             actions.append(DeletePod(pod.name, pod.uid, 0))
         elif pod.role is Role.COORDINATOR:
             if pod.deleted_at is None and (pod.generation == generation or not old_nodes_run):
@@ -180,9 +181,9 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
 
 
 def _labels(view: View) -> list[Action]:
-    """Return role labels that follow the coordinator's choice of training pods.
+    """Return changes of role labels that follow the coordinator's choice of training pods.
 
-    They are changed only while a group runs.
+    Labels change only while a group is running.
     """
     report = view.report
     if report is None or report.state != CoordinatorState.RUNNING or report.world is None:
@@ -203,8 +204,8 @@ def _labels(view: View) -> list[Action]:
 def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
     """Return messages to the coordinator.
 
-    They are settings, until its report shows them, and pods that are gone. A pod on a dead host
-    cannot close its connections, so its peers would wait for it.
+    The messages are settings, until the report shows them, and pods that are gone. A pod on a dead
+    host cannot close its connections, so its peers would wait for it.
     """
     endpoint, report, spec = view.status.rendezvous.endpoint, view.report, view.job.spec
     if not spec.under_torchrun:
@@ -229,8 +230,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         gone += [pod for pod in known if pod not in view.current_names and pod not in present]
         waits = report.state in (CoordinatorState.FORMING, CoordinatorState.RESTARTING)
         if waits and report.attempt and report.round <= report.attempt * NUMBERS_PER_ATTEMPT:
-            # It waits for members of a round that an earlier coordinator began, and knows of no
-            # loss among them.
+            # It waits for members of a round that an earlier coordinator began, and does not know
+            # which of them are lost.
             status = view.status
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
             gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
@@ -242,16 +243,16 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
     """Return the message that ends a coordinator that was given up but may still run.
 
-    It may run on a host with a dead kubelet. In a generation that continues, its members then look
-    for the next coordinator; otherwise they end. A coordinator that still serves pods that are
-    saving is not ended: they are asked to end, and it goes last.
+    It may run on a host with a dead kubelet. If the generation continues, its members then look for
+    the next coordinator; otherwise they end. A coordinator that still serves pods that are saving
+    is not ended: the pods are asked to end, and the coordinator ends last.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)
     if not before.endpoint or (before.generation, before.attempt) == (after.generation, after.attempt):
         return []
     if before.generation == after.generation:
-        # The next one may have the same address, as in the process backend.
+        # The next coordinator may have the same address, as in the process backend.
         return [
             NotifyCoordinator(
                 before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt}

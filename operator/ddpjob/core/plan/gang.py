@@ -1,25 +1,24 @@
-"""Decides the gang: which pods the scheduler places at once or not at all, and when a job gives up
-what it holds.
+"""Decides the gang: which pods are placed all at once, and when a job gives up its nodes.
 
-A scheduler that places pods one by one lets two jobs wait for each other forever, each with half of
-its pods. Only the scheduler can prevent that, so the operator makes a PodGroup for it.
+If a scheduler places pods one by one, two jobs may wait for each other forever, each with half of
+its pods. Only the scheduler can prevent this, so the operator creates a PodGroup for it.
 
-- The gang of a generation is its first `min_nodes` slots and the coordinator's own pod. Spares and
-  nodes beyond `elastic.minNodes` are made later: they neither hold the gang back nor take its room.
-- When all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
-  and that never changes again in this generation. Every pod that is made later belongs to no group,
-  because Kubernetes 1.36 lets no pod of a group pass while fewer than its minimum exist.
-- A job without a gang can again be stuck with half of its nodes. It yields: if it has held nodes
-  for YIELD without training, and the scheduler finds no room for a pod that it needs, it gives up
-  all of them and waits as a new gang. After a preemption that leaves too few nodes it does so at
-  once.
+- A generation's gang is its first `min_nodes` slots and the coordinator's own pod. Spares and nodes
+  beyond `elastic.minNodes` are created later, so they neither delay the gang nor take its room.
+- Once all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
+  and remains so in this generation. Later pods do not belong to a group, because Kubernetes 1.36
+  does not let a group's pods pass while fewer than its minimum exist.
+- A job whose gang has been placed can later be stuck with half of its nodes. It then yields: if it
+  has held nodes for YIELD without training, and the scheduler finds no room for a pod that it
+  needs, it gives up all its nodes and waits as a new gang. After a preemption that leaves too few
+  nodes it does so at once.
 
-Example, two jobs of 4 nodes each on a cluster with 6:
+Example of two jobs with 4 nodes each on a cluster with 6:
 
-    both wait; A's gang is placed: 4 nodes and its coordinator. B holds nothing
-    one of A's machines dies; the replacement needs no group, and takes one of the 2 free nodes
-    two more of A's machines die, and 1 is free: A holds 3 of 4 nodes and cannot train
-    30 s later A yields. Its new gang waits for 4 nodes at once, next to B's
+    both wait; A's gang is placed: 4 nodes and its coordinator. B holds no nodes
+    one of A's machines dies; the replacement does not need a group, and takes 1 of the 2 free nodes
+    two more of A's machines die while 1 is free: A holds 3 of 4 nodes and cannot train
+    30 s later A yields. Its new gang and B's each wait for 4 nodes at once
 
 Why: docs/decisions/0016.
 """
@@ -37,8 +36,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_GROUP
 
 YIELD = timedelta(seconds=30)
-"""How long a group that cannot train may hold its nodes while the scheduler finds no room for a
-missing pod."""
+"""How long a group that cannot train may hold its nodes while there is no room for a missing
+pod."""
 
 
 def plan_gang(view: View) -> GangStatus | None:
@@ -55,18 +54,18 @@ def plan_gang(view: View) -> GangStatus | None:
 
 
 def is_unserved(view: View) -> bool:
-    """Whether the job waits for a gang that this cluster does not support.
+    """Whether the job is waiting for a gang although this cluster does not support gangs.
 
-    Its user insists on a gang.
+    The user insists on a gang.
     """
     return view.status.gang_waits and not view.world.serves_gangs
 
 
 def is_outdated(view: View) -> bool:
-    """Whether the waiting gang has to be replaced by a different one.
+    """Whether the waiting gang must be replaced by a different one.
 
-    A PodGroup does not follow a change of size. A suspended job has no pods, so the current
-    settings decide what it resumes with.
+    A PodGroup does not follow changes in size. A suspended job has no pods, so the current settings
+    determine how it resumes.
     """
     status = view.status
     if not status.gang_waits and not status.holds(ConditionType.SUSPENDED):
@@ -75,9 +74,9 @@ def is_outdated(view: View) -> bool:
 
 
 def with_placed(view: View) -> JobStatus:
-    """Return the status, with the gang placed if it is complete.
+    """Return the status, with the gang marked as placed if it is complete.
 
-    The gang is placed once all its pods have been seen on hosts at the same time.
+    The gang is complete once all its pods have been seen on hosts at the same time.
     """
     status = view.status
     if status.gang is None or status.gang.placed:
@@ -93,8 +92,9 @@ def with_placed(view: View) -> JobStatus:
 def is_broken_up(view: View, kept: list[Slot]) -> bool:
     """Whether a preempted group should become a gang again at once.
 
-    Its remaining pods cannot train. The scheduler has taken its room because there was no other, so
-    waiting for a single pod would be in vain. `kept` are the slots that have not lost their pod.
+    Its remaining pods cannot train. The scheduler took the group's room because there was no other,
+    so waiting for a single pod would be pointless. `kept` are the slots that have not lost their
+    pod.
     """
     held = sum(bool(slot.node) and slot.state in (SlotState.CREATED, SlotState.RUNNING) for slot in kept)
     return view.status.gang is not None and view.status.gang.placed and held < view.job.spec.min_nodes
@@ -103,8 +103,8 @@ def is_broken_up(view: View, kept: list[Slot]) -> bool:
 def explain_yield(view: View) -> str:
     """Return why the job gives up its nodes and waits as a gang again; empty if it does not.
 
-    It holds nodes and has not trained for YIELD, while the scheduler finds no room for a pod that
-    it needs. This is not judged while its own pods end, because they may be what occupies the room.
+    It has held nodes without training for YIELD, while the scheduler finds no room for a pod that
+    it needs. This is not judged while its own pods are ending, because they may occupy the room.
     """
     status, spec, now = view.status, view.job.spec, view.now
     running, scheduled = (status.condition(kind) for kind in (ConditionType.RUNNING, ConditionType.SCHEDULED))

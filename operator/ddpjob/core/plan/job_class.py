@@ -1,4 +1,4 @@
-"""Decides what a job takes of its class, and that it waits for one that is missing or refuses it.
+"""Decides what a job takes from its class, and when it must wait for the class.
 
 A class is taken when a job starts or is resumed, and kept in the status, so later changes by the
 platform team do not reach a running job. Why: docs/decisions/0018.
@@ -17,9 +17,9 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def find_class_fault(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a job that begins cannot have its class.
+    """Return reason and message if a job cannot have its class when it begins.
 
-    None if it can, or does not begin.
+    Return None if it can, or if it is not about to begin.
     """
     job, offer = view.job, view.world.offer
     if not begins(job):
@@ -36,9 +36,9 @@ def find_class_fault(view: View) -> tuple[str, str] | None:
 
 
 def take_class(view: View) -> JobStatus | None:
-    """Return the status with the current class, for a job that begins without it.
+    """Return the status with the current class for a job that begins without it.
 
-    None if it has it already, or has none.
+    Return None if the job already has the class or does not name one.
     """
     given, taken = view.world.offer.job_class, view.status.job_class
     if not begins(view.job) or given is None:
@@ -51,7 +51,7 @@ def take_class(view: View) -> JobStatus | None:
 def with_class_applied(view: View) -> JobStatus:
     """Return the status with the condition ClassApplied for a running job.
 
-    A job that names no class gets neither the class nor the condition.
+    A job that does not name a class gets neither the class nor the condition.
     """
     job, status = view.job, view.status
     if not job.spec.class_name:
@@ -61,7 +61,7 @@ def with_class_applied(view: View) -> JobStatus:
         return status
     exceeded = violations(job, taken)
     if exceeded:
-        # It runs with the values of the class, and with as many nodes as the class allows.
+        # The job runs with the values of the class and with as many nodes as the class allows.
         message = "not applied: " + "; ".join(exceeded)
         return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
     message = f"the job keeps the values of class {taken.name} from its start; status.jobClass contains them"

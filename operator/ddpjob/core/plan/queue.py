@@ -1,27 +1,27 @@
-"""Decides what a job in a queue of Kueue's asks for, whether it may run, and at which size.
+"""Decides what a job in a Kueue queue requests, whether it may run, and at which size.
 
-Kueue hands out quota by objects of its own, Workloads: their owner creates one, starts when it is
-admitted, stops when it is evicted, and gives the quota back. The operator is such an owner.
+Kueue grants quota through its own objects, Workloads. Their owner creates a Workload, starts when
+it is admitted, stops when it is evicted, and releases the quota. The operator is such an owner.
 
-- A Workload asks for the pods of all slots and the coordinator's pod. Its name is a hash of what it
-  asks for, so that creating it twice is harmless.
-- The job runs while an admitted Workload of its own holds quota for pods of this shape
-  (`_holding`). `status.queue` is the grant, and pods are built from it: the size that counts is the
-  granted one, not that of the spec.
-- Another size is another Workload, which names the first as the one that it replaces. Kueue admits
-  it without stopping the job (a "slice" in its words).
-- An evicted job loses its pods first, as a suspended one does. Its quota is released only after
-  they are gone, or two jobs would use it.
+- A Workload requests the pods of all slots and the coordinator's pod. Its name is a hash of the
+  request, so that creating it twice is harmless.
+- The job runs while one of its Workloads is admitted and holds quota for pods of this shape
+  (`_holding`). `status.queue` is the grant, from which pods are built: the granted size counts, not
+  that of the spec.
+- A different size is a different Workload, which names the first as the one that it replaces. Kueue
+  admits it without stopping the job (Kueue calls this a "slice").
+- An evicted job loses its pods first, like a suspended job. Its quota is released only after the
+  pods are gone; otherwise two jobs would use it.
 
-Example, a job of 4 nodes is scaled to 6:
+Example of a job that is scaled from 4 nodes to 6:
 
     Workload 1a (4 pods and the coordinator) is admitted: the job trains with 4 nodes
     nodes=6: Workload 7c (6 pods and the coordinator) replaces 1a. The job keeps 4 nodes
     Kueue admits 7c and finishes 1a: the job is resized to 6 nodes, 1a is deleted
-    Kueue evicts 7c: the pods end with their grace, then 7c is released and waits in its place
+    Kueue evicts 7c: the pods end gracefully, then 7c is released and waits in its place
 
-The label that names the queue counts when a job begins or is suspended. On a running job a new
-label has no effect, and a removed one does not give its quota away.
+The label that names the queue counts when a job begins or is suspended. On a running job, a new
+label has no effect, and removing the label does not release the quota.
 
 Why: docs/decisions/0017.
 """
@@ -42,8 +42,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import WorkloadView
 
 REPLACED = "WorkloadSliceReplaced"
-"""Kueue's reason for a finished Workload whose quota another one of the job takes over: it ends a
-moment earlier."""
+"""Kueue's reason for a finished Workload whose quota another Workload of the job takes over. The
+first one ends a moment before."""
 _NOT_SERVED = (
     "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
     "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
@@ -52,7 +52,7 @@ _NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed: the job does
 
 
 def shape_of(job: DDPJob) -> str:
-    """Return a hash of what each pod of a job needs, whatever their number."""
+    """Return a hash of what each pod of a job needs, whatever the number of pods."""
     spec = job.spec
     needs = [spec.resources, spec.gpus_per_node, spec.gpu_resource, spec.pod_template]
     needs += [spec.rendezvous.resources, spec.rendezvous.placement]
@@ -68,9 +68,9 @@ def workload_name(job: DDPJob) -> str:
 def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
-    A label that is added to a job running without a queue takes effect when the job is suspended,
-    so training is not ended for it. The same is true of a removed label: training keeps its quota,
-    which others would be granted.
+    A label that is added to a job running without a queue takes effect once the job is suspended,
+    so that it does not end training. The same is true of a removed label: training keeps its quota,
+    which would otherwise be granted to others.
     """
     status = view.status
     if view.world.serves_queues is None:
@@ -82,7 +82,7 @@ def is_queued(view: View) -> bool:
 def _holding(view: View) -> WorkloadView | None:
     """Return the Workload whose quota the job has.
 
-    If there are two, it is the one that suits the job's spec.
+    If there are two, return the one that fits the job's spec.
     """
     job, shape, name = view.job, shape_of(view.job), workload_name(view.job)
     least = job.spec.elastic.min_nodes if job.spec.elastic else 1
@@ -101,20 +101,20 @@ def _holding(view: View) -> WorkloadView | None:
 def with_grant(view: View) -> View:
     """Return the view with Kueue's current `status.queue`.
 
-    It is None for a job that is in no queue, or waits.
+    It is None for a job that is not in a queue or is waiting.
     """
     status = view.status
     if not is_queued(view):
         return view.with_status(without_condition(replace(status, queue=None), ConditionType.ADMITTED))
     if not view.world.serves_queues:
-        # Kueue was removed, or may not be read at the moment. Running jobs are left alone.
+        # Kueue was removed or currently may not be read. Running jobs are left alone.
         return view
     held = _holding(view)
     return view.with_status(replace(status, queue=held.grant if held is not None else None))
 
 
 def explain_waiting(view: View) -> tuple[str, str]:
-    """Return reason and message of a job that waits in its queue."""
+    """Return reason and message for a job that is waiting in its queue."""
     job, world = view.job, view.world
     if not job.queue:
         return QUEUE_WAITS, _NO_LABEL
@@ -141,7 +141,7 @@ def _refusal(view: View) -> str:
 
 
 def with_admitted(view: View) -> JobStatus:
-    """Return the status of a job in a queue with its condition Admitted."""
+    """Return the status of a queued job with its condition Admitted."""
     job, status, queue = view.job, view.status, view.status.queue
     if queue is None:
         reason, message = explain_waiting(view)
@@ -154,14 +154,14 @@ def with_admitted(view: View) -> JobStatus:
 
 
 def plan_queue_actions(view: View) -> list[Action]:
-    """Return what to request and give back for a job that has no pods or runs with quota.
+    """Return what to request and release for a job that has no pods or runs with quota.
 
-    Nothing is returned while pods of a job without quota still end, because their quota is given
-    back after that.
+    Nothing is returned while pods of a job without quota are still ending, because their quota is
+    released only afterwards.
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        # They are from when the job was in a queue.
+        # They are from the time when the job was in a queue.
         old = [pod for pod in world.pods if pod.name not in view.current_names]
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:
@@ -171,7 +171,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     for workload in world.workloads:
         held = queue is not None and workload.uid == queue.uid
         if workload.leaving or held or (replaced and not workload.finished):
-            continue  # The successor is looked at once it has taken over.
+            continue  # The successor is judged once it has taken over.
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):
             actions.append(DeleteWorkload(workload.name, workload.uid))
         elif workload.evicted and workload.reserved:
@@ -193,14 +193,14 @@ def _asks(job: DDPJob) -> tuple[str, str]:
 
 
 def drop_workloads(view: View) -> list[Action]:
-    """Return the end of all requests for quota of a job that should not run or is in no queue."""
+    """Return the end of all quota requests of a job that should not run or is not in a queue."""
     return [DeleteWorkload(w.name, w.uid) for w in view.world.workloads if not w.leaving]
 
 
 def finish_workloads(view: View) -> list[Action]:
-    """Give back the quota of a job that has ended.
+    """Release the quota of a job that has ended.
 
-    A record of it stays, as for other kinds of jobs.
+    The Workload stays as a record, as for other kinds of jobs.
     """
     failed = view.status.condition(ConditionType.FAILED)
     complete = view.status.condition(ConditionType.COMPLETE)

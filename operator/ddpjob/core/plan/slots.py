@@ -1,28 +1,27 @@
-"""Decides the slots: which attempt of each pod there should be, in a new generation, after a loss
-and at a different size.
+"""Decides which attempt each slot has in a new generation, after a loss and at a different size.
 
-A slot is one place of the group, with an index. `status.slots` says which attempt of it is wanted;
-the pod of slot 2 in attempt 5 is called `JOB-2-5`. That is all that the operator plans: pods follow
+A slot is one place in the group, with an index. `status.slots` says which attempt of it is wanted;
+the pod of slot 2 in attempt 5 is called `JOB-2-5`. The operator plans nothing else: pods follow
 from the slots, and a running pod that no slot names is ended.
 
-No pod name is ever used twice. A replacement then needs no deletion to be finished first, and an
-address that is found under a name belongs to that pod or to none. So attempts only grow. They also
-pass over pods that exist although no status shows them, because an operator may have died right
-after it created them, and over the highest attempt of slots that were dropped.
+No pod name is ever used twice. A replacement therefore need not wait for a deletion, and an address
+found under a name belongs to that pod or to none. So attempts only grow. They also skip pods that
+exist although no status shows them, because an operator may have died right after creating them,
+and the highest attempt of dropped slots.
 
-Example, 2 nodes:
+Example with 2 nodes:
 
     begin                slots 0 and 1 at attempt 0           pods train-0-0, train-1-0
     train-1-0 is lost    slot 1 is planned at attempt 1       pod train-1-1, created at once
     nodes=1              slot 1 is dropped; highest_attempt=1
     nodes=2              slot 1 is new, at attempt 2          pod train-1-2
 
-A generation is a group that starts again around a new coordinator, because the spec, the token or
-the runtime has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
+A generation is a group that restarts around a new coordinator, because the spec, the token or the
+runtime has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
 
-A pod that ends within QUICK of its creation, for a cause that waiting may help, makes the next one
-wait (`count_repetition`): not after the first time, then `recovery.backoff.initialSeconds`, doubled
-each time. A pod that lasted longer ends the row.
+If a pod ends within QUICK of its creation for a cause that waiting may help, the next pod waits
+(`count_repetition`): not after the first time, then `recovery.backoff.initialSeconds`, doubled each
+time. A pod that lasts longer resets the count.
 
 Why: docs/decisions/0009.
 """
@@ -43,31 +42,31 @@ from ddpjob.core.view import View
 from ddpjob.core.world import PodView
 
 QUICK = timedelta(seconds=60)
-"""A pod that ended within this time after its creation has achieved nothing."""
+"""A pod that ended within this time of its creation has achieved nothing."""
 ROOM = timedelta(seconds=8)
-"""Time from a preempted pod's end until the next pod. kube-scheduler 1.36 reserves no room for a
-gang that preempts. It retries the gang at most 10 s (podMaxBackoffSeconds) after the try that
-preempted, and the pods take some of that time to end. A pod that is made sooner takes the room, and
-is preempted next."""
+"""Time from a preempted pod's end until the next pod. kube-scheduler 1.36 does not reserve room for
+a gang that preempts. It retries the gang within 10 s (podMaxBackoffSeconds) of the attempt that
+preempted, and the pods take some of that time to end. A pod that is created sooner takes the room
+and is preempted next."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
         *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST, Cause.WORKER_FAILED),
     }
 )
-"""Causes that waiting may help; other causes say nothing about the next pod. A pod that tolerates
-every taint may be put on a host that is down, again and again, and is lost as soon as it is
+"""Causes for which waiting may help; other causes say nothing about the next pod. A pod that
+tolerates every taint may be placed on a dead host again and again, and be lost as soon as it is
 there."""
 _PROGRAM = frozenset(
     {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.WORKER_FAILED}
 )
-"""Causes that lie in the program, which is the same in every pod. Any of the pods may be the first
-to end."""
+"""Causes in the program, which is the same in every pod. Any of the pods may be the first to
+end."""
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A cause, how often in a row it has occurred, and until when the next pod waits."""
+    """A cause, its number of consecutive occurrences, and the end of the next pod's wait."""
 
     reason: str = ""
     failures: int = 0
@@ -75,15 +74,15 @@ class Repeated:
 
 
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
-"""Protocol versions for which this operator can build pods, with the runtime that the job is pinned
+"""Protocol versions for which this operator can build pods with the runtime that the job is pinned
 to."""
 
 
 def template_mark(view: View) -> str:
-    """Return what all pods of a generation share.
+    """Return a mark of what all pods of a generation share.
 
-    It is the spec they are made from, the key of their token, and their protocol. The protocol is
-    that of the runtime that the job is pinned to.
+    They share the spec that they are made from, the key of their token, and the protocol of the
+    runtime that the job is pinned to.
     """
     version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
     return f"{_spec_and_key(view)}-{version}"
@@ -94,26 +93,26 @@ def _spec_and_key(view: View) -> str:
 
 
 def protocol_of(status: JobStatus) -> int:
-    """Return the version of the protocol that the pods of the job's generation speak."""
+    """Return the protocol version that pods of the job's generation speak."""
     version = status.template_hash.rpartition("-")[2]
     return int(version) if version.isdecimal() else protocol.VERSION
 
 
 def fits(view: View) -> bool:
-    """Whether the current generation still suits the job.
+    """Whether the current generation still fits the job.
 
-    Pods with the runtime of a different release stay until one of them has to be made again. An
-    upgrade of the operator, or its rollback, is not a reason to end a training.
+    Pods with a different release's runtime stay until one of them must be replaced. An upgrade or
+    rollback of the operator is not a reason to end training.
     """
     made_from = "-".join(view.status.template_hash.split("-")[:2])
     return made_from == _spec_and_key(view) and (can_replace(view) or not _lacks_pods(view))
 
 
 def can_replace(view: View) -> bool:
-    """Whether single pods of the current generation can be made again.
+    """Whether single pods of the current generation can be replaced.
 
-    A pod needs the runtime of its peers: if theirs is gone, a different one cannot run next to
-    them.
+    A pod needs the same runtime as its peers. If that is gone, a pod with a different runtime
+    cannot join them.
     """
     version, runtime = protocol_of(view.status), view.status.runtime
     if runtime and runtime == view.world.runtime:
@@ -130,7 +129,7 @@ def _lacks_pods(view: View) -> bool:
 
 
 def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
-    """Return the status with these slots, and the highest attempt that any slot has ever had."""
+    """Return the status with these slots, and the highest attempt of any slot so far."""
     grow = all(new.attempt >= old.attempt for old, new in zip(status.slots, slots, strict=False))
     assert grow, "an attempt of a slot is planned again, so the name of its pod would be used twice"
     highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
@@ -138,14 +137,14 @@ def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
 
 
 def begin_generation(view: View) -> JobStatus:
-    """Return the status of a new generation: every slot is planned again, around a new coordinator.
+    """Return the status of a new generation: all slots planned again, and a new coordinator.
 
-    A slot keeps its attempt if no pod was created for it yet. Otherwise its next attempt is higher
-    than that of every pod of its index, in the status or in the world. The generation's number
-    rises by one (the first is 0), and the coordinator's attempts begin at 0. Back-off (reason,
-    failures, not_before) is kept. A second call, without pods created in between, changes only the
-    generation. If pods cannot be made with the runtime that the job is pinned to, it gets the
-    offered one.
+    A slot keeps its attempt if no pod has been created for it yet. Otherwise its next attempt is
+    higher than that of every pod with its index, in the status or in the world. The generation's
+    number rises by one (the first is 0), and the coordinator's attempts begin at 0. Back-off
+    (reason, failures, not_before) is kept. A second call without new pods in between changes only
+    the generation. If pods cannot be made with the runtime that the job is pinned to, the job gets
+    the offered one.
     """
     if not can_replace(view):
         view = view.with_status(replace(view.status, runtime=""))
@@ -173,15 +172,15 @@ def begin_generation(view: View) -> JobStatus:
 
 
 def _unused(status: JobStatus) -> int:
-    """Return an attempt that no pod of any index has had.
+    """Return an attempt number that no pod with any index has had.
 
-    Slots that were dropped long ago are included.
+    This includes slots that were dropped long ago.
     """
     return status.highest_attempt + 1 if status.slots or status.highest_attempt else 0
 
 
 def resize(view: View) -> JobStatus:
-    """Return the status with as many slots as spec.nodes and spec.spares ask for.
+    """Return the status with the number of slots that spec.nodes and spec.spares request.
 
     Slots are added or removed at the end.
     """
@@ -210,8 +209,8 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
     """Return `before` with `end` counted in.
 
-    It is one more if the cause is the same, the end was quick, and waiting may help; otherwise
-    none. A preempted pod's successor leaves its room to the gang that it was preempted for.
+    The count rises by one if the cause is the same, the end was quick and waiting may help;
+    otherwise it is reset. A preempted pod's successor leaves its room to the preempting gang.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
@@ -225,9 +224,9 @@ def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None
 
 
 def count_in_a_row(view: View, cause: Cause) -> int:
-    """Return how often in a row the job's pods have ended for a cause that they share.
+    """Return how many times in a row the job's pods have ended for a shared cause.
 
-    They have achieved nothing since.
+    The pods have achieved nothing since.
     """
     if cause not in _PROGRAM:
         return 0
@@ -242,7 +241,7 @@ def _whole(until: datetime) -> datetime:
 
 
 def with_rounds(view: View) -> JobStatus:
-    """Return the status in which pods that are about to be created belong to the current round."""
+    """Return the status in which pods about to be created belong to the current round."""
     status = view.status
     if all(s.state is not SlotState.PLANNED for s in status.slots):
         return status

@@ -1,6 +1,6 @@
-"""Decides how a job ends: what is written, how training stops, and what is deleted when.
+"""Decides how a job ends: what to write, how training stops, and what to delete when.
 
-Nothing here runs if a user deletes the job, because a job has no finalizer. Why:
+None of this runs if a user deletes the job, because jobs have no finalizer. Why:
 docs/decisions/0003.
 """
 
@@ -41,8 +41,8 @@ STOP_SECONDS = 15
 """How long running nodes may take to stop by themselves, which keeps their logs, before they are
 deleted."""
 EXIT_SECONDS = 15
-"""How long the coordinator in a node's pod may take to exit before the pod is deleted together with
-its log."""
+"""How long the coordinator in a node's pod may take to exit before the pod and its log are
+deleted."""
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Dec
     `events` come before the event of the failure.
     """
     recent = view.status.restarts.recent
-    if recent:  # Nothing waits for a restart that is not made.
+    if recent:  # Do not wait for a restart that will not be made.
         recent = (*recent[:-1], replace(recent[-1], message=without_wait(recent[-1].message)))
     status = replace(view.status, restarts=replace(view.status.restarts, recent=recent))
     status = with_condition(status, ConditionType.FAILED, True, failure.reason, failure.message, view.now)
@@ -65,11 +65,11 @@ def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Dec
 def complete(view: View, events: list[Event]) -> Decision:
     """Return the decision for a job whose group has finished.
 
-    Every node has ended with exit code 0.
+    Every node has exited with 0.
     """
     nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
     if least == nodes:
-        # A finished pod may be removed before anybody has looked. If one node has finished, all
+        # A finished pod may be removed before it has been observed. If one node has finished, all
         # have.
         view = view.with_slots(
             [
@@ -81,7 +81,7 @@ def complete(view: View, events: list[Event]) -> Decision:
     done = view.status.rendezvous.nodes or nodes if least == nodes else min(finished, nodes) or nodes
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     if not finished and least < nodes:
-        # The group may have been smaller, and a suspension removed it.
+        # The group may have been smaller, or a suspension may have removed it.
         message = "all nodes have finished"
     if _trained_apart(view):
         message += ", but the ranks formed no group, so each of them trained a separate model"
@@ -93,7 +93,7 @@ def complete(view: View, events: list[Event]) -> Decision:
 
 
 def _trained_apart(view: View) -> bool:
-    """Return whether the ranks, according to their last report, form no group."""
+    """Return whether the ranks did not form a group, according to their last report."""
     running = view.status.condition(ConditionType.RUNNING)
     if running is not None and running.reason == NO_GROUP:
         return True
@@ -126,35 +126,35 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
 
 
 def wind_down(view: View) -> Decision:
-    """Return the actions that are due for a job that has ended; its status no longer changes."""
+    """Return the actions due for a job that has ended. Its status no longer changes."""
     job, world, now = view.job, view.world, view.now
     ended_at = view.status.completion_time or now
     training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
     overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
     actions = _stop(view, training, overdue=overdue) if training else _clean(view)
-    # Others must not use resources that are still in use.
+    # Quota must not be granted to others while its resources are still in use.
     quota, in_use = finish_workloads(view), any(may_run(p, now) for p in world.nodes())
     if not in_use:
         actions += quota
         actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid]
-    # Reports to Kueue may be refused for a long time, and so may the deletion of a pod.
+    # Reports to Kueue and deletions of pods may be refused for a long time.
     soon = training or (in_use and quota) or any(not isinstance(a, MarkWorkload | DeleteGang) for a in actions)
     wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
         left = (ended_at + timedelta(seconds=ttl) - now).total_seconds()
         if left <= 0:
-            # With all other due actions, since the deletion may be refused, or wait for the job's
-            # receiver.
+            # Together with all other due actions, since the deletion may be refused or wait for the
+            # job's receiver.
             actions, left = [*actions, DeleteJob()], BLOCKED_POLL
         wake.append(left)
     return Decision(view.status, tuple(actions), wake=min(wake, default=None))
 
 
 def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]:
-    """Stop nodes by a message, which keeps their logs.
+    """Stop nodes with a message, which keeps their logs.
 
-    Nodes that cannot get one (`command`, not started) are deleted.
+    Nodes that cannot receive a message (`command`, not started) are deleted.
     """
     reachable = view.job.spec.under_torchrun and view.coordinator is not None
     if overdue or not reachable:
@@ -170,7 +170,7 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 
 
 def _clean(view: View) -> list[Action]:
-    """Delete pods by runPolicy.cleanPodPolicy, and end leftover containers in those that stay."""
+    """Delete pods as runPolicy.cleanPodPolicy says, and end leftover containers in the others."""
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []
     for pod in view.world.pods:
@@ -188,10 +188,10 @@ def _clean(view: View) -> list[Action]:
 
 
 def has_leftovers(pod: PodView) -> bool:
-    """Return whether the pod's main container has ended and another one still runs.
+    """Return whether the pod's main container has ended while another one is still running.
 
-    A pod that the kubelet has ended as a whole has none: after a failed init container the others
-    wait forever.
+    A pod that the kubelet has ended as a whole has none: after a failed init container, its other
+    containers never start.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 
@@ -199,8 +199,8 @@ def has_leftovers(pod: PodView) -> bool:
 def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
     """End the other containers of a pod.
 
-    A coordinator (placement Master) is asked to exit; a sidecar is deleted with its pod. A
-    coordinator that exits by itself leaves the pod in place, and the trainer's log with it.
+    A coordinator (placement Master) is asked to exit; a sidecar is deleted together with its pod. A
+    coordinator that exits by itself leaves the pod and the trainer's log in place.
     """
     coordinator = pod.containers.get(COORDINATOR_CONTAINER)
     patient = pod.main.finished is None or now < pod.main.finished + timedelta(seconds=EXIT_SECONDS)

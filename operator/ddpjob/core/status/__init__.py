@@ -1,4 +1,4 @@
-"""What users read about a job: conditions, phase, counts, progress, and events of their changes.
+"""What users read about a job: conditions, phase, counts, progress, and events about changes.
 
-Imports `failures` and what is below it; nothing of `plan`.
+Imports `failures` and the modules below it, but nothing from `plan`.
 """

@@ -1,4 +1,4 @@
-"""Sets status conditions, and derives the phase.
+"""Sets status conditions and derives the phase.
 
 A condition's transition time changes only when its status does.
 """
@@ -12,12 +12,12 @@ from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Phase
 
 _ORDER = list(ConditionType)
 QUEUED = QUEUE_WAITS, QUEUE_NOT_SERVED = "Queued", "QueueNotServed"
-"""Reasons of the condition Suspended for a job that waits in a queue."""
+"""Reasons of the condition Suspended for a job that is waiting in a queue."""
 GROUP_RESTARTS = "GroupRestarts"
 """Reason of the condition Running from a group's break until its cause is known."""
 MESSAGE_LIMIT = 8192
-"""Maximum number of characters. The API server allows 32768 for a condition's message; a terminal
-shows less."""
+"""Maximum number of characters in a condition's message. The API server allows 32768; a terminal
+shows fewer."""
 
 
 def with_condition(
@@ -25,7 +25,7 @@ def with_condition(
 ) -> JobStatus:
     """Return the status with one condition set and the others unchanged.
 
-    A message that is too long loses its middle.
+    The middle of an overlong message is cut out.
     """
     old = status.condition(kind)
     since = old.since if old is not None and old.status == holds else now.replace(microsecond=0)

@@ -1,6 +1,4 @@
-"""Describes the present in the status: conditions, counts and progress, from pods and the
-report.
-"""
+"""Describes a job's present state in the status, from its pods and report."""
 
 from __future__ import annotations
 
@@ -35,13 +33,13 @@ class Present:
 
     view: View
     restarts: tuple[Restart, ...]
-    """Those recorded in this reconcile."""
+    """Restarts recorded in this reconcile."""
     creating: bool
-    """Whether something is missing and is about to be created."""
+    """Whether missing objects are about to be created."""
     alive: list[PodView]
     running_pods: int
     training: int | None
-    """Nodes that train according to the report; None without one."""
+    """Number of nodes that train according to the report; None without a report."""
 
 
 CONDITIONS: tuple[Callable[[Present], JobStatus], ...] = (
@@ -59,8 +57,8 @@ CONDITIONS: tuple[Callable[[Present], JobStatus], ...] = (
     lambda present: judge_snapshots(present.view),
     lambda present: _ranks_ordered(present.view, present.training),
 )
-"""The conditions in the order in which they are judged. Each sees the ones before it; Restarting
-and those after it depend on Running."""
+"""The conditions in the order in which they are judged. Each one sees the previous ones; Restarting
+and all later ones depend on Running."""
 
 
 def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> JobStatus:
@@ -106,15 +104,13 @@ def _restarting(present: Present) -> JobStatus:
 
 
 def _has_run_long(status: JobStatus, now: datetime) -> bool:
-    """Whether the group has run for so long that steps must be assumed, although the program
-    reports none.
-    """
+    """Whether the group has run so long that it must have made steps, even if not reported."""
     running = status.condition(ConditionType.RUNNING)
     return running is not None and running.status and now - running.since >= SURELY_TRAINED
 
 
 def _isolated(view: View) -> JobStatus:
-    """What prevents the isolation that spec.network asks for; no condition where nothing does."""
+    """Report what prevents the isolation that spec.network asks for, if anything does."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
@@ -132,7 +128,7 @@ def _isolated(view: View) -> JobStatus:
 
 
 def _nodes_healthy(view: View) -> JobStatus:
-    """Which pods stay on unhealthy Kubernetes nodes, and why; no condition where none ever did."""
+    """Report which pods stay on unhealthy Kubernetes nodes and why, once any pod has."""
     status = view.status
     staying = [verdict for verdict in judge_nodes(view) if verdict.reason]
     condition = partial(with_condition, status, ConditionType.NODES_HEALTHY, now=view.now)
@@ -146,7 +142,7 @@ def _nodes_healthy(view: View) -> JobStatus:
 
 
 def _ranks_ordered(view: View, training: int | None) -> JobStatus:
-    """The order of the ranks of a group that trains, and whether it is that of spec.rankOrder."""
+    """Record a training group's rank order, and report whether it follows spec.rankOrder."""
     status, report, wanted = view.status, view.report, view.job.spec.rank_order
     if not wanted:
         status = without_condition(status, ConditionType.RANKS_ORDERED)
@@ -165,13 +161,11 @@ def _ranks_ordered(view: View, training: int | None) -> JobStatus:
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
 BEHIND_SECONDS = 600
 FIRST_COPY = timedelta(minutes=30)
-"""Time without a restart after which a job has saved something, if it copies at all."""
+"""Time without a restart after which a job that copies checkpoints must have saved one."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Whether checkpoints reach the bucket, by what the script reports; no condition where they
-    always did.
-    """
+    """Report whether checkpoints reach the bucket, once there is a sign that they do not."""
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
     before = status.condition(ConditionType.CHECKPOINTS_COPIED)

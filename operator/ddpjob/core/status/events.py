@@ -1,4 +1,4 @@
-"""Decides which events a reconcile records: what happened, whether it counts, what follows."""
+"""Decides which events a reconcile records: what happened, whether it counts, and what follows."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _WARNED = (
     *(ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED),
     *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD),
 )
-"""Conditions for which becoming false is an event."""
+"""Conditions that cause an event when they become false."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
-"""Reasons of false conditions that every start, restart or end passes through."""
+"""Reasons of false conditions that occur in every start, restart or end."""
 
 
 def restart_events(
     view: View, restarts: tuple[Restart, ...], idle: tuple[Restart, ...] = (), *, failed: bool
 ) -> list[Event]:
-    """Return the events of new restarts, and of the ends of spares (`idle`).
+    """Return events for new restarts and for the ends of spares (`idle`).
 
-    The restarts are new in the view's status. Many pods with the same fate share one event.
+    The restarts are new in the view's status. Many pods that ended alike share one event.
     """
     broken = any(restart.round and not restart.consequence for restart in restarts)
     alike: dict[tuple[str, str], list[Restart]] = {}
@@ -55,10 +55,10 @@ def _summary(several: list[Restart], meaning: str) -> Event:
 
 
 def _restart_event(view: View, restart: Restart, meaning: str, *, failed: bool, broken: bool) -> Event:
-    """Return the event of a new restart, or of a spare's end, with its meaning.
+    """Return the event for a new restart or for a spare's end, with its meaning.
 
-    `failed` means that the job fails, so nothing follows. `broken` means that a restart that is new
-    with it broke the group.
+    `failed` means that the job fails, so nothing follows. `broken` means that one of the new
+    restarts broke the group.
     """
     if restart.reason == Cause.JOINED:
         return Event(False, restart.reason, event_text(restart.message))
@@ -82,13 +82,14 @@ def _what_follows(view: View, restart: Restart, *, broken: bool) -> str:
 
 
 SINGLE_EVENTS = 3
-"""How many restarts of one kind get separate events; more of them share one."""
+"""Maximum number of restarts of one kind with separate events; if there are more, they share
+one."""
 MOST_EVENTS = 20
-"""Maximum number of events of one reconcile for restarts."""
+"""Maximum number of restart events in one reconcile."""
 
 
 def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
-    """Return events of what has changed from one status to the next, except restarts."""
+    """Return events for changes from one status to the next, except restarts."""
     events = []
     if new.holds(ConditionType.RUNNING) and not old.holds(ConditionType.RUNNING):
         events.append(Event(False, "Running", _begun(old, new)))
@@ -118,7 +119,7 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
 
 
 def _lagging(old: JobStatus, new: JobStatus) -> list[Event]:
-    """Return one event for the ranks that have begun to lag."""
+    """Return one event for all ranks that have begun to lag."""
     known = {_episode(entry) for entry in old.progress.get("stragglers", ())}
     named = [
         f"rank {entry['rank']} ({entry['pod']}{_where(entry)}) takes {entry['slowdown']} times as long"
@@ -139,7 +140,7 @@ def _where(entry: Json) -> str:
 
 
 def _begun(old: JobStatus, new: JobStatus) -> str:
-    """Return what trains, and how long after which event."""
+    """Return what is training now, and how long after which event."""
     running = new.condition(ConditionType.RUNNING)
     verb = "run" if running is not None and running.reason == NODES_RUN else "train"
     text = f"{count(new.ready, 'node')} {verb}{'s' if new.ready == 1 else ''}"

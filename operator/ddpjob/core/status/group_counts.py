@@ -1,4 +1,4 @@
-"""How many nodes of a job train as one group, and how many stand by."""
+"""Counts a job's nodes that train as one group, and those on standby."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ IN_GROUP = (MemberState.RUNNING, MemberState.FINISHED)
 
 
 def count_training_nodes(view: View) -> int | None:
-    """How many nodes train as one group; None: not known, or none do.
+    """Return the number of nodes that train as one group; None: unknown, or none do.
 
-    The coordinator's report counts only while the pods of all its members are alive: it may be
-    older than a loss.
+    The coordinator's report counts only while the pods of all its members are alive, because it may
+    predate a loss.
     """
     report = view.report
     if not view.job.spec.under_torchrun or report is None or report.state not in FORMED:
@@ -27,10 +27,10 @@ def count_training_nodes(view: View) -> int | None:
 
 
 def count_ready_spares(view: View, training: int | None) -> int:
-    """How many members are ready to take over at once: a pod that runs has a Python to start before
-    it is one.
+    """Return the number of members that are ready to take over at once.
 
-    Without a report as many as were known.
+    A running pod is not ready until its Python has started. Without a report, return the last known
+    number.
     """
     report = view.report
     if report is None:

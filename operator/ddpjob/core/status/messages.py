@@ -1,4 +1,4 @@
-"""Words and cuts messages: numbers with their nouns, and events of an accepted length."""
+"""Words and shortens messages: numbers with their nouns, and events within the length limit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ddpjob.api.job_status import Slot
 from ddpjob.core.failures.classify import Cause
 
 EVENT_BYTES = 1000
-"""Maximum number of bytes of an event's message; the events API accepts 1024."""
+"""Maximum size of an event's message in bytes; the events API accepts 1024."""
 _FIRST_LINE_BYTES = 600
 
 
 def event_text(message: str, facts: str = "") -> str:
-    """Return a failure's message as an event can hold it.
+    """Return a failure's message shortened to fit into an event.
 
-    It has the first line, facts in brackets, and as much of the traceback's end as fits.
+    It consists of the first line, facts in brackets, and as much of the traceback's end as fits.
     """
     line, _, traceback = message.partition("\n")
     first, who = _cause_and_place(line)
@@ -29,9 +29,9 @@ def event_text(message: str, facts: str = "") -> str:
 
 
 def put_cause_first(message: str, facts: str = "") -> str:
-    """Return the message with an error's own words at its beginning.
+    """Return the message with an error's own words first.
 
-    The rank or pod that had it, and the facts, follow in brackets, because a list shows only the
+    The rank or pod with the error and the facts follow in brackets, because a list shows only the
     beginning of the first line.
     """
     line, newline, rest = message.partition("\n")
@@ -41,7 +41,7 @@ def put_cause_first(message: str, facts: str = "") -> str:
 
 
 def _cause_and_place(line: str) -> tuple[str, str]:
-    """Return the error, and the rank or pod that ended with it, if the line names both."""
+    """Return the error and the rank or pod that ended with it, if the line names both."""
     found = _ENDED_WITH.fullmatch(line)
     return (found[2], found[1] + (found[3] or "")) if found is not None else (line, "")
 
@@ -50,7 +50,7 @@ _ENDED_WITH = re.compile(
     r"((?:rank [0-9]+ in )?pod \S+ ended with (?:exit code -?[0-9]+(?: \(128 \+ \w+\))?|signal \w+)): "
     r"(.+?)(; waits [0-9.e+]+ s)?"
 )
-"""The first line of a failure as it is recorded (classify.py, new_incidents.py)."""
+"""The first line of a recorded failure (classify.py, new_incidents.py)."""
 
 
 def _cut(text: str, size: int) -> str:
@@ -64,7 +64,7 @@ def count(number: int, noun: str) -> str:
 
 
 def why_held(slot: Slot) -> str:
-    """Return why the slot's next pod is not made yet."""
+    """Return why the slot's next pod has not been created yet."""
     if slot.reason == Cause.PREEMPTED:
         return "its room is reserved for the pods that preempted it"
     return f"backing off: {slot.reason}, {slot.failures} times in a row"

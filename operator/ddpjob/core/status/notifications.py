@@ -1,8 +1,8 @@
-"""Decides what a job's receiver is notified of, the message's text, and when it is settled.
+"""Decides what a job's receiver is notified of, the text, and when a notification is settled.
 
-The status records what is owed: an entry is written together with its subject, and stays Pending
-until its outcome is known. If an operator dies in between, the next one sends it again with the
-same id.
+The status records notifications to send. An entry is written together with its subject, and stays
+Pending until its outcome is known. If an operator dies in between, the next one sends it again with
+the same id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROGRESS = ("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerS
 def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decision) -> Decision:
     """Return the decision with notifications for the job's receiver.
 
-    The job is not deleted before they are settled.
+    The job is not deleted before its notifications are settled.
     """
     notify, status = job.spec.notify, decision.status
     if notify is None:
@@ -37,7 +37,8 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
         if event in notify.events:
             id = f"{job.uid}.{event}.{status.round}"
             if event is NotifyEvent.BUDGET_NEARLY_SPENT:
-                # The spec's generation: a different limit may be nearly spent within one round.
+                # Add the spec's generation, because a different limit may be nearly spent within
+                # the same round.
                 id += f".{job.generation}"
             entries[event] = Notification(event=event, id=id, time=now.replace(microsecond=0))
     unusable = _unusable(job, world)
@@ -58,7 +59,7 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
 
 
 def _happened(job: DDPJob, status: JobStatus) -> Iterator[NotifyEvent]:
-    """Yield events that this status shows, and the previous one did not."""
+    """Yield events that this status shows but the previous one did not."""
     if status.terminal:
         if not job.status.terminal:
             yield NotifyEvent.FAILED if status.holds(ConditionType.FAILED) else NotifyEvent.COMPLETE
@@ -103,7 +104,7 @@ def _unusable(job: DDPJob, world: World) -> str:
 def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
     """Return the status with the condition Notifies.
 
-    It reports at the job's start what would be noticed only at its end.
+    The condition shows at the job's start what would otherwise be noticed only at its end.
     """
     if status.terminal:
         return status, []
@@ -168,9 +169,9 @@ def _text(body: Json) -> str:
 def _inert(text: str) -> str:
     """Return text that a chat shows literally.
 
-    The job's author chooses it, and must not call a whole channel or hide a link. & < > are escaped
-    as Slack demands; a word joiner after @ prevents mentions in other chats, and without ` no text
-    can end the block.
+    The job's author chooses the text, but must not be able to mention a whole channel or hide a
+    link. & < > are escaped as Slack requires, a word joiner after @ prevents mentions in other
+    chats, and ` is replaced so that the text cannot end the block.
     """
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     shown = escaped.replace("`", "'").replace("@", "@\u2060")

@@ -22,12 +22,13 @@ from ddpjob.core.view import View, is_number
 _BEFORE_THE_REPORT = frozenset(
     {Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED, Cause.COORDINATOR_LOST}
 )
-"""Decided by the operator itself: a report that was read before cannot know of them."""
+"""Causes that the operator itself decides, which an earlier report cannot know."""
 
 
 def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
-    """True from a break until the group runs again; never for one that is over already when it is
-    seen.
+    """Report Restarting: true from a break until the group runs again.
+
+    It is never true for a break that is already over when it is first seen.
     """
     status, now = view.status, view.now
     if not broke and status.round > view.job.status.round and status.restarts.recent:
@@ -36,7 +37,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
         message = next(
             iter(put_cause_first(last.message).splitlines()), ""
-        )  # Of a user's coordinator: it may be empty.
+        )  # From a user's coordinator, so it may be empty.
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
     running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):
@@ -57,10 +58,10 @@ _PODS_RUN = "the pods run again; no step is reported, so it is unknown whether t
 
 
 def _has_resumed(view: View) -> bool:
-    """Whether the group that runs trains again, as far as can be known.
+    """Whether the running group trains again, as far as can be known.
 
-    With `command` nothing says when the group forms. A program that has reported steps before
-    reports the next one to the new generation's coordinator, which has heard of none yet.
+    With `command`, nothing shows when the group forms. A program that has reported steps before
+    reports the next one to the new generation's coordinator, which does not know of any steps yet.
     """
     return view.job.spec.under_torchrun or not _steps(view.status.progress) or _steps(reported_figures(view))
 
@@ -70,11 +71,11 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 
 
 def _timed(view: View) -> tuple[Restart, ...]:
-    """Recent restarts, those that have ended with their duration in seconds.
+    """Return recent restarts, with durations in seconds for those that have ended.
 
-    They end with the next step, if the coordinator hears of steps. Its measurement of the last one
-    is finer than the time between two reconciles. Those that a suspension cut short have none: it
-    took no recovery.
+    A restart ends with the next step, if steps are reported to the coordinator. The coordinator's
+    measurement of the last restart is finer than the time between two reconciles. Restarts that a
+    suspension cut short have no duration, because there was no recovery.
     """
     report = view.report
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
@@ -95,10 +96,10 @@ def _timed(view: View) -> tuple[Restart, ...]:
 
 
 def judge_fast_recovery(view: View) -> JobStatus:
-    """Whether, in mode Fast, every pod of the group can do what the mode promises. None until the
-    group runs or one cannot.
+    """Report whether every pod of a group in mode Fast can do what the mode promises.
 
-    A coordinator that takes over hears the pods one after the other.
+    There is no condition until the group runs or a pod falls short. A coordinator that takes over
+    hears from the pods one by one.
     """
     status, report = view.status, view.report
     if not view.job.spec.fast:
@@ -118,11 +119,10 @@ def judge_fast_recovery(view: View) -> JobStatus:
 
 
 def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
-    """Report spec.preflight: which pod has not passed, and once the group is `formed` the speed of
-    the links.
+    """Report which pod has not passed spec.preflight or, once the group is `formed`, link speeds.
 
-    `restarts` are new. A coordinator that took over has no notes until the pods are back: its
-    predecessor's hold.
+    `restarts` are new. A coordinator that took over has no notes until the pods are back; until
+    then its predecessor's are valid.
     """
     status, report, preflight = view.status, view.report, view.job.spec.preflight
     if preflight is None:

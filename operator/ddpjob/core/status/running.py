@@ -31,12 +31,12 @@ NO_GROUP = "NoGroup"
 NODES_RUN = "NodesRun"
 FINISHED_EARLY = "NodeFinishedEarly"
 LEFT_ALONE = timedelta(minutes=3)
-"""How long a pod may run without progress, after another has ended with 0, before that is reported.
+"""How long a pod may run without progress after another has exited with 0 before this is reported.
 """
 
 
 def judge_running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
-    """Status, reason and message of the condition Running."""
+    """Return status, reason and message of the condition Running."""
     status, spec, report = view.status, view.job.spec, view.report
     wanted = spec.nodes
     if training is not None:
@@ -92,9 +92,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
 
 
 def _waits_for_finished(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a pod of a `command` ended with 0 a while ago and another shows
-    no progress.
-    """
+    """Return reason and message if a pod of a `command` stalls after another exited with 0."""
     over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
     at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
     reported = known_time(reported_figures(view).get("updatedAt"))
@@ -110,9 +108,7 @@ def _waits_for_finished(view: View) -> tuple[str, str] | None:
 
 
 def _has_just_broken(view: View) -> bool:
-    """Whether the group trained until a moment ago, and no restart says yet why it does not any
-    more.
-    """
+    """Whether the group has just stopped training and no restart explains it yet."""
     status, before = view.status, view.status.condition(ConditionType.RUNNING)
     if before is None or status.holds(ConditionType.RESTARTING) or status.round > view.job.status.round:
         return False
@@ -120,7 +116,7 @@ def _has_just_broken(view: View) -> bool:
 
 
 def _fetching(report: Report) -> str:
-    """How far the first of the pods has come that fetch storage.data.url."""
+    """Return the progress of the first pod that is fetching storage.data.url."""
     notes = [note for note in report.notes if note.kind == DATA and note.why]
     notes.sort(key=lambda note: note.why == DATA_WAITS)
     others = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
@@ -128,7 +124,7 @@ def _fetching(report: Report) -> str:
 
 
 def _secret_hint(view: View, held: Stuck) -> str:
-    """What the Secret of the bucket must hold, where a container waits for it."""
+    """Return what the bucket's Secret must contain, if a container waits for it."""
     storage = view.job.spec.storage
     for name, volume in (("checkpoints", storage.checkpoints), ("data", storage.data)):
         secret = volume.secret_name if volume is not None else None
@@ -141,14 +137,14 @@ def _secret_hint(view: View, held: Stuck) -> str:
 
 
 UNREACHABLE = timedelta(minutes=1)
-"""Time after which it is worth an event. Until then, restarts of workers are neither counted nor
-shown.
+"""Time after which an unreachable coordinator causes an event. Until then, restarts of workers are
+neither counted nor shown.
 """
 UNREACHABLE_LONG = "until then, failures of workers are neither counted nor shown"
 
 
 def _unreachable(view: View) -> str:
-    """Since when the coordinator does not answer, which the message itself remembers."""
+    """Return since when the coordinator has not responded, which the message itself remembers."""
     status = view.status
     where = f" at {status.rendezvous.endpoint}" if status.rendezvous.endpoint else ", whose pod has no address yet,"
     known = status.condition(ConditionType.RUNNING)
@@ -188,9 +184,7 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
 
 
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
-    """What is known of a group whose next step is overdue, with the stacks of its ranks; it stays
-    the same.
-    """
+    """Describe a group whose next step is overdue, with its ranks' stacks, in a stable text."""
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
@@ -203,17 +197,15 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""What a step's time may differ by from one report to the next: each is read by a new comparison of
-the clocks.
+"""Maximum difference in a step's time from one report to the next, because each report compares the
+clocks again.
 """
 _NO_STEP = "made no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
 
 def last_step(running: Condition | None) -> datetime | None:
-    """When the group made its last step, if the next one is overdue: the condition's message
-    remembers it.
-    """
+    """Return the last step's time, which the condition's message has if a step is overdue."""
     said = _LAST_STEP.search(running.message) if running is not None else None
     return known_time(said[1]) if said else None
 
@@ -223,9 +215,7 @@ def _train(view: View, nodes: int) -> str:
 
 
 def _verb(view: View, nodes: int) -> str:
-    """What nodes do. That the ranks train one model is known once their steps have exchanged
-    something.
-    """
+    """Return what nodes do. Ranks are known to train one model once they have exchanged data."""
     if nodes == 1:
         return "trains"
     exchange = view.report is not None and view.report.progress.get(EXCHANGING)
@@ -233,9 +223,7 @@ def _verb(view: View, nodes: int) -> str:
 
 
 def _finished_early(view: View) -> str:
-    """Names a node whose program has ended with 0 while others still train: they wait for it in
-    vain.
-    """
+    """Name a node that has exited with 0 while others still train and wait for it in vain."""
     report = view.report
     members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members
     finished = [m for m in members if m.state is MemberState.FINISHED]
@@ -248,7 +236,7 @@ def _finished_early(view: View) -> str:
 
 
 def _without_count(view: View) -> str:
-    """What recovery.hangAfterSeconds is worth for a script whose steps nobody can count."""
+    """Explain what recovery.hangAfterSeconds does for a script whose steps cannot be counted."""
     uncountable = view.report is not None and view.report.progress.get(UNCOUNTABLE)
     if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
         return ""
@@ -259,7 +247,7 @@ def _without_count(view: View) -> str:
 
 
 def _missing(view: View) -> str:
-    """Why a group that may be smaller is smaller."""
+    """Return why an elastic group is smaller than requested."""
     report = view.report
     reported = report.members if report is not None else ()
     present = {m.pod for m in reported if m.state is not MemberState.STARTING}
@@ -286,5 +274,5 @@ def _missing(view: View) -> str:
 
 
 def reported_figures(view: View) -> Mapping[str, Any]:
-    """The progress of the present generation alone."""
+    """Return the progress of the current generation only."""
     return view.report.progress if view.report is not None else {}

@@ -1,4 +1,4 @@
-"""The condition Scheduled: whether all pods have a place, and what they wait for."""
+"""The condition Scheduled: whether all pods have a place, and what they are waiting for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DELETION_REFUSED = "DeletionRefused"
 
 
 def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
-    """The status with its condition Scheduled. `alive`: pods of slots that run or will."""
+    """Return the status with its condition Scheduled. `alive`: slots' pods that run or will."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.SCHEDULED, now=view.now)
 
@@ -38,8 +38,8 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
         return condition(False, *_refused(view, alive, blocking[0]))
     before = status.condition(ConditionType.SCHEDULED)
     if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
-        # The outcome of the next try is not known yet. Another reason in the meantime would be a
-        # write, which wakes the job, which tries again: without end and without a pause.
+        # The outcome of the next attempt is not known yet. A different reason meanwhile would cause
+        # a write, which wakes the job, which tries again, in an endless loop without pauses.
         return status
     coordinator = view.coordinator
     dedicated = [coordinator] if coordinator is not None and coordinator.role is Role.COORDINATOR else []
@@ -59,7 +59,7 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
     if placed >= spec.pods:
         budget = next((rejection for rejection in world.rejections if rejection.of_budget), None)
         if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
-            return status  # The outcome of the next try is not known yet.
+            return status  # The outcome of the next attempt is not known yet.
         refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
         return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}")
     message = f"{_are_scheduled(placed, spec.pods)}{_backing_off(status, view.now)}"
@@ -77,9 +77,7 @@ def _are_scheduled(placed: int, pods: int) -> str:
 
 
 def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str, str]:
-    """Reason and message for an object that the API server refuses, with the field where it names
-    none.
-    """
+    """Return reason and message for an object that the API server refuses, naming the field."""
     what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
     if rejected.name_taken:
         return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
@@ -98,23 +96,21 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
 
 
 _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
-"""What a LimitRange refuses. It names no container."""
+"""Refusals by a LimitRange, which do not name a container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
-"""No pod is created without it, neither one by one nor as a gang."""
+"""Pods cannot be created without the PriorityClass, neither one by one nor as a gang."""
 _NO_BUDGET = (
     "is refused, so a drain may end several pods at once (to do without it, set scheduling.disruptionBudget to false)"
 )
 
 
 def deletion_refused(world: World) -> str:
-    """That a pod stays, and that it is not the job's doing."""
+    """Return a text that a pod remains, and that this is not the job's fault."""
     return f"the API server refuses the deletion of {world.deletion_refused}; retried within a minute"
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
-    """What a gang waits for, and how much of it the scheduler has found room for in its last
-    try.
-    """
+    """Return what a gang waits for, and how much of it had room in the scheduler's last attempt."""
     spec, gang = view.job.spec, view.status.gang
     nodes = gang.nodes if gang is not None else spec.nodes
     gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
@@ -122,7 +118,7 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
     judged = [pod for pod in alive if pod.unschedulable and not pod.host]
     fitting = [pod for pod in judged if _FITS in pod.unschedulable]
     short = next((pod for pod in judged if pod not in fitting), None)
-    if len(judged) == nodes and not spec.scheduling.by_volcano:  # Which says no such thing.
+    if len(judged) == nodes and not spec.scheduling.by_volcano:  # Volcano does not say this.
         text += f"; {len(fitting)} of them would fit now"
     if short is None:
         return text + _backing_off(view.status, view.now)
@@ -130,14 +126,13 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
 
 
 _FITS = "waiting for minCount pods from a gang"
-"""What kube-scheduler (1.36) says of a pod for which there is room, while there is none for others
-of its group.
+"""kube-scheduler's (1.36) message for a pod that has room while others of its group do not.
 """
 GANG_NOT_SERVED = "GangNotServed"
 
 
 def _gang_not_served(*, volcano: bool) -> str:
-    """Whose PodGroups are missing."""
+    """Return which scheduler's PodGroups are missing."""
     kubernetes = (
         "PodGroups in this cluster (scheduling.k8s.io/v1alpha2, of Kubernetes 1.36 with the feature gates "
         "GenericWorkload and GangScheduling)"
@@ -150,9 +145,7 @@ def _gang_not_served(*, volcano: bool) -> str:
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
-    """What the pods that there are hold while they wait for those that are refused, and how to let
-    them go.
-    """
+    """Return what existing pods hold while others are refused, and how to release it."""
     spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
     if not alive or unknown or count_training_nodes(view) is not None:
         return ""

@@ -1,4 +1,4 @@
-"""Decides what `status.progress` shows, from the training script's reports to the coordinator."""
+"""Decides what `status.progress` shows from the training script's reports to the coordinator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpjob.api.job_status import format_time, known_time
 from ddpjob.core.view import View, is_number
 
 REFRESH = timedelta(seconds=2)
-"""Progress alone does not cause more frequent writes of the status than this."""
+"""Minimum time between status writes that only update progress."""
 
 SHOWN = timedelta(minutes=1)
 """Minimum time for which a lagging rank is shown."""
@@ -20,9 +20,9 @@ MOST_SLOWDOWN = 1000.0
 _INTEGERS = ("epoch", "epochs", "step", "steps", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
 _OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
 _LARGEST = 2**53
-"""The largest integer that every reader of JSON gets right."""
+"""The largest integer that every JSON reader reads correctly."""
 _METRICS = 100
-"""Maximum number of metrics, for a script that reports a new one at every step."""
+"""Maximum number of metrics, in case a script reports a new one at every step."""
 
 
 def show_progress(
@@ -30,10 +30,9 @@ def show_progress(
 ) -> Json:
     """Return the progress to write.
 
-    It is `reported` in displayable form, or `shown` while that is unchanged or younger than
-    REFRESH. `at_once` writes a change without waiting for REFRESH, as the first loss or speed does.
-    Values that are not finite numbers are left out. `stragglers` is the result of
-    `shown_stragglers`.
+    It is `reported` in displayable form, or `shown` while that is unchanged or newer than REFRESH.
+    `at_once` writes a change without waiting for REFRESH, as does the first loss or speed. Values
+    that are not finite numbers are omitted. `stragglers` is the result of `show_stragglers`.
     """
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
@@ -55,7 +54,7 @@ def show_progress(
     if eta is not None:
         fresh["eta"] = duration(eta) if is_number(eta) else protocol.escaped(str(eta))
     if isinstance(reported.get("metrics"), dict):
-        # The API server replaces half a character by a different one, so the next report would
+        # The API server replaces half a character with a different one, so the next report would
         # always differ.
         numbers = [(protocol.escaped(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
         fresh["metrics"] = dict(numbers[:_METRICS])
@@ -71,7 +70,7 @@ def show_progress(
 
 
 def _begins_at_zero(shown: Json, reported: Json) -> bool:
-    """Whether the step counter has begun again with a new start of the script."""
+    """Whether the step counter was reset by a new start of the script."""
     step, before = reported.get("step"), shown.get("step")
     return protocol.RESUMED in reported and is_number(step) and is_number(before) and step < before
 
@@ -79,7 +78,7 @@ def _begins_at_zero(shown: Json, reported: Json) -> bool:
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
     """Return what is known about the script's last start, if it was a restart.
 
-    Only automatically counted steps show it.
+    Only automatically counted steps show this.
     """
     if protocol.RESUMED not in reported or "step" not in fresh:
         return {}
@@ -90,9 +89,9 @@ def _start(shown: Json, reported: Json, fresh: Json) -> Json:
 
 
 def began_again(progress: Json) -> str:
-    """Return a note on a script that does not seem to have continued from a checkpoint.
+    """Return a note if the script does not seem to have continued from a checkpoint.
 
-    Empty if there is none.
+    The note is empty otherwise.
     """
     known, before = progress.get("resumed"), progress.get("stepsBefore")
     if before is None or known == protocol.YES:
@@ -109,7 +108,7 @@ def began_again(progress: Json) -> str:
 
 
 def without_speed(progress: Json) -> Json:
-    """Return what was reached, without speed and remaining time, because nothing trains."""
+    """Return the progress without speed and remaining time, because nothing is training."""
     kept = {name: value for name, value in progress.items() if name not in _OF_A_GROUP}
     if isinstance(kept.get("metrics"), dict):
         kept["metrics"] = {name: value for name, value in kept["metrics"].items() if name != protocol.COUNTED_SPEED}
@@ -119,10 +118,9 @@ def without_speed(progress: Json) -> Json:
 def show_stragglers(view: View) -> list[Json]:
     """Return the lagging ranks as status.progress shows them, with their pods.
 
-    The script names ranks; pods and times are the operator's own. A rank is shown for at least a
-    minute, so that a script that changes its mind causes few events. It is not shown in a different
-    pod than the one it was found in, which the next round may give to the rank, nor while nothing
-    trains.
+    The script names ranks; pods and times come from the operator. A rank is shown for at least a
+    minute, so that a script that changes its mind causes few events. It is not shown while nothing
+    trains, nor if the next round has given the rank to a different pod.
     """
     report, now, procs = view.report, view.now, view.job.spec.procs_per_node
     if report is None or report.state is not protocol.CoordinatorState.RUNNING:
@@ -139,7 +137,7 @@ def show_stragglers(view: View) -> list[Json]:
     for found in protocol.read_stragglers(report.progress.get(protocol.STRAGGLERS)):
         pod = members.get(found["rank"] // procs)
         if pod not in hosts:
-            continue  # There is no such rank.
+            continue  # This rank does not exist.
         since = shown.get(found["rank"], {}).get("since", format_time(now))
         slowdown = round(float(min(found["slowdown"], MOST_SLOWDOWN)), 1)
         reported[found["rank"]] = {"rank": found["rank"], "pod": pod, "slowdown": slowdown, "since": since}
@@ -157,7 +155,7 @@ def _is_fresh(entry: Json, now: datetime) -> bool:
 
 
 def _summary(fresh: Json) -> Json:
-    """Return `percent` and the column `display`, if they follow from the counts."""
+    """Return `percent` and the column `display` if they follow from the counts."""
     step, steps, epoch, epochs = (fresh.get(name) for name in ("step", "steps", "epoch", "epochs"))
     parts = []
     if epoch is not None:

@@ -1,7 +1,7 @@
-"""Finds what a pod waits for while nothing has failed.
+"""Finds what a pod is waiting for while nothing has failed.
 
-It may be a gate, a silent scheduler, its volumes, an init container, or an image. Kubernetes
-reports little of these in a pod's status, and reports it late.
+It may be a gate, a silent scheduler, volumes, an init container or an image. Kubernetes reports
+little about these in a pod's status, and reports it late.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddpjob.api.job_status import format_time
 from ddpjob.core.world import PodView
 
 LONG = timedelta(seconds=30)
-"""Schedulers look at a pod, and kubelets prepare one whose image is present, within a few
+"""Schedulers consider a pod, and kubelets prepare one whose image is present, within a few
 seconds."""
 SCHEDULER_SILENT = "SchedulerSilent"
 SCHEDULING_GATED = "SchedulingGated"
@@ -23,9 +23,9 @@ NODES_MISSING = "NodesMissing"
 
 
 def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first pod that no scheduler tries to place.
+    """Return reason and message for the first pod that no scheduler is trying to place.
 
-    None if there is none.
+    Return None if there is no such pod.
     """
     for pod in pods:
         if pod.host or pod.ended or pod.main.running:
@@ -46,19 +46,20 @@ def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: da
 
 
 def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first placed pod that runs no program.
+    """Return reason and message for the first placed pod that is not running a program.
 
-    It was placed long ago. None if there is none.
+    The pod was placed long ago. Return None if there is no such pod.
     """
     for pod in pods:
         if pod.ended or pod.main.running or pod.scheduled is None or now - pod.scheduled < LONG:
             continue
         where = f"pod {pod.name} on Kubernetes node {pod.host}"
-        # Otherwise only sidecars run, for which nothing waits.
+        # Otherwise only sidecars are running, which nothing waits for.
         preparing = {} if pod.initialized else pod.init_containers
         running = [name for name, container in preparing.items() if container.running]
         if running:
-            # They run one after another, except for sidecars, which begin in their turn and stay.
+            # Init containers run one after another, except sidecars, which start in order but keep
+            # running.
             since = format_time(preparing[running[-1]].started or pod.scheduled)
             return NODES_MISSING, f"{where}: init container {running[-1]} has run since {since}"
         since = format_time(pod.scheduled)

@@ -1,5 +1,4 @@
-"""Further destinations for numbers: TensorBoard, Prometheus, Weights & Biases, MLflow.
+"""More destinations for numbers: TensorBoard, Prometheus, Weights & Biases, MLflow.
 
-There is one file for each, and a line in `background`. Numbers also go to metrics.jsonl and the
-terminal.
+Each has a file here and a line in `background`. Numbers also go to metrics.jsonl and the terminal.
 """

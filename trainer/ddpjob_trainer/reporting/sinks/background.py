@@ -1,4 +1,4 @@
-"""Keeps sinks from disturbing training: each has its thread, and an error ends only the sink."""
+"""Keeps sinks from disturbing training: each has its own thread, and errors end only the sink."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _WAITING_RECORDS, _CLOSING_SECONDS, _STOPPING_SECONDS = 1000, 60.0, 5.0
 class _Background:
     """A sink in its own thread.
 
-    If it cannot keep up or raises an error, that is reported, and it is not called again.
+    If the sink cannot keep up or raises an error, this is reported, and the sink is not called
+    again.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
@@ -78,7 +79,7 @@ class Sinks:
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Pass on numbers after `step` steps, by names such as train/loss. Returns at once.
 
-        None is left out.
+        None values are omitted.
         """
         known = {name: float(value) for name, value in values.items() if value is not None}
         for part in self._parts:
@@ -115,7 +116,7 @@ _KEYS = {"TensorBoard": "tensorboard", "Prometheus": "prometheus_port", "Weights
 
 
 def check_report(config: ReportConfig) -> None:
-    """Raise ConfigError if a package is missing or a value makes no sense.
+    """Raise ConfigError if a package is missing or a value is invalid.
 
     Every rank calls this before training.
     """
@@ -157,8 +158,8 @@ def _check_limits(config: ReportConfig) -> None:
 def open_sinks(config: ReportConfig, run: Run) -> Sinks:
     """Return the configured sinks, which open in the background.
 
-    Raises ConfigError as `check_report` does, or if the port is in use at a first start. A restart
-    continues without that sink.
+    Raises ConfigError as `check_report` does, or if the port is in use at the first start. A
+    restart continues without that sink.
     """
     check_report(config)
     parts = []

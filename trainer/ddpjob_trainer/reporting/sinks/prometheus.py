@@ -1,6 +1,6 @@
-"""Metrics for Prometheus at a port of rank 0.
+"""Serves metrics for Prometheus on a port of rank 0.
 
-Names follow its conventions (base units, _total for counters, _ratio for shares).
+Names follow Prometheus' conventions (base units, _total for counters, _ratio for shares).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 LABELS = ("namespace", "job_name", "run")
-"""Labels with the same names as the operator's and the coordinator's; empty outside of a job."""
+"""Labels with the same names as the operator's and the coordinator's; empty outside a job."""
 _METRICS = {
     # name in the sinks: (name for Prometheus, a counter, help)
     "train/step": (
@@ -101,8 +101,8 @@ _BY_LABEL = {
 def _address() -> str:
     """Return the address to listen on.
 
-    In a pod it is all addresses, because the network and `kubectl port-forward` use different ones.
-    Under `ddpjob run` it is the loopback.
+    In a pod, this is all addresses, because the network and `kubectl port-forward` use different
+    ones. Under `ddpjob run`, it is the loopback.
     """
     pod = os.environ.get("POD_IP", "")
     return pod if pod.startswith("127.") else "0.0.0.0"
@@ -127,7 +127,7 @@ class Prometheus:
             ) from error
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; called by prometheus-client's registry."""
+        """Yield the metrics. prometheus-client's registry calls this."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, value in dict(self._newest).items():
@@ -145,7 +145,7 @@ class Prometheus:
                 yield family
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Store the newest numbers. A checkpoint may be of an earlier step than the last report."""
+        """Store the newest numbers. A checkpoint's step may be earlier than the last report."""
         self._newest = {**self._newest, **values, "train/step": max(step, self._newest["train/step"])}
 
     def close(self, complete: bool) -> None:
@@ -155,6 +155,6 @@ class Prometheus:
 
 
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
-    """Listen at once, because a port that is in use is an error of the configuration."""
+    """Listen at once, because a port that is in use is a configuration error."""
     opened = Prometheus(config, run)
     return lambda: opened

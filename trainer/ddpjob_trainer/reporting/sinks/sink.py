@@ -1,4 +1,4 @@
-"""The interface of a sink, and the facts that it gets about a run."""
+"""The interface of a sink, and the facts about a run that a sink receives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpjob_trainer.atomic_files import write_atomically
 class Run:
     """The facts about a run for its sinks.
 
-    `step` is the one after which it resumes, and `restarts` the number of restarts so far.
+    `step` is the step after which the run resumes, and `restarts` the number of restarts so far.
     """
 
     folder: Path
@@ -25,19 +25,19 @@ class Run:
 
 
 class Sink(Protocol):
-    """Takes numbers by name. Its methods may raise anything and may be slow."""
+    """Accepts numbers by name. Its methods may be slow and may raise anything."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take the numbers after global step `step`."""
 
     def close(self, complete: bool) -> None:
-        """End this incarnation of the run; `complete` says whether its training is complete."""
+        """End this incarnation of the run; `complete` is whether training is complete."""
 
 
 def kept(path: Path, make: Callable[[], str]) -> str:
-    """Return the service's id of a run, kept in `path` so that a restart continues the same run.
+    """Return the service's id for a run, kept in `path` so that a restart continues the same run.
 
-    At a first start it is the result of `make`. Raises OSError.
+    At the first start, it is the result of `make`. Raises OSError.
     """
     if path.exists() and (identity := path.read_text().strip()):
         return identity

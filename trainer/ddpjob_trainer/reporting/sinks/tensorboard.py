@@ -1,6 +1,6 @@
 """TensorBoard's event files in RUN/tensorboard.
 
-A restart replaces what was written after its checkpoint (purge_step).
+A restart replaces events after its checkpoint (purge_step).
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ class WeightsAndBiases:
     def __init__(self, config: ReportConfig, run: Run) -> None:
         import wandb
 
-        # Do not capture the console, because that would put a thread between the trainer and every
-        # line.
+        # Do not capture the console, because that would route every line through a thread.
         settings = wandb.Settings(console="off", silent=True)
         name = run.name
         identity = kept(run.folder / _FILE, lambda: secrets.token_hex(4))
@@ -42,7 +41,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def close(self, complete: bool) -> None:
-        """Finish the run. An incomplete run stays one that will be resumed."""
+        """Finish the run. An incomplete run remains resumable."""
         self._run.finish(exit_code=0 if complete else 1)
 
 

@@ -19,12 +19,12 @@ from ddpjob_trainer.strategies.ddp import Ddp
 
 
 class DdpMp(Ddp):
-    """Spreads a model over devices. Values move to the next device where a stage begins.
+    """Spreads a model over devices. Values move to the next device at the beginning of a stage.
 
     The model keeps its modules and names.
     """
 
-    divides = False  # The layers draw from the generators of several devices.
+    divides = False  # The layers draw from several devices' generators.
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if config.ddp_mp.devices < 1:
@@ -35,7 +35,7 @@ class DdpMp(Ddp):
 
     @property
     def devices(self) -> list[torch.device]:
-        """One device for each stage of the model."""
+        """One device for each of the model's stages."""
         number, kind = self.config.ddp_mp.devices, self.device.type
         if kind == "cpu":
             return [self.device] * number

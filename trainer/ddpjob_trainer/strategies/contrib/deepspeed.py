@@ -2,7 +2,7 @@
 
 Depending on the stage, the optimizer's state, gradients and weights are sharded over the ranks.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020. A
-checkpoint holds the whole state by the model's names, as with every strategy.
+checkpoint holds the whole state by the model's names, as with any strategy.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _DECIDED = {
     "amp": "amp.*",
     "torch_autocast": "amp.*",
 }
-"""Maps keys of DeepSpeed's file to the trainer's keys that replace them."""
+"""Maps keys in DeepSpeed's file to the trainer's keys that replace them."""
 
 
 class DeepSpeed(Strategy):
-    """DeepSpeed steps an optimizer of ours.
+    """DeepSpeed steps our own optimizer.
 
-    Micro-batches, the weights of losses and the end of an accumulation are decided here.
+    Micro-batches, loss weights and the end of an accumulation are decided here.
     """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
@@ -61,12 +61,12 @@ class DeepSpeed(Strategy):
                 f"amp.level={config.amp.level}, amp.loss_scale={config.amp.loss_scale}: strategy=deepspeed scales no"
                 " losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp or fsdp"
             )
-        # Each backward pass sends gradients to the ranks that keep them.
+        # Each backward pass sends gradients to the ranks that own them.
         self.equal = self._stage >= 2
         self._deepspeed = _import_deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
         if self._alone:
-            os.environ.setdefault("LOCAL_RANK", "0")  # The engine reads its device from there.
+            os.environ.setdefault("LOCAL_RANK", "0")  # The engine gets its device from this variable.
             backend = devices.choose(config.train.backend, group.local_rank).backend
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
@@ -74,7 +74,7 @@ class DeepSpeed(Strategy):
         """Wrap the model and the optimizer in DeepSpeed's engine."""
         refuse_scalars(model, "deepspeed")
         super().prepare(model, shape)
-        network = Autocasting(self.model, self.precision)  # The engine leaves autocast before it calls its model.
+        network = Autocasting(self.model, self.precision)  # The engine leaves autocast before calling its model.
         engine, *_ = self._deepspeed.initialize(
             model=network, optimizer=self.optimizer, config=self._settings, dist_init_required=False
         )
@@ -87,12 +87,12 @@ class DeepSpeed(Strategy):
     # ------------------------------------------------------------ training
 
     def weight(self, count: int) -> float:
-        """Return the factor of a sample's loss. DeepSpeed averages over ranks."""
+        """Return the factor for a sample's loss. DeepSpeed averages over ranks."""
         return self.group.world / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """End an accumulation with a rank's last micro-batch, whatever DeepSpeed has counted."""
+        """End an accumulation with a rank's last micro-batch, regardless of DeepSpeed's count."""
         self._engine.set_gradient_accumulation_boundary(False)
         yield
         self._engine.set_gradient_accumulation_boundary(True)
@@ -108,9 +108,9 @@ class DeepSpeed(Strategy):
     def update(self, rate: float) -> Update:
         """Take the optimizer's step.
 
-        With ZeRO, DeepSpeed clips the gradients, and skips a step if they are not finite.
+        With ZeRO, DeepSpeed clips the gradients and skips the step if they are not finite.
         """
-        if self._stage == 0:  # DeepSpeed would take any gradient here.
+        if self._stage == 0:  # DeepSpeed would accept any gradient here.
             return super().update(rate)
         set_learning_rate(self.optimizer, rate)
         self._engine.step()
@@ -128,7 +128,7 @@ class DeepSpeed(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Return the whole state. Every rank holds all of it meanwhile."""
+        """Return the whole state. Meanwhile, every rank holds all of it."""
         if self._stage == 0:
             return super().state()
         with self._gathered():
@@ -159,7 +159,9 @@ class DeepSpeed(Strategy):
 
     @property
     def _fragments(self) -> ModuleType:
-        """DeepSpeed's functions that gather a weight's vectors from all ranks or distribute it."""
+        """DeepSpeed's functions that gather a weight's vectors from all ranks or distribute
+        them.
+        """
         from deepspeed import utils
 
         module: ModuleType = utils
@@ -185,9 +187,9 @@ class DeepSpeed(Strategy):
         return gathered
 
     def _gathered_optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, state) of each weight.
+        """Yield (name, state) for each weight.
 
-        Numbers, such as a count of steps, are the same for all.
+        Numbers, such as a step count, are the same for all weights.
         """
         own = self._engine.optimizer.optimizer.state.get(self._flat[0], {})
         self._link()
@@ -206,14 +208,14 @@ class DeepSpeed(Strategy):
     def _link(self) -> None:
         """Make ZeRO 1 and 2 look up again where each weight's state is.
 
-        They do it only once, when only the first group has stepped.
+        Otherwise they look it up only once, when only the first group has stepped.
         """
         if self._stage < 3:
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _load_optimizer_state(self, saved: State) -> None:
-        """Load an optimizer state of `state`.
+        """Load an optimizer state from `state`.
 
         Raises KeyError or ValueError if names or shapes differ.
         """
@@ -254,7 +256,7 @@ class DeepSpeed(Strategy):
 
 
 class _ByEngine(Precision):
-    """Lets DeepSpeed's engine run backward passes, because it moves gradients at their end."""
+    """Lets DeepSpeed's engine run backward passes, because it moves gradients after a pass."""
 
     engine: Any = None
 
@@ -266,7 +268,7 @@ class _ByEngine(Precision):
 def settings(config: Config, group: Group) -> dict[str, Any]:
     """Return DeepSpeed's own configuration.
 
-    Raises ConfigError for a file that cannot be read or that sets a different stage.
+    Raises ConfigError if the file cannot be read or sets a different stage.
     """
     path, stage = config.deepspeed.config, config.deepspeed.stage
     _check(config)
@@ -287,7 +289,8 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
             f" set deepspeed.stage={zero['stage']}, or leave it out of the file"
         )
     ours = {
-        # A size of 1, so that DeepSpeed has nothing to divide: the losses are weighted already.
+        # A size of 1 per rank, so that DeepSpeed does not divide, because the losses are already
+        # weighted.
         "train_batch_size": group.world,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -339,7 +342,7 @@ def _is_per_weight(value: Any) -> bool:
 def _own(value: Any, flat: torch.Tensor) -> Any:
     """Return a copy of a number for one vector.
 
-    Vectors that share a count of steps would each increase it.
+    Vectors that shared a step count would each increase it.
     """
     return value.to(flat.device, copy=True) if isinstance(value, torch.Tensor) else value
 
@@ -358,9 +361,9 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
             f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); pip install deepspeed, or take"
             " strategy=fsdp, which also shards weights"
         ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It warns of every optimizer that is not its own.
-    # On a CPU, its first start would compile a reduction over shared memory, which only serves the
-    # ranks of one node.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It warns about optimizers that are not its own.
+    # On a CPU, its first start would compile a shared-memory reduction, which is useful only for
+    # ranks on one node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module

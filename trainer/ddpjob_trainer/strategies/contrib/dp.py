@@ -1,4 +1,4 @@
-"""strategy=dp: one process, the batch scattered over all its devices by nn.DataParallel."""
+"""strategy=dp: one process, with the batch scattered over all its devices by nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ddpjob_trainer.strategies.single import Single
 
 
 class Dp(Single):
-    """nn.DataParallel. Without a GPU, or with one, it passes the batch through.
+    """nn.DataParallel, which passes the batch through unless there are several GPUs.
 
-    With several GPUs, batch normalization takes the statistics of each device's part of a
-    micro-batch and keeps the first device's, and dropout draws on each device. Thus this is the one
+    With several GPUs, batch normalization uses the statistics of each device's part of a
+    micro-batch and keeps the first device's, and dropout draws on each device. So this is the only
     strategy whose results depend on the number of devices.
     """
 
@@ -27,6 +27,6 @@ class Dp(Single):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Put the model on every visible device, in threads that do not inherit autocast."""
         casting = Autocasting(model, self.precision)
-        # DataParallel would use the GPUs of a machine that is supposed to train on its CPU
+        # DataParallel would use the machine's GPUs even if it is meant to train on its CPU
         # (train.backend=gloo).
         return casting if self.device.type == "cpu" else nn.DataParallel(casting)

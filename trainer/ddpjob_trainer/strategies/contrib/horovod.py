@@ -1,8 +1,8 @@
-"""strategy=horovod: one process per device; Horovod adds gradients up while they are computed.
+"""strategy=horovod: one process per device; Horovod adds up gradients while they are computed.
 
-Ranks come from horovodrun, or from torchrun, --spawn and a DDPJob; in these cases rank 0 serves the
-rendezvous that horovodrun would serve. Horovod moves gradients only; the trainer's own small
-collectives stay with torch.distributed.
+Ranks are started by horovodrun, or by torchrun, --spawn or a DDPJob. In the latter cases, rank 0
+serves the rendezvous that horovodrun would serve. Horovod moves only gradients; the trainer's own
+small collectives still use torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpjob_trainer.strategies.strategy import State, Strategy
 
 
 class Horovod(Strategy):
-    """Exchanges gradients by Horovod's DistributedOptimizer. Each rank has the whole model."""
+    """Exchanges gradients with Horovod's DistributedOptimizer. Each rank has the whole model."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         self._hvd = _import_horovod()
@@ -54,8 +54,8 @@ class Horovod(Strategy):
             raise ConfigError(
                 "strategy=horovod: Horovod 0.28 cannot add bfloat16 up; set amp.dtype=float16, or amp.level=O1"
             )
-        # Its hooks belong on the weights that receive gradients. The optimizer may work on float32
-        # copies of these.
+        # Its hooks must be on the weights that receive gradients, but the optimizer may work on
+        # float32 copies of these.
         self._exchange: Any = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters()),
             named_parameters=self.model.named_parameters(),
@@ -67,7 +67,7 @@ class Horovod(Strategy):
         """Compute and exchange the gradients.
 
         Ranks may have different numbers of micro-batches, so each sends its gradients after its
-        last one.
+        last micro-batch.
         """
         self._exchange.set_backward_passes_per_step(len(micro_batches))
         losses = super().backward(micro_batches, count)
@@ -82,7 +82,7 @@ class Horovod(Strategy):
     def _broadcast(self) -> None:
         """Send rank 0's weights, statistics and optimizer state to every rank."""
         self._hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        # Without a state, Horovod would create it by a step that decays the weights.
+        # Without a state, Horovod would create one by taking a step that decays the weights.
         if self.optimizer.state:
             self._hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
 
@@ -133,8 +133,8 @@ def _meet(group: Group) -> Any:
 
     All ranks must call this together.
     """
-    # A node is named after its first rank, because several nodes may run on one machine with one
-    # host name.
+    # A node is named after its first rank, because several nodes may run on one machine with the
+    # same host name.
     first = group.gather(group.rank - group.local_rank)
     local_ranks, local_sizes = group.gather(group.local_rank), group.gather(group.local_world)
     peers = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == group.local_rank]

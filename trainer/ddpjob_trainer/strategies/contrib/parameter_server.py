@@ -1,9 +1,9 @@
 """strategy=parameter_server: rank 0 holds the weights and steps, other ranks compute gradients.
 
-Ranks communicate via torch.distributed.rpc, in rounds: each worker pushes its gradients, the server
-adds them up in the order of ranks and steps, and the workers pull the new weights. Li et al.,
+Ranks communicate through torch.distributed.rpc, in rounds. Each worker pushes its gradients, the
+server adds them up in rank order and takes a step, and the workers pull the new weights. Li et al.,
 Scaling Distributed Machine Learning with the Parameter Server, 2014; this is its synchronous form,
-which computes the same as one process.
+which computes the same as a single process.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SCHEME = "ddpjob"
 
 
 class ParameterServer(Strategy):
-    """Every rank has the whole model, and the server's is authoritative.
+    """Every rank has the whole model, and the server's copy is authoritative.
 
-    Only the server has an optimizer's state.
+    Only the server has an optimizer state.
     """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
@@ -73,11 +73,11 @@ class ParameterServer(Strategy):
             _call(_push, self.group.rank, flat_gradients(list(self.model.parameters())).float().cpu())
             self.group.barrier()
             return losses
-        for micro, _ in micro_batches:  # A rank always has a micro-batch; here it does not count.
+        for micro, _ in micro_batches:  # A rank always has a micro-batch, but here it does not count.
             with self.statistics.of_micro(replace(micro, counts=False), count):
                 pass
         self.statistics.exchange()
-        self.group.barrier()  # Every worker has pushed. If one is gone, the collective fails.
+        self.group.barrier()  # Every worker has pushed. If a worker is gone, the collective fails.
         # GradScaler must have been called on every rank that unscales gradients.
         self.precision.scaled(torch.zeros((), device=self.device))
         total, *others = _buffer.take(range(1, self.group.world))
@@ -87,7 +87,7 @@ class ParameterServer(Strategy):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def update(self, rate: float) -> Update:
-        """Step on the server, and copy the result to the workers."""
+        """Take a step on the server, and copy the result to the workers."""
         if self._serves:
             update = super().update(rate)
             # Convert them, because they may be tensors on the server's device.
@@ -124,7 +124,7 @@ class ParameterServer(Strategy):
         return state
 
     def load(self, state: State) -> None:
-        """Load a state. Only the server keeps the optimizer's part of it."""
+        """Load a state. Only the server keeps its optimizer part."""
         super().load(state)
         if not self._serves:  # Loaded only so that all ranks fail together if it does not fit.
             self.optimizer.state.clear()
@@ -137,9 +137,7 @@ class ParameterServer(Strategy):
 
 
 class _ServerBuffer:
-    """Server-side buffer between two RPCs: each worker's gradients, then the weights.
-    Thread-safe.
-    """
+    """Thread-safe buffer on the server between two RPCs: workers' gradients, then the weights."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -151,7 +149,7 @@ class _ServerBuffer:
             self._gradients[rank] = gradients
 
     def take(self, ranks: range) -> list[torch.Tensor]:
-        """Return all ranks' gradients, in the order of ranks, and clear them."""
+        """Return all ranks' gradients in rank order, and clear them."""
         with self._lock:
             found = [self._gradients[rank] for rank in ranks]
             self._gradients.clear()
@@ -175,7 +173,7 @@ def _push(rank: int, gradients: torch.Tensor) -> None:
 
 
 def _pull() -> Any:
-    """Return (weights, the precision's state, outcome of the step). Runs on the server."""
+    """Return (weights, the precision's state, the step's outcome). Runs on the server."""
     return _buffer.pull()
 
 
@@ -186,7 +184,7 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def _join(group: Group, timeout_seconds: float) -> None:
-    """Join the RPC group through the process group's store, without another port.
+    """Join the RPC group through the process group's store, without an additional port.
 
     Raises ConfigError.
     """
@@ -206,7 +204,7 @@ def _join(group: Group, timeout_seconds: float) -> None:
     register: Any = register_rendezvous_handler
     register(_SCHEME, meet)
     join: Any = rpc.init_rpc
-    # RPC checks its members with a kind of process group that torch deprecates.
+    # RPC checks its members with a deprecated kind of process group.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")
         join(f"rank-{group.rank}", rank=group.rank, world_size=group.world, rpc_backend_options=options)
