@@ -69,6 +69,9 @@ def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, End
     leaving = {r.pod for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
     restarts = [replace(r, counted=False) if r.pod in leaving else r for r in restarts]
     failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends.slots}
+    # An operator that was away sees several failures of a pod at once: the first one replaces it.
+    replaced = {f.failure.pod: number for number, f in failing.items()}
+    restarts = [replace(r, counted=False) if n > replaced.get(r.pod, n) else r for n, r in enumerate(restarts)]
     recorded = [failing[n].failure if n in failing else restart for n, restart in enumerate(restarts)]
     counted = view.status.restarts.counted + sum(restart.counted for restart in recorded)
     if counted > view.job.spec.recovery.max_restarts:
