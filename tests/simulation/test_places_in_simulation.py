@@ -260,16 +260,6 @@ async def test_a_pod_that_fails_again_before_its_deletion_reaches_it_does_not_co
     assert s.status["restarts"]["counted"] == 1 and "job-1-1" in s.pods
 
 
-async def test_failures_of_one_pod_that_are_seen_at_once_count_once() -> None:
-    s = await Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 1}}, steps=10**6).begun()
-    assert s.worker_fails("job-1-0", LOST_GPU)
-    s.advance(10)  # The operator is away, and the group runs again.
-    assert s.worker_fails("job-1-0", LOST_GPU)
-    await s.until(lambda: "PodUnhealthy" in [reason for reason, _ in reasons(s)])
-    await s.until_phase("Running")
-    assert s.status["restarts"]["counted"] == 1 and "job-1-1" in s.pods
-
-
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
 @pytest.mark.parametrize("seen_late", [False, True])
 async def test_a_pod_whose_ranks_fail_twice_while_others_are_well_is_replaced(mode: str, seen_late: bool) -> None:
