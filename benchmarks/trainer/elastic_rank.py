@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer import config, train
+from ddpjob_trainer.run_plan import Division
 from ddpjob_trainer.strategies.ddp import Ddp
 
 
@@ -26,7 +27,7 @@ def main() -> int:
     path, *arguments = sys.argv[1:]
     if "whole" in arguments:
         Ddp.divides = False
-        train.Trainer._check_that_ranks_have_work = lambda self: None  # type: ignore[method-assign]
+        Division.check_work = lambda self: None  # type: ignore[method-assign]
     ends: list[float] = []
     update = Ddp.update
 

@@ -45,10 +45,10 @@ def test_everything_of_a_job_listens_on_the_loopback_alone(machine: Machine, mod
     seen = watch(machine, machine.start(job))
     own = int((machine.folder / "formed-0").read_text())
     assert not beyond_loopback(seen)
-    # The coordinator, the store of the workers, preflight's, two of gloo's for each check and training; in Standard
-    # the store of the launchers.
+    # The coordinator, the store of the workers and two of gloo's last as long as training. Those of the preflight are
+    # brief, so a busy machine may not see them.
     assert ("127.0.0.1", own) in seen
-    assert len(seen) > 5, seen
+    assert len(seen) > 3, seen
 
 
 def test_of_a_command_s_torchrun_the_workers_store_alone_is_reached_by_the_network(machine: Machine) -> None:

@@ -224,6 +224,6 @@ class Job:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60  # A busy machine takes its time.
         while self.workers() and time.monotonic() < deadline:
             time.sleep(0.02)

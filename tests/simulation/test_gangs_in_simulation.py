@@ -229,7 +229,7 @@ async def test_yields_are_not_limited_by_what_the_status_remembers() -> None:
     assert said.startswith(
         "1 pod has held a Kubernetes node for 30 s without training, and there is no room for pod job-"
     )
-    assert said.endswith(": the job releases its pods and waits for 2 nodes at once")
+    assert said.endswith(", so the job releases its pods and waits for 2 nodes at once")
     s.machines.capacity = 2
     await s.until_phase("Running")
 

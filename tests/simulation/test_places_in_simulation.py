@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ddpjob.core.follow import recording
 
 from .simulated import Simulation, conditions
 from .test_recovery_in_simulation import FAST, passes, reasons, running
@@ -256,6 +257,19 @@ async def test_a_pod_that_fails_again_before_its_deletion_reaches_it_does_not_co
     await s.until(lambda: s.worker_fails("job-1-0", LOST_GPU))
     await s.until(lambda: len(reasons(s)) == 3)
     assert reasons(s) == [("WorkerFailed", True), ("PodUnhealthy", False), ("WorkerFailed", False)]
+    await s.until_phase("Running")
+    assert s.status["restarts"]["counted"] == 1 and "job-1-1" in s.pods
+
+
+async def test_failures_of_one_pod_that_are_seen_at_once_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 1}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    replace_failing = recording._replace_failing
+    # As an operator sees it that was away while the worker failed, ran again and failed again.
+    monkeypatch.setattr(recording, "_replace_failing", lambda ends, given: replace_failing(ends, given * 2))
+    assert s.worker_fails("job-1-0", LOST_GPU)
+    await s.until(lambda: reasons(s) != [])
+    assert reasons(s) == [("WorkerFailed", True), ("WorkerFailed", False), ("PodUnhealthy", False)]
     await s.until_phase("Running")
     assert s.status["restarts"]["counted"] == 1 and "job-1-1" in s.pods
 

@@ -261,7 +261,7 @@ def mean_of_the_share(rank: int) -> None:
 def draws_of_the_process(rank: int) -> None:
     """What a sample draws comes from the generators as they are."""
     random.seed(rank)
-    own.drawn = lambda key: nullcontext()
+    own.seed_draws = lambda key: nullcontext()
     own.OwnData.fingerprint = lambda self: 0  # type: ignore[method-assign]  # Which would see it.
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 def say(rank: int, world: int, total: float) -> None:
     """One line."""
-    print(f"rank {rank} of {world}: {total:.0f}", flush=True)
+    sys.stdout.write(f"rank {rank} of {world}: {total:.0f}\n")  # One write: ranks share the output.
+    sys.stdout.flush()
 
 
 def in_group(rank: int, world: int) -> None:

@@ -424,8 +424,7 @@ def test_what_is_removed_before_it_is_uploaded_is_given_up(
     uploads.offer(Waiting(tmp_path / "checkpoint", 1))
     assert uploads.wait(20) and uploads.lost and uploads.newest is None and uploads.behind_seconds == 0
     assert (
-        len(said) == 1
-        and "was removed before it was copied to memory://; the checkpoint of step 1 is not copied" in said[0]
+        len(said) == 1 and "was removed before it was in memory://; the checkpoint of step 1 is not copied" in said[0]
     )
     uploads.offer(Waiting(saved(tmp_path, 2), 2))
     assert uploads.wait(20) and not uploads.lost

@@ -147,7 +147,7 @@ def test_all_broken_is_an_error_and_nothing_is_overwritten(tmp_path: Path) -> No
     before = {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
     (end,) = run(1, [*TINY, f"checkpoint.dir={tmp_path}"])
     assert end.code == 1 and re.search(
-        r"CheckpointError: no checkpoint in .* is whole .* nothing was overwritten", end.error
+        r"CheckpointError: no checkpoint in .* is intact .* nothing was overwritten", end.error
     )
     assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
 

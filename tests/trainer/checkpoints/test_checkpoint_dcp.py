@@ -119,7 +119,7 @@ def test_a_broken_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-000000007.dcp").mkdir()
     checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact"):
         checkpoints.newest()
     checkpoints.save(lambda: SNAPSHOT, 7)
     checkpoints.finish()

@@ -74,7 +74,7 @@ def test_another_model_is_named_by_its_tensors_and_by_the_keys_to_set(trained: P
 def test_another_seed_is_refused(trained: Path) -> None:
     """The order would follow the checkpoint's, the augmentation the configuration's."""
     message = (
-        r"the checkpoint of step 8 in .* was made with data.seed=0, and now it is 3: .* To resume set data.seed=0;"
+        r"the checkpoint of step 8 in .* was made with data.seed=0, and now it is 3\. .* To resume set data.seed=0;"
     )
     refused(message, f"checkpoint.dir={trained}", "data.seed=3")
 
@@ -164,7 +164,7 @@ def test_weights_of_a_training_that_had_diverged_are_refused(trained: Path, tmp_
     broken["head.bias"][3] = float("nan")
     torch.save(broken, tmp_path / "nan.pt")
     with pytest.raises(
-        CheckpointError, match=r"load: head.bias in .*nan.pt holds values .*1 of its \d+ tensors .*earlier"
+        CheckpointError, match=r"load: head.bias in .*nan.pt contains values .*1 of its \d+ tensors .*earlier"
     ):
         load_weights(tmp_path / "nan.pt", (), model, Group())
     broken["head.bias"][3] = float("-inf")

@@ -24,6 +24,7 @@ import pytest
 import torch
 import yaml
 from datasets import write_image_folder
+from ddpjob_pod import file_lock
 from ddpjob_trainer import __main__, config
 from ddpjob_trainer.commands import pack_shards
 from ddpjob_trainer.data import imagefolder, shard_index
@@ -408,7 +409,7 @@ def test_where_a_file_system_has_no_locks_the_index_is_built_all_the_same(
     def refused(*_: Any) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(shard_index.fcntl, "flock", refused)
+    monkeypatch.setattr(file_lock.fcntl, "flock", refused)
     (packed / "train" / "index.npz").unlink()
     assert opened(f"data.dir={packed}").train_size == 16
     assert (packed / "train" / "index.npz").exists()
@@ -428,7 +429,7 @@ def test_an_index_that_cannot_be_kept_is_named(packed: Path, monkeypatch: pytest
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha'])
 def test_a_damaged_plan_is_named(text: str, folder: Path, packed: Path) -> None:
     (packed / "train" / "plan.json").write_text(text)
-    with pytest.raises(DataError, match=r"plan.json is damaged .*: remove .*train, or give a different folder"):
+    with pytest.raises(DataError, match=r"plan.json is damaged .*; remove .*train, or give another folder"):
         pack_shards.pack(folder, packed, 20_000)
 
 
@@ -460,7 +461,7 @@ def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkey
 
 
 def test_packing_refuses_a_folder_of_other_shards_and_bad_sizes(folder: Path, packed: Path) -> None:
-    with pytest.raises(DataError, match=r"holds shards of other images or with a different --size; remove it"):
+    with pytest.raises(DataError, match=r"contains shards of other images or with a different --size; remove it"):
         pack_shards.pack(folder, packed, 50_000)
     with pytest.raises(ConfigError, match=r"--size: 'big' is not a size; write for example 256MB"):
         pack_shards.main([str(folder), str(packed), "--size", "big"])

@@ -446,7 +446,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_evaluation(
     (tmp_path / "file").touch()
     with (
         monkeypatch.context() as patched,
-        pytest.raises(CheckpointError, match=r"or set --output to a different folder"),
+        pytest.raises(CheckpointError, match=r"or set --output to another folder"),
     ):
         patched.setattr(evaluate_checkpoint, "_evaluate", None)
         evaluate_checkpoint.main([str(trained), "-o", str(tmp_path / "file" / "eval")])

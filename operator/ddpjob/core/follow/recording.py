@@ -65,10 +65,11 @@ def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, End
     If these restarts use up the budget, no pods are replaced.
     """
     view = ends.view
-    # A pod that is being moved may fail again before its deletion takes effect.
-    leaving = {r.pod for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
-    restarts = [replace(r, counted=False) if r.pod in leaving else r for r in restarts]
     failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends.slots}
+    # A pod may fail again before it is gone, or before an operator that was away sees its failure.
+    leaving = {r.pod: -1 for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
+    leaving |= {f.failure.pod: number for number, f in failing.items()}
+    restarts = [replace(r, counted=False) if n > leaving.get(r.pod, n) else r for n, r in enumerate(restarts)]
     recorded = [failing[n].failure if n in failing else restart for n, restart in enumerate(restarts)]
     counted = view.status.restarts.counted + sum(restart.counted for restart in recorded)
     if counted > view.job.spec.recovery.max_restarts:
