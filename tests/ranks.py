@@ -8,6 +8,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from ddpjob_trainer import config, train
 from machine import free_port, slowness
@@ -61,9 +63,7 @@ def start(
     obstore do not survive a fork.
     """
     port = free_port()
-    context = multiprocessing.get_context("forkserver" if clean else "fork")
-    if clean:
-        context.set_forkserver_preload(["ddpjob_trainer.train"])
+    context = _clean_context() if clean else multiprocessing.get_context("fork")
     started = []
     for rank in range(world):
         receive, send = context.Pipe(duplex=False)
@@ -119,6 +119,45 @@ def run(
 ) -> list[Ended]:
     """Start and wait."""
     return finish(start(world, arguments, prepare, env))
+
+
+def called(world: int, act: Callable[[int], Any], timeout: float = 120) -> list[Any]:
+    """What `act(rank)` returns in each of `world` processes; an exception comes back as its text. They are forked from
+    a process without threads: a lock that another thread of the tests' process holds stays locked in its forks.
+    """
+    context = _clean_context()
+    work = cloudpickle.dumps(act)
+    started = []
+    for rank in range(world):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=_called, args=(work, rank, send))
+        process.start()
+        send.close()
+        started.append((process, receive))
+    try:
+        for process, receive in started:
+            assert receive.poll(timeout * slowness()), f"rank process {process.pid} sent nothing in {timeout} s"
+        return [pickle.loads(receive.recv_bytes()) for _, receive in started]
+    finally:
+        for process, _ in started:
+            process.kill()
+
+
+def _clean_context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddpjob_trainer.train"])
+    return context
+
+
+def _called(work: bytes, rank: int, send: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        result = pickle.loads(work)(rank)
+    except Exception as error:
+        traceback.print_exc()
+        result = f"{type(error).__name__}: {error}"
+    send.send_bytes(pickle.dumps(result))  # Tensors by value: the parent reads them after this process has ended.
+    os._exit(0)
 
 
 def good(world: int, arguments: list[str], **more: Any) -> None:

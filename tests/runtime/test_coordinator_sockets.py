@@ -781,11 +781,11 @@ def test_a_coordinator_that_stood_still_calls_nothing_a_hang(tmp_path: Path) -> 
 
 LAUNCHER = """
 import sys, time
-from ddpjob_runtime.launcher.client import CoordinatorClient
+from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.protocol import Mode
 address, token = sys.argv[1:]
 identity = {"pod": "job-1-0", "index": 1, "attempt": 0, "pid": 1, "generation": 0}
-client = CoordinatorClient(address, token, identity, Mode.FAST, 60, lambda *end: print(end, flush=True))
+client = MemberClient(address, token, identity, Mode.FAST, 60, lambda *end: print(end, flush=True))
 client.start()
 client.wait_welcome()
 client.joined(client.wait_go("127.0.0.1", 1)["round"])

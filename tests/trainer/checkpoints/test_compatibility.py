@@ -163,9 +163,7 @@ def test_weights_of_a_training_that_had_diverged_are_refused(trained: Path, tmp_
     broken = {**model, "head.bias": model["head.bias"].clone(), "features.0.weight": model["features.0.weight"] * 1e30}
     broken["head.bias"][3] = float("nan")
     torch.save(broken, tmp_path / "nan.pt")
-    with pytest.raises(
-        CheckpointError, match=r"load: head.bias in .*nan.pt contains values .*1 of its \d+ tensors .*earlier"
-    ):
+    with pytest.raises(CheckpointError, match=r"load: 1 of the \d+ tensors in .*nan.pt .*head.bias.*earlier"):
         load_weights(tmp_path / "nan.pt", (), model, Group())
     broken["head.bias"][3] = float("-inf")
     torch.save(broken, tmp_path / "inf.pt")

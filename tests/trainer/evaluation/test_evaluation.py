@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
-import os
-import pickle
-import traceback
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import ranks
@@ -33,6 +31,9 @@ from ddpjob_trainer.lifecycle.signals import StopRequest
 from ddpjob_trainer.optim.loss import Loss
 
 EXACT = EvalConfig(pr=PrKind.EXACT)
+
+# Pickled by value: the ranks need not import this module.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Scores:
@@ -70,30 +71,15 @@ def on_ranks(world: int, act: Callable[[Group], Any]) -> list[Any]:
     """What `act` returns on each of `world` real ranks over gloo; an exception comes back as its text."""
     if world == 1:
         return [act(Group())]
-    context = multiprocessing.get_context("fork")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
 
-    def rank(number: int, send: Any) -> None:
-        try:
-            torch.set_num_threads(1)
-            joined = dist.TCPStore("127.0.0.1", store.port)
-            dist.init_process_group("gloo", store=joined, rank=number, world_size=world)
-            send.send_bytes(pickle.dumps(act(Group(number, world))))
-        except BaseException as error:
-            traceback.print_exc()
-            send.send_bytes(pickle.dumps(f"{type(error).__name__}: {error}"))
-        os._exit(0)
+    def rank(number: int) -> Any:
+        joined = dist.TCPStore("127.0.0.1", port)
+        dist.init_process_group("gloo", store=joined, rank=number, world_size=world)
+        return act(Group(number, world))
 
-    started = []
-    for number in range(world):
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=rank, args=(number, send))
-        process.start()
-        started.append((process, receive))
-    results = [pickle.loads(receive.recv_bytes()) for _, receive in started]
-    for process, _ in started:
-        process.join(20)
-    return results
+    return ranks.called(world, rank)
 
 
 def evaluated(
@@ -254,23 +240,30 @@ def test_every_rank_takes_part_in_every_round() -> None:
 # ------------------------------------------------------------ the checks can fail
 
 
-def test_a_padded_sample_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_padded_sample_is_noticed() -> None:
     """As DistributedSampler does it: the first samples once more, so that all ranks have as many."""
 
     def padded(items: list[int], part: int, parts: int) -> list[int]:
         return [items[place % len(items)] for place in range(part, -(-len(items) // parts) * parts, parts)]
 
-    monkeypatch.setattr(evaluate_module, "share", padded)
-    results = on_ranks(2, lambda group: evaluated(group, scores(31, 6), EXACT))
+    def padding(group: Group) -> Evaluation:
+        evaluate_module.share = padded
+        return evaluated(group, scores(31, 6), EXACT)
+
+    results = on_ranks(2, padding)
     assert all("evaluation counted 32 + 0 of 31 test samples" in result for result in results), results
 
 
-def test_curves_per_rank_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_per_rank_would_differ() -> None:
     """Average precision is no mean over ranks: without the gathering the comparison with scikit-learn fails."""
     data = scores(57, 8)
     wanted = as_scikit_learn(data)["macroAP"]
-    monkeypatch.setattr(curves, "_gather", lambda mine, group: mine.flatten())
-    (result, *_) = on_ranks(2, lambda group: evaluated(group, data, EXACT).curves)
+
+    def apart(group: Group) -> Any:
+        curves._gather = lambda mine, group: mine.flatten()
+        return evaluated(group, data, EXACT).curves
+
+    (result, *_) = on_ranks(2, apart)
     assert abs(result.macro - wanted) > 1e-4
 
 

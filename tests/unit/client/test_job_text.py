@@ -150,7 +150,7 @@ def test_a_failed_job_with_its_remedy() -> None:
     failed = condition("Failed", True, "RestartBudgetSpent", "the last one:\n  ValueError: x")
     said = text(job(phase="Failed", conditions=[failed, condition("Running", False, "Failed")]))
     assert said.startswith("j failed: RestartBudgetSpent, 2m00s ago.\n  the last one:\n    ValueError: x")
-    assert "What to do: Correct what the last failure names" in said
+    assert "What to do: Correct the cause of the last failure" in said
 
 
 @pytest.mark.parametrize(

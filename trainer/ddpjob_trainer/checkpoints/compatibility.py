@@ -146,8 +146,8 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
         )
     if broken := [name for name, tensor in weights.items() if tensor.isnan().any()]:
         raise CheckpointError(
-            f"checkpoint.load: {broken[0]} in {path} contains values that are not numbers (NaN), as do {len(broken)} "
-            f"of its {len(weights)} tensors, because that training had diverged; give an earlier checkpoint"
+            f"checkpoint.load: {len(broken)} of the {len(weights)} tensors in {path} contain NaN (the first is "
+            f"{broken[0]}): that training had diverged. Use an earlier checkpoint"
         )
     return weights
 
