@@ -42,7 +42,8 @@ DEMO_READY = $(VENV)/.ddpjob-demo
 DEV_READY = $(VENV)/.ddpjob-dev
 OPERATOR_READY = $(VENV)/.ddpjob-operator
 IN_VENV = $(VENV)/bin/python -m
-TESTS = $(IN_VENV) pytest --dist=loadfile $(PYTEST)
+# A module runs in one worker, in the order of tests/conftest.py: pytest-xdist's own order leaves modules of few long tests for the end.
+TESTS = $(IN_VENV) pytest --dist=loadfile --no-loadscope-reorder $(PYTEST)
 # Two workers per processor, since half of the time is spent waiting; and each takes single tests of others' modules at the end.
 QUICK_TESTS = $(TESTS) --dist=worksteal --numprocesses=$(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -m "not slow"
 TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster

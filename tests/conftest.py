@@ -65,6 +65,18 @@ SLOW = (
 )
 """What takes long, in CPU seconds: other programs, torch's import, and searches through thousands of cases."""
 
+LONGEST = (
+    "unit/test_matrix.py",
+    "benchmarks/test_recovery_and_torture.py",
+    "benchmarks/test_trainer_speed.py",
+    "benchmarks/test_recipe_accuracy.py",
+    "trainer/model/test_compile.py",
+    "trainer/optim/test_layer_decay.py",
+    "runtime/test_preflight_in_pods.py",
+    "simulation/test_crashes.py",
+    "unit/monitoring/test_prometheus.py",
+)
+"""Begun first: a module runs in one worker, and the others would wait for one that came last."""
 
 OF_THE_TRAINER = frozenset(
     {
@@ -107,7 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m "not slow"`, what is slow as a whole is not even imported: some of it imports torch, in each worker."""
-    return True if config.getoption("markexpr") == "not slow" and _is_slow_module(collection_path) else None
+    return True if config.getoption("markexpr") == "not slow" and _is_one_of(collection_path, SLOW) else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -124,9 +136,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not _is_one_of(item.path, LONGEST))
     for item in items:
         module = getattr(item, "module", None)
-        if _is_slow_module(item.path) or _imports(module, HARNESSES):
+        if _is_one_of(item.path, SLOW) or _imports(module, HARNESSES):
             item.add_marker(pytest.mark.slow)
         if _imports(module, BUILDERS):
             item.add_marker(pytest.mark.timeout(BUILD_LIMIT))
@@ -139,5 +152,5 @@ def _imports(module: ModuleType | None, modules: tuple[str, ...]) -> bool:
 
 
 @cache
-def _is_slow_module(path: Path) -> bool:
-    return any(path.is_relative_to(HERE / name) for name in SLOW)
+def _is_one_of(path: Path, modules: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(HERE / name) for name in modules)

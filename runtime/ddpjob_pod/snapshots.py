@@ -289,7 +289,6 @@ class Snapshots:
         self._last: int | None = None
         """The last step that was noted."""
         self._cost, self._since, self._steps = Cost(), 0.0, 0
-        self._copies = 0
 
     @property
     def _speaks(self) -> bool:
@@ -463,7 +462,6 @@ class Snapshots:
         self.interval = self.cadence.copied(step, costs)
         self.needed = max(self.needed, self._lacks)
         self._since, self._steps = time.perf_counter(), 0
-        self._copies += 1
         if self._copies > _FIRST_COPIES:
             self._cost = Cost(self._since - exchanged, exchanged - began)
 
