@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 import torch
-from ddpjob_pod import snapshots
+from ddpjob_pod import rank_snapshots
 from ddpjob_trainer import __main__
 from ddpjob_trainer.data import sampler
 
@@ -49,7 +49,7 @@ def no_resume():
 
 def mark_first():
     """Mark a state in memory as complete before its data is there."""
-    write, writing = snapshots.Snapshots._copy, snapshots.Snapshots._writing
+    write, writing = rank_snapshots.RankSnapshots._copy, rank_snapshots.RankSnapshots._writing
 
     def marking(self, tree, owns, moment):
         self.marked = moment
@@ -61,7 +61,7 @@ def mark_first():
             found.complete(self.marked)
         return found
 
-    snapshots.Snapshots._copy, snapshots.Snapshots._writing = marking, marked
+    rank_snapshots.RankSnapshots._copy, rank_snapshots.RankSnapshots._writing = marking, marked
 
 
 def prefer_older():
@@ -74,12 +74,12 @@ def prefer_older():
         whole = [moment for moment, has in found.items() if has >= set(parts)]
         return max(whole, key=lambda moment: (moment.step, [-n for n in moment.order]), default=None)
 
-    snapshots.choose = choose
+    rank_snapshots.choose = choose
 
 
 def leave_out_momentum():
     """Keep the optimizer's state of the first copy in memory instead of the current one."""
-    take = snapshots.Snapshots.take
+    take = rank_snapshots.RankSnapshots.take
 
     def without(self, step, make, own=None):
         def stale():
@@ -90,12 +90,12 @@ def leave_out_momentum():
 
         take(self, step, stale, own)
 
-    snapshots.Snapshots.take = without
+    rank_snapshots.RankSnapshots.take = without
 
 
 def send_older():
     """Give the next node the part of the copy before, as if it were the new one."""
-    give = snapshots.Snapshots._copy_to_neighbour
+    give = rank_snapshots.RankSnapshots._copy_to_neighbour
 
     def older(self, moment):
         held = self._store.held
@@ -112,7 +112,7 @@ def send_older():
         finally:
             del self._store.held
 
-    snapshots.Snapshots._copy_to_neighbour = older
+    rank_snapshots.RankSnapshots._copy_to_neighbour = older
 
 
 OF_SNAPSHOTS = {

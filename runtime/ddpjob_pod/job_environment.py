@@ -100,6 +100,14 @@ class JobEnvironment:
             raise VariableError(f"DDPJOB_GRACE_SECONDS={self.grace_seconds!r}: {what}") from None
 
     @property
+    def may_have_snapshots(self) -> bool:
+        """Whether states may be kept in memory, in this pod or in others of the job.
+
+        Pods of before and after a change of the spec differ in it, so in a job all ranks ask.
+        """
+        return bool(self.snapshot_folder or self.coordinator)
+
+    @property
     def snapshot_interval(self) -> int | str:
         """Steps between two states that are kept in memory: a number, or "auto"."""
         return int(self.snapshot_steps) if self.snapshot_steps.isdigit() else "auto"

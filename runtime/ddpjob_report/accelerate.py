@@ -145,7 +145,7 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
 
     Returns None if the job keeps none, or not of this model.
     """
-    if not JobEnvironment.read().snapshot_folder:
+    if not JobEnvironment.read().may_have_snapshots:
         return None
     objects = {
         f"{kind}{number}": thing

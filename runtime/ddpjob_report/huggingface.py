@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
-from ddpjob_pod.snapshots import Restored
+from ddpjob_pod.rank_snapshots import Restored
 from transformers import TrainerCallback
 
 from ddpjob_report import copy_checkpoint, report, saved_and_leave, should_stop

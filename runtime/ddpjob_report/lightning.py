@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpjob_pod.job_environment import JobEnvironment
-from ddpjob_pod.snapshots import Restored
+from ddpjob_pod.rank_snapshots import Restored
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report, saved_and_leave, should_stop
 from ddpjob_report.node_memory import FrameworkMemory, as_checkpoint, say

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
-from ddpjob_pod.snapshots import Restored, Snapshots, TorchExchange
+from ddpjob_pod.rank_snapshots import RankSnapshots, Restored, TorchExchange
 from ddpjob_runtime import protocol
 
 from ddpjob_report import link, stop
@@ -42,7 +42,7 @@ class FrameworkMemory:
     _at_start: FrameworkMemory | None = None
     """The memory that `as_checkpoint` looked into."""
 
-    def __init__(self, snapshots: Snapshots, found: Restored | None = None, folder: Path | None = None) -> None:
+    def __init__(self, snapshots: RankSnapshots, found: Restored | None = None, folder: Path | None = None) -> None:
         self._snapshots = snapshots
         self._found, self._folder = found, folder
 
@@ -53,13 +53,16 @@ class FrameworkMemory:
         Returns None if the job keeps nothing in memory.
         """
         job = JobEnvironment.read()
-        if not job.snapshot_folder:
+        if not job.may_have_snapshots:
             return None
         exchange = current_exchange()
         memory, FrameworkMemory._at_start = FrameworkMemory._at_start, None
         if memory is None:
             memory = cls(open_memory(job, exchange, together=True))
+            memory._snapshots.agree()
         memory._snapshots.use(exchange)
+        if memory._snapshots.is_off:
+            return None
         in_memory = memory._found is not None and memory._found.moment.step == step
         source = protocol.MEMORY if in_memory else protocol.STORAGE if step else protocol.SCRATCH
         if not in_memory:
@@ -108,7 +111,7 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
         OSError: there is no room for the checkpoint; the message names the folder.
     """
     job = JobEnvironment.read()
-    if not job.snapshot_folder:
+    if not job.may_have_snapshots:
         return None
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for leftover in _folders(job):  # of a start that was killed
@@ -138,17 +141,17 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
 def _folder_for(job: JobEnvironment, found: Restored) -> Path:
     """Return an empty folder with room for a checkpoint."""
     needed = sum(tensor.nbytes for tensor in tensors_of(found.tree))
-    in_memory, on_disk = _folders(job)
-    has_room = shutil.disk_usage(in_memory.parent).free > needed * 1.1 + (1 << 20)
-    folder = in_memory if has_room else on_disk
+    *in_memory, folder = _folders(job)
+    if in_memory and shutil.disk_usage(in_memory[0].parent).free > needed * 1.1 + (1 << 20):
+        folder = in_memory[0]
     folder.mkdir(mode=0o700)
     return folder
 
 
-def _folders(job: JobEnvironment) -> tuple[Path, Path]:
-    """Return where this node's checkpoint may be: in memory, and on disk."""
-    name = f"ddpjob-{job.uid or os.getuid()}-{job.index or 0}"
-    return Path(job.snapshot_folder, _FOLDER), Path(tempfile.gettempdir(), name)
+def _folders(job: JobEnvironment) -> list[Path]:
+    """Return where this node's checkpoint may be: in memory, if it has some, and on disk."""
+    in_memory = [Path(job.snapshot_folder, _FOLDER)] if job.snapshot_folder else []
+    return [*in_memory, Path(tempfile.gettempdir(), f"ddpjob-{job.uid or os.getuid()}-{job.index or 0}")]
 
 
 @contextlib.contextmanager

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.rank_snapshots import NONE, RankSnapshots, Restored, TorchExchange
 from ddpjob_pod.snapshot_store import SnapshotStore
-from ddpjob_pod.snapshots import NONE, Restored, TorchExchange
-from ddpjob_pod.snapshots import Snapshots as _Snapshots
 from ddpjob_runtime import protocol
 
 from ddpjob_report import link, stop
@@ -75,12 +74,11 @@ class Snapshots:
         """
         _check(unnamed, objects)
         self._objects, self.step, self.restored = objects, 0, False
-        self._snapshots: _Snapshots | None = None
+        self._snapshots: RankSnapshots | None = None
         self._last: int | None = None
         self._large: dict[str, Any] = {}
         job = JobEnvironment.read()
-        # A pod of before or after a change of recovery.snapshots agrees with the others.
-        if not objects or not (job.snapshot_folder or (job.coordinator and stop.torch_distributed())):
+        if not objects or not job.may_have_snapshots or not (job.snapshot_folder or stop.torch_distributed()):
             return
         if Snapshots._current is not None and Snapshots._current() is not None:
             what = "there is one already, and both would write to the same memory"
@@ -221,7 +219,7 @@ class Snapshots:
                 raise TypeError(f"ddpjob_report.Snapshots: {what}; save it by torch.distributed.checkpoint instead")
 
 
-def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool = False) -> _Snapshots:
+def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool = False) -> RankSnapshots:
     """Return this rank's access to its node's memory.
 
     `together`: all ranks make the state together.
@@ -229,7 +227,7 @@ def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool 
     folder = Path(job.snapshot_folder) if job.snapshot_folder else None
     every = job.snapshot_interval if folder else NONE
     order = job.group or (int(job.generation or 0), int(job.round or 0))
-    return _Snapshots(SnapshotStore(folder), exchange, order, every, together=together)
+    return RankSnapshots(SnapshotStore(folder), exchange, order, every, together=together)
 
 
 def sharding_of(thing: Any) -> str:

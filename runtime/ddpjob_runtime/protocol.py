@@ -230,13 +230,13 @@ RESUMED = "resumed"
 first step, as one of RESUMED_WORDS."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 START = "start"
-"""Key of a progress report: where the training of this round continued, as `read_start` returns it."""
+"""Key of a progress report: where this round's training continued, as `read_start` returns it."""
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
 """Where its state came from."""
 AT_RISK = "stepsAtRisk"
 """Figure of a progress report: how many complete steps a loss now repeats at most."""
 SNAPSHOT_BYTES = "snapshotBytes"
-"""Figure of a progress report: the bytes of memory that two states need on a node that lacks them."""
+"""Figure of a progress report: the bytes that two states need on a node without room for them."""
 COUNTED_SPEED = "stepsPerSecond"
 """The metric used if a script does not report samples per second. The step counter's only metric.
 """
@@ -534,9 +534,9 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
 def read_start(value: Any) -> dict[str, Any]:
     """Return where training continued; empty if that is malformed.
 
-    `step` is the step after which it continued, `source` one of SOURCES. `made` is the last step that
-    was made before, and null if no memory of it is left. `seconds`, once the training has made that
-    step again, are those that it took.
+    `step` is the step after which it continued, `source` one of SOURCES. `made` is the last step
+    that was made before, and null if no memory of it is left. `seconds`, once the training has made
+    that step again, are those that it took.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}

@@ -160,7 +160,7 @@ def test_the_clock_of_a_pod_is_set_while_its_processes_run(tmp_path: Path) -> No
 COPIES = """
 import sys
 from pathlib import Path
-from ddpjob_pod.snapshots import ALL, Moment, SnapshotStore
+from ddpjob_pod.rank_snapshots import ALL, Moment, SnapshotStore
 store = SnapshotStore(Path(sys.argv[1]))
 for step in range(1, 201):
     writing = store.begin(ALL, 8)

@@ -436,6 +436,29 @@ def test_a_framework_gets_a_checkpoint_of_the_state_in_memory_before_it_has_a_gr
     assert newer == [(5, "", "")] * 2, "a checkpoint of the same step is as good"
 
 
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_framework_s_pods_of_different_specs_agree(memory: Path, without: int) -> None:
+    """The pod without a folder began before or after a change of recovery.snapshots. Rank 0's pod decides."""
+
+    def run(last: int) -> Callable[[int], Any]:
+        def of_rank(rank: int) -> Any:
+            if rank == without:
+                os.environ.update(DDPJOB_SNAPSHOT_FOLDER="", DDPJOB_COORDINATOR="j:1")
+            path = node_memory.as_checkpoint(0, "step={step}.txt", lambda path, found: path.write_text("x"))
+            dist.init_process_group("gloo")
+            training = node_memory.FrameworkMemory.begin(0 if path is None else int(path.stem[5:]))
+            for step in range(last if training else 0):
+                training.take(step + 1, lambda: {}, lambda: b"")
+            dist.barrier()
+            return training is not None, path is not None and path.parent.parent == memory / f"node-{rank}"
+
+        return of_rank
+
+    assert ranks(2, 1, memory, 0, run(3), group=False) == [(without == 1, False)] * 2
+    again = ranks(2, 1, memory, 1, run(0), group=False)
+    assert again == ([(True, True), (True, False)] if without == 1 else [(False, False)] * 2)
+
+
 def test_a_checkpoint_without_room_in_memory_is_written_to_the_temporary_folder(
     job: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -221,7 +221,8 @@ def test_states_that_fit_the_volume_and_not_the_memory_limit_are_refused(
 
 
 MOMENTS = st.builds(Moment, st.tuples(st.integers(0, 2), st.integers(0, 2)), st.integers(0, 5))
-NODES = st.dictionaries(st.integers(0, 5), st.lists(st.builds(Held, st.just(ALL), MOMENTS, st.just(9)), max_size=2))
+HELD = st.builds(Held, st.just(ALL), MOMENTS, st.just(9))
+NODES = st.dictionaries(st.integers(0, 5), st.lists(HELD, max_size=2, unique=True))
 
 
 @given(NODES)

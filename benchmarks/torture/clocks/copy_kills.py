@@ -11,11 +11,11 @@ import signal
 import sys
 
 POINTS = {
-    "tensor": ("ddpjob_pod.snapshots", "", "_copy_to"),
+    "tensor": ("ddpjob_pod.rank_snapshots", "", "_copy_to"),
     "mark": ("ddpjob_pod.snapshot_store", "Writing", "complete"),
     "begin": ("ddpjob_pod.snapshot_store", "SnapshotStore", "begin"),
     "made": ("ddpjob_pod.snapshot_store", "SnapshotStore", "note_made"),
-    "neighbour": ("ddpjob_pod.snapshots", "TorchExchange", "receive"),
+    "neighbour": ("ddpjob_pod.rank_snapshots", "TorchExchange", "receive"),
 }
 """The module, the class (empty: none) and the function in which workers die, by point."""
 SHARE = 0.2
@@ -23,11 +23,11 @@ SHARE = 0.2
 
 
 class Finder:
-    """Finds ddpjob_pod.snapshots once, and wraps its functions after its import."""
+    """Finds ddpjob_pod.rank_snapshots once, and wraps its functions after its import."""
 
     def find_spec(self, name, path=None, target=None):
         """Return the module's specification; None for any other module."""
-        if name != "ddpjob_pod.snapshots":
+        if name != "ddpjob_pod.rank_snapshots":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

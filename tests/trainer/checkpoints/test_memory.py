@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ddpjob_pod import snapshots
+from ddpjob_pod import rank_snapshots
 from ddpjob_pod.snapshot_store import SnapshotStore
 from ddpjob_trainer.checkpoints import dcp, torch_file
 from ranks import TINY, final_losses, good, metrics, run
@@ -70,8 +70,10 @@ def test_the_first_copies_do_not_decide_how_often_auto_copies(
 ) -> None:
     """They reserve memory and connect the ranks, which may take a hundred times as long as a copy."""
     clock = [0.0]
-    monkeypatch.setattr(snapshots, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    kept = snapshots.Snapshots(SnapshotStore(nodes(0)), snapshots.TorchExchange(0, 1), (0, 1), snapshots.AUTO)
+    monkeypatch.setattr(rank_snapshots, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    kept = rank_snapshots.RankSnapshots(
+        SnapshotStore(nodes(0)), rank_snapshots.TorchExchange(0, 1), (0, 1), rank_snapshots.AUTO
+    )
     kept.begin(0, "scratch")
     intervals = list[int]()
     for step in range(1, 11):

@@ -1,4 +1,4 @@
-"""The newest states of a training in the memory of its nodes (`ddpjob_pod.snapshots`).
+"""The newest states of a training in the memory of its nodes (`ddpjob_pod.rank_snapshots`).
 
 Checkpoints remain for the case that all nodes are lost. Whichever has the higher step counts.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.rank_snapshots import NONE, RankSnapshots, TorchExchange
 from ddpjob_pod.snapshot_store import Order, SnapshotStore
-from ddpjob_pod.snapshots import NONE, Snapshots, TorchExchange
 
 from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, with_local
 from ddpjob_trainer.distributed.process_group import Group
@@ -26,14 +26,15 @@ class NodeMemory:
     def __init__(self, group: Group, order: Order, layout: Layout, *, sharded: bool) -> None:
         job = JobEnvironment.read()
         self._layout = layout
-        self._snapshots: Snapshots | None = None
-        # A pod of before or after a change of recovery.snapshots agrees with the others.
-        if job.snapshot_folder or job.coordinator:
+        self._snapshots: RankSnapshots | None = None
+        if job.may_have_snapshots:
             several = dist if group.world > 1 else None
             exchange = TorchExchange(group.local_rank, group.local_world, several, group.process_group)
             folder = Path(job.snapshot_folder) if job.snapshot_folder else None
             every = job.snapshot_interval if folder else NONE
-            self._snapshots = Snapshots(SnapshotStore(folder), exchange, order, every, sharded=sharded, together=True)
+            self._snapshots = RankSnapshots(
+                SnapshotStore(folder), exchange, order, every, sharded=sharded, together=True
+            )
 
     def restore(self) -> Snapshot | None:
         """Return the newest state that the nodes together hold; None if there is none."""

@@ -418,8 +418,9 @@ class CheckpointConfig:
     every_steps: int = 0
     """Save every N steps; 0: not by steps."""
     every_seconds: float | Interval = Interval.AUTO
-    """Save every N seconds; 0: not by time. auto: as often as it costs at most 1 % of the time, between 10 and 300 s.
-    The cost of the last save counts: how long training paused for it, and the processor time that writing it took."""
+    """Save every N seconds; 0: not by time. auto: as often as it costs at most 1 % of the time,
+    between 10 and 300 s. The cost of the last save counts: how long training paused for it, and the
+    processor time that writing it took."""
     every_epochs: int = 1
     """Save at the end of every N epochs; 0: not by epochs."""
     keep: int = 3

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from ddpjob_pod import snapshot_store, snapshots
+from ddpjob_pod import rank_snapshots, snapshot_store
+from ddpjob_pod.rank_snapshots import AUTO, NONE, SHARE, Cadence, Cost, RankSnapshots, Restored
 from ddpjob_pod.snapshot_store import HEADER_BYTES, Moment, SnapshotStore, part_of
-from ddpjob_pod.snapshots import AUTO, NONE, SHARE, Cadence, Cost, Restored, Snapshots
 from ddpjob_runtime import protocol
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,7 +151,7 @@ def killable(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(place, name, acting)
 
-    may_die(snapshots, "_copy_to")
+    may_die(rank_snapshots, "_copy_to")
     may_die(SnapshotStore, "begin")
     may_die(snapshot_store.Writing, "complete")
     may_die(SnapshotStore, "note_made")
@@ -183,8 +183,8 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def opened(
     rank: Rank, folder: Path | None, order: tuple[int, int] = (0, 0), every: int | str = 1, *, sharded: bool = False
-) -> Snapshots:
-    return Snapshots(SnapshotStore(folder), rank, order, every, sharded=sharded)
+) -> RankSnapshots:
+    return RankSnapshots(SnapshotStore(folder), rank, order, every, sharded=sharded)
 
 
 # ---------------------------------------------------------------- histories
@@ -293,8 +293,8 @@ def test_kills_at_any_point_repeat_at_most_one_step_and_change_no_state(nodes: C
 @pytest.mark.parametrize("defect", OF_SNAPSHOTS)
 def test_a_planted_defect_is_found(defect: str, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     for place, name in (
-        (snapshots, "choose"), (Snapshots, "take"), (Snapshots, "_copy"), (Snapshots, "_writing"),
-        (Snapshots, "_copy_to_neighbour"),
+        (rank_snapshots, "choose"), (RankSnapshots, "take"), (RankSnapshots, "_copy"), (RankSnapshots, "_writing"),
+        (RankSnapshots, "_copy_to_neighbour"),
     ):  # fmt: skip
         monkeypatch.setattr(place, name, getattr(place, name))
     DEFECTS[defect]()
@@ -308,7 +308,7 @@ def test_a_planted_defect_is_found(defect: str, nodes: Callable[[int], Path], mo
 # ---------------------------------------------------------------- single rules
 
 
-def trained(folder: Path | None, rank: Rank, steps: list[int], round_: int = 0, **options: Any) -> Snapshots:
+def trained(folder: Path | None, rank: Rank, steps: list[int], round_: int = 0, **options: Any) -> RankSnapshots:
     """Make steps on one rank, and return its states."""
     kept = opened(rank, folder, (0, round_), **options)
     kept.restore()
@@ -356,7 +356,7 @@ def test_parts_of_unlike_sizes_reach_the_neighbour(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank with many pieces has a neighbour with one, and the other way round."""
-    monkeypatch.setattr(snapshots, "_CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(rank_snapshots, "_CHUNK_BYTES", 1 << 10)
 
     def train(rank: Rank) -> Any:
         kept = opened(rank, nodes(rank.node), sharded=True)
@@ -394,7 +394,7 @@ def test_no_bytes_are_neither_sent_nor_awaited() -> None:
         def wait(self) -> None:
             pass
 
-    exchange = snapshots.TorchExchange(0, 1, Distributed())
+    exchange = rank_snapshots.TorchExchange(0, 1, Distributed())
     for mine, theirs in ((b"", b""), (b"ab", b""), (b"", b"abc")):
         exchange.swap(memoryview(bytearray(mine)), 1, memoryview(bytearray(theirs)), 2)
     assert done == ["sends 2 bytes to 1", "receives 3 bytes from 2"]
@@ -497,7 +497,7 @@ def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Group(2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2]))
-    monkeypatch.setattr(snapshots, "encode", lambda held, made: b"x" * 99)
+    monkeypatch.setattr(rank_snapshots, "encode", lambda held, made: b"x" * 99)
     assert Group(2).run(lambda rank: opened(rank, nodes(rank.node)).restore()) == [None, None]
 
 
@@ -505,7 +505,7 @@ def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(
 def test_a_size_that_a_peer_claims_takes_no_memory(claimed: int) -> None:
     before = Path("/proc/self/statm").read_text().split()[1]
     try:
-        assert len(snapshots._reserve(claimed)) == claimed
+        assert len(rank_snapshots._reserve(claimed)) == claimed
     except RuntimeError as error:
         assert "cannot be received" in str(error)
     assert int(Path("/proc/self/statm").read_text().split()[1]) - int(before) < 1000

@@ -80,7 +80,7 @@ Rebuild = Callable[[tuple[Any, ...], Any, "tuple[int, ...]"], Any]
 """Makes the tensor to restore from (path, this rank's shard, shape of the whole tensor)."""
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """What the ranks need to exchange. `gather_bytes` is collective; the others are pairwise."""
 
     rank: int
@@ -244,13 +244,13 @@ class _Copied:
     sources: list[Any] = field(default_factory=list)
 
 
-class Snapshots:
+class RankSnapshots:
     """The newest states in memory, on one rank. All ranks make the same calls in the same order."""
 
     def __init__(
         self,
         store: SnapshotStore,
-        exchange: Exchange,
+        exchange: RankExchange,
         order: Order,
         every: int | str,
         *,
@@ -299,7 +299,7 @@ class Snapshots:
     def _writes(self) -> bool:
         return self._sharded or self._speaks
 
-    def use(self, exchange: Exchange) -> None:
+    def use(self, exchange: RankExchange) -> None:
         """Exchange with the same ranks in a different way from now on."""
         self._exchange = exchange
 
@@ -311,7 +311,7 @@ class Snapshots:
         Raises:
             RuntimeError: a rank is gone, as in any collective.
         """
-        said = self._meet()
+        said = self.agree()
         if self.is_off:
             return None
         nodes = {rank: _inventory(rank, inventory) for rank, (_, inventory) in said.items()}
@@ -353,7 +353,7 @@ class Snapshots:
         """Whether the ranks have agreed to keep nothing, or no longer anything."""
         return self.cadence.every == NONE
 
-    def _meet(self) -> dict[int, tuple[int, bytes]]:
+    def agree(self) -> dict[int, tuple[int, bytes]]:
         """Agree with the other ranks on the interval and the incarnation.
 
         Return the room and the inventory of each node, by the rank that speaks for it.
@@ -497,7 +497,7 @@ class Snapshots:
         return {part_of(number % world, world) for number in range(first - local, first + local)}
 
     def _copy(self, tree: Any, owns: dict[int, bytes], moment: Moment) -> None:
-        layout = _Layout.of(tree, owns)
+        layout = _StateLayout.of(tree, owns)
         writing = self._writing(self._part, layout.size)
         if writing is None:
             return
@@ -509,7 +509,7 @@ class Snapshots:
             _copy_to(writing.data[layout.base :], tensor, place)
         writing.complete(moment)
 
-    def _targets(self, data: memoryview, slot: int, layout: _Layout) -> list[Any]:
+    def _targets(self, data: memoryview, slot: int, layout: _StateLayout) -> list[Any]:
         """Return the tensors in the slot's memory, which are the same while the layout is."""
         key = slot, layout.digest
         if key not in self._views:
@@ -550,7 +550,7 @@ class Snapshots:
             self._lacks = max(self._lacks, error.needed)
             return None
 
-    def _copy_from_device(self, layout: _Layout, writing: Any, moment: Moment) -> None:
+    def _copy_from_device(self, layout: _StateLayout, writing: Any, moment: Moment) -> None:
         """Copy in the background. The next `take` or `close` marks the copy as complete."""
         torch = _torch()
         targets = self._targets(writing.data, writing.slot, layout)
@@ -629,7 +629,7 @@ def _torch() -> Any:
     return importlib.import_module("torch")
 
 
-class _Layout:
+class _StateLayout:
     """Where the parts of a state are in a slot: sizes, the skeleton, then the tensors."""
 
     def __init__(self, skeleton: Any, tensors: list[Any], places: list[_Placeholder], owns: dict[int, bytes]) -> None:
@@ -642,7 +642,7 @@ class _Layout:
         self.digest = hashlib.sha256(f"{self.base} {shapes}".encode()).digest()
 
     @classmethod
-    def of(cls, tree: Any, owns: dict[int, bytes]) -> _Layout:
+    def of(cls, tree: Any, owns: dict[int, bytes]) -> _StateLayout:
         """Take a state apart."""
         tensors: list[Any] = []
         places: list[_Placeholder] = []
