@@ -148,7 +148,7 @@ def test_the_archive_is_the_same_wherever_it_is_made() -> None:
 def test_the_config_map_is_one_that_kubernetes_takes() -> None:
     manifest = build_runtime(JOB)
     assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in manifest["binaryData"])
-    assert sum(map(len, manifest["binaryData"].values())) < 2**20 / 3, "a third of what a ConfigMap may hold"
+    assert sum(map(len, manifest["binaryData"].values())) < 2**20 / 2, "half of what a ConfigMap may hold"
     assert manifest["metadata"]["name"] == runtime_name() and re.fullmatch(
         r"ddpjob-runtime-[0-9a-f]{16}", runtime_name()
     )
