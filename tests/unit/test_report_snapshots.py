@@ -448,7 +448,7 @@ def test_a_framework_s_pods_of_different_specs_agree(memory: Path, without: int)
             dist.init_process_group("gloo")
             training = node_memory.FrameworkMemory.begin(0 if path is None else int(path.stem[5:]))
             for step in range(last if training else 0):
-                training.take(step + 1, lambda: {}, lambda: b"")
+                training.take(step + 1, dict, lambda: b"")
             dist.barrier()
             return training is not None, path is not None and path.parent.parent == memory / f"node-{rank}"
 
