@@ -11,7 +11,7 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.follow.recording import record
 from ddpjob.core.status.conditions import with_condition
 from ddpjob.core.status.repeated import current_restart, makes_new_steps
-from ddpjob.core.world import PodView
+from ddpjob.core.world import ContainerView, PodView
 from ddpjob_runtime.protocol import CoordinatorState, MemberState, Recovery
 from worlds import NOW, later, report, running, seen
 
@@ -134,6 +134,17 @@ def test_states_that_do_not_fit_are_said_once_with_what_they_need_and_taken_back
     one.look(24, 2, {"stepsAtRisk": 4, "step": 93})
     held = one.status.condition(ConditionType.SNAPSHOTS_HELD)
     assert held is not None and held.status and held.message == "a loss repeats at most 4 steps"
+
+
+def test_a_job_that_has_ended_risks_nothing() -> None:
+    one = Restarted()
+    one.look(22, 2, {"snapshotBytes": 3 * 2**30, "step": 91})
+    one.look(24, 2, {"stepsAtRisk": 4, "step": 93})
+    done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(30))
+    one.pods = tuple(replace(pod, phase="Succeeded", containers={"trainer": done}) for pod in one.pods)
+    one.look(31, 2, {"stepsAtRisk": 4, "step": 100})
+    assert one.status.holds(ConditionType.COMPLETE) and one.status.progress["step"] == 100
+    assert one.status.condition(ConditionType.SNAPSHOTS_HELD) is None and "stepsAtRisk" not in one.status.progress
 
 
 def restarted(**fields: Any) -> JobStatus:

@@ -18,7 +18,8 @@ SHOWN = timedelta(minutes=1)
 """Minimum time for which a lagging rank is shown."""
 MOST_SLOWDOWN = 1000.0
 _INTEGERS = ("epoch", "epochs", "step", "steps", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
-_OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
+_OF_MEMORY = (protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
+_OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay", *_OF_MEMORY)
 _LARGEST = 2**53
 """The largest integer that every JSON reader reads correctly."""
 _METRICS = 100
@@ -113,6 +114,11 @@ def without_speed(progress: Json) -> Json:
     if isinstance(kept.get("metrics"), dict):
         kept["metrics"] = {name: value for name, value in kept["metrics"].items() if name != protocol.COUNTED_SPEED}
     return kept
+
+
+def without_risk(progress: Json) -> Json:
+    """Return the progress without what a loss would cost, because the job has ended."""
+    return {name: value for name, value in progress.items() if name not in _OF_MEMORY}
 
 
 def show_stragglers(view: View) -> list[Json]:
