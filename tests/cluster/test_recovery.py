@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from jobs import Jobs, steps_job
+from pathlib import Path
+
+from jobs import Jobs, job, steps_job
 from machine import slowness
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) -> None:
@@ -57,3 +61,31 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
     status = jobs.status("fast")
     assert status["rendezvous"]["generation"] == 0 and status["restarts"]["counted"] == 0
     assert status["restarts"]["recent"][-1]["reason"] == "CoordinatorLost"
+
+
+def test_a_script_continues_after_its_last_step_although_it_saves_nothing(jobs: Jobs) -> None:
+    """From the memory of the other pod; the weights are those of the job that nobody disturbs."""
+    for name in ("memory", "undisturbed"):
+        script, args = str(EXAMPLES / "snapshots.py"), ["--steps=400"]
+        jobs.apply(job(name, script=script, args=args, recovery={"mode": "Fast", "snapshots": 1}))
+    for number, pod in enumerate(("memory-1-0", "memory-0-0"), start=1):
+        jobs.wait("steps to lose", lambda: jobs.step("memory") > 20 * number)  # noqa: B023
+        jobs.kill(pod)
+        jobs.wait("the account", lambda: len(continued_from(jobs, "memory")) == number)  # noqa: B023
+    assert continued_from(jobs, "memory") == ["memory", "memory"]
+    restarts = jobs.status("memory")["restarts"]
+    assert max(restart["repeatedSteps"] for restart in restarts["recent"]) <= 1, restarts
+    for name in ("memory", "undisturbed"):
+        jobs.wait_phase(name, "Complete")
+    sums = {
+        line.rpartition("sum ")[2]
+        for pod in jobs.pods()
+        for line in jobs.kubectl("logs", pod).splitlines()
+        if "ends with weights" in line
+    }
+    assert len(sums) == 1, sums
+
+
+def continued_from(jobs: Jobs, name: str) -> list[str]:
+    restarts = jobs.status(name).get("restarts", {}).get("recent", ())
+    return [restart["continuedFrom"] for restart in restarts if "continuedFrom" in restart]
