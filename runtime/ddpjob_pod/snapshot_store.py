@@ -25,7 +25,7 @@ without it, from an earlier step, and that history is the one that counts (`choo
 
 With replicated state (DDP) a node has one part, `ALL`, written by its first rank, and any node's
 copy serves all. With sharded state each rank has a part of its own, and the next node has a copy of
-it. Decision record 0023.
+it. Why: docs/decisions/0023.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The worker of rank 0 reports at its start after which step it continues, where that state came
 from, and which step was the last one before the restart (`protocol.START`). The difference is
 repeated work. It is exact where a node's memory has survived (`ddpjob_pod.snapshot_store` notes
-each step there), and unknown otherwise: an account that is not known is never shown as 0. Decision
-record 0023.
+each step there), and unknown otherwise: an account that is not known is never shown as 0.
 """
 
 from __future__ import annotations
