@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -143,6 +143,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if _imports(module, BUILDERS):
             item.add_marker(pytest.mark.timeout(BUILD_LIMIT))
+
+
+@pytest.fixture(autouse=True)
+def _sigterm_ends_a_training_of_this_test_alone() -> Iterator[None]:
+    """A training that failed in this process would hear a later test's SIGTERM, and end the process some time after."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    signal.set_wakeup_fd(-1)
 
 
 @cache

@@ -145,7 +145,8 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
 
     Returns None if the job keeps none, or not of this model.
     """
-    if not JobEnvironment.read().may_have_snapshots:
+    job = JobEnvironment.read()
+    if not job.may_have_snapshots:
         return None
     objects = {
         f"{kind}{number}": thing
@@ -162,7 +163,8 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
     sharding = kind if kind in _SHARDED else next(filter(None, map(sharding_of, objects.values())), "")
     if sharding or not objects:
         what = f"a model under {sharding}" if sharding else "what accelerator.prepare was not given before resume()"
-        say(f"{what} is not kept in memory; a restart continues from the newest checkpoint")
+        if job.snapshot_folder:
+            say(f"{what} is not kept in memory; a restart continues from the newest checkpoint")
         return None
     if accelerator.scaler is not None:
         objects["scaler"] = accelerator.scaler

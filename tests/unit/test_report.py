@@ -500,6 +500,8 @@ class Accelerator:
 
     def __init__(self, own_names: bool = False) -> None:
         self.project_configuration = SimpleNamespace(automatic_checkpoint_naming=own_names)
+        self.distributed_type = SimpleNamespace(value="NO")
+        self._models = self._optimizers = self._schedulers = self._dataloaders = self._custom_objects = ()
         self.loaded = ""
 
     def wait_for_everyone(self) -> None:
