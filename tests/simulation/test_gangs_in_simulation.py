@@ -19,7 +19,7 @@ from .store import Json
 from .story import Story
 
 FAST: Json = {"recovery": {"mode": "Fast"}}
-SEEDS = int(os.environ.get("DDPJOB_SEEDS", "1000")) // 20
+SEEDS = int(os.environ.get("DDPJOB_SEEDS", "500")) // 20
 
 
 class WithGangs(Simulation):
