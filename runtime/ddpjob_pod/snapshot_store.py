@@ -118,7 +118,7 @@ class SnapshotStore:
             return memoryview(mmap.mmap(file.fileno(), _MADE.size)).cast("Q")
 
     def held(self) -> list[Held]:
-        """Return the complete states, oldest first. A damaged file is none."""
+        """Return the complete states, oldest first. Damaged files are skipped."""
         found = []
         for path, match in self._slots():
             with contextlib.suppress(OSError), path.open("rb") as file:

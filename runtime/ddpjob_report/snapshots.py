@@ -274,7 +274,7 @@ def set_generators(states: dict[str, Any]) -> None:
 
 
 def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
-    """Refuse what has no name or no state. Raises TypeError."""
+    """Reject objects without a name, and objects without a state dict. Raises TypeError."""
     if unnamed or not objects:
         what = "name what it keeps: Snapshots(model=model, optimizer=optimizer)"
         raise TypeError(f"ddpjob_report.Snapshots: {what}")
@@ -287,7 +287,7 @@ def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether all ranks have the same state of it because of its kind: a model or an optimizer."""
+    """Whether all ranks hold the same state of this object, as they do of models and optimizers."""
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))

@@ -106,9 +106,9 @@ def restart(backend: Backend, job: str, timeout: int) -> None:
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_job, callback=bare)
 @with_backend
 def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
-    """Delete jobs and their pods; none of them where one is not there. Checkpoints on volumes stay, on this machine
-    RUNS/JOB/checkpoints and what --fresh has moved; with storage.checkpoints.claimTemplate.whenDeleted: Delete they
-    go too.
+    """Delete jobs and their pods. If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes stay;
+    on this machine, so do RUNS/JOB/checkpoints and what --fresh has moved. With
+    storage.checkpoints.claimTemplate.whenDeleted: Delete they are deleted too.
 
     \b
     Example: ddpjob delete first second

@@ -189,8 +189,8 @@ class Client:
 
         `program`: a function travels as its source, so it imports and defines within it all that it
         needs. A script or folder of this machine travels to a cluster too, each up to 1 MiB; a job
-        of this machine runs it where it is. Another absolute path is one of the image, anything
-        else a module.
+        of this machine runs it where it is. Any other absolute path is a file in the image.
+        Anything else is a module's name.
         `args`: a script's words, or a function's keyword arguments, which travel as JSON (a tuple
         arrives as a list).
         `image`: any image with Python and PyTorch; not used on this machine.
