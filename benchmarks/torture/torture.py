@@ -14,10 +14,13 @@ from benchmarks.torture.jobs import KINDS, STEPS_PER_EPOCH, Kind, spec, trainer_
 from benchmarks.torture.verdict import Verdict, judge
 
 WEIGHTS = {"pod": 6, "two pods": 2, "coordinator": 2, "coordinator and pod": 1}
+OF_PODS = ("pod", "coordinator and pod")
+"""Kills that take one node, and its memory with it."""
 SEVERAL = ("two pods", "host")
 """Kills that may take all nodes of a job at once, and their memory with them."""
-APART = 4
-"""Steps between two kills of a job whose states are in memory. By then all nodes have the state."""
+APART = 15.0
+"""Seconds between two kills of a job whose states are in memory. By then a pause has cost what it
+costs."""
 PATIENCE = 900.0
 """Seconds that a wave has to end after its last kill."""
 
@@ -30,10 +33,26 @@ class Running:
     kind: Kind
     began: float
     kills: Counter[str] = field(default_factory=Counter)
-    disturbed: int = 0
-    """The step at the last kill."""
+    disturbed: Observed | None = None
+    """The job before the last kill."""
+    disturbed_at: float = 0.0
+    loses: bool = False
+    """Whether the last kill took a node's memory."""
     ended: Observed | None = None
     seconds: float = 0.0
+
+    def disturb(self, observed: Observed, what: str) -> None:
+        """Note a kill."""
+        self.disturbed, self.disturbed_at, self.loses = observed, time.monotonic(), what in OF_PODS
+
+    def has_recovered(self, observed: Observed) -> bool:
+        """Whether all nodes have the newest state again, so that one of them may be lost."""
+        before = self.disturbed
+        if before is None:
+            return True
+        restarts = observed.counted + observed.uncounted - before.counted - before.uncounted
+        continues = observed.start != before.start or not (restarts or self.loses)
+        return continues and time.monotonic() >= self.disturbed_at + APART
 
 
 @dataclass(frozen=True)
@@ -131,9 +150,9 @@ class Torture:
             observed = self.arena.observe(job.name)
             if not 0 < observed.step < STEPS_PER_EPOCH * self.plan.epochs:
                 return False
-            if job.kind.snapshots and observed.step < job.disturbed + APART:
+            if job.kind.snapshots and not job.has_recovered(observed):
                 return False
-            job.disturbed = observed.step
+            job.disturb(observed, what)
             if what in self.arena.faults:
                 if done := self.arena.faults[what][1](job.name, observed):
                     note(f"{job.name}: {what}: {done}, at step {observed.step}")
