@@ -31,7 +31,8 @@ class Observed:
     phase: str = ""
     step: int = 0
     counted: int = 0
-    uncounted: int = 0
+    round: int = 0
+    """How often the group has formed again."""
     start: str = ""
     """The newest round whose workers have said where they continue: all nodes have that state."""
     pods: list[str] = field(default_factory=list)
@@ -183,7 +184,7 @@ def observed_in(status: Json) -> Observed:
         phase=status.get("phase", ""),
         step=int(status.get("progress", {}).get("step") or 0),
         counted=int(status.get("restarts", {}).get("counted") or 0),
-        uncounted=int(status.get("restarts", {}).get("uncounted") or 0),
+        round=int(status.get("round") or 0),
         start=status.get("restarts", {}).get("seen", {}).get("start") or "",
         message=f"{failed['reason']}: {failed['message']}" if failed else "",
     )

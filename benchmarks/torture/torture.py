@@ -50,8 +50,7 @@ class Running:
         before = self.disturbed
         if before is None:
             return True
-        restarts = observed.counted + observed.uncounted - before.counted - before.uncounted
-        continues = observed.start != before.start or not (restarts or self.loses)
+        continues = observed.start != before.start or (observed.round == before.round and not self.loses)
         return continues and time.monotonic() >= self.disturbed_at + APART
 
 
