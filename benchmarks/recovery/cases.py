@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Protocol
 
-from benchmarks.recovery.digits import write_digits
-from benchmarks.recovery.groups import Fast, Group, NotRecovered, Shape, Standard, Stock
+from benchmarks.recovery.groups import Fast, Group, NotRecovered, Shape, Standard, Stock, training
 from benchmarks.recovery.phases import phases
 from benchmarks.recovery.tables import FLOOR, Sample
 
@@ -96,18 +93,9 @@ class Loopback:
         self.name = "gpu" if cuda else "loopback"
         self.patience, self._cuda = patience, cuda
 
-    @contextmanager
-    def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> Iterator[Group]:
+    def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> AbstractContextManager[Group]:
         """Provide a group in a temporary folder, once it trains."""
-        with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
-            write_digits(Path(folder))
-            group = KINDS[system](Path(folder), shape, (*options, *["--cuda"] * self._cuda))
-            try:
-                group.start()
-                group.settle()
-                yield group
-            finally:
-                group.close()
+        return training(lambda folder: KINDS[system](folder, shape, (*options, *["--cuda"] * self._cuda)))
 
     def floor(self) -> float:
         """Time a process that imports torch, if requested computes a number on a GPU, and ends."""

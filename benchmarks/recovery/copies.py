@@ -17,16 +17,15 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_runtime import protocol
 
 from benchmarks.marks import write_between
-from benchmarks.recovery.digits import write_digits
-from benchmarks.recovery.groups import Fast, NotRecovered, Shape
+from benchmarks.recovery.groups import Fast, NotRecovered, Shape, training
 from benchmarks.recovery.step_log import Incarnation
 from benchmarks.recovery.trace.report import size
 from benchmarks.recovery.trace.systems import TRAINING
@@ -63,18 +62,9 @@ class Keeping(Fast):
         shutil.rmtree(self._memory, ignore_errors=True)
 
 
-@contextmanager
-def keeping(every: str, shape: Shape, options: tuple[str, ...]) -> Iterator[Keeping]:
+def keeping(every: str, shape: Shape, options: tuple[str, ...]) -> AbstractContextManager[Keeping]:
     """Provide a group that trains."""
-    with tempfile.TemporaryDirectory(prefix="copies-") as folder:
-        write_digits(Path(folder))
-        group = Keeping(Path(folder), shape, options, every)
-        try:
-            group.start()
-            group.settle()
-            yield group
-        finally:
-            group.close()
+    return training(lambda folder: Keeping(folder, shape, options, every))
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ class Cost:
 
     @property
     def wall(self) -> float:
-        """The share of a step by which it takes longer."""
+        """How much longer a step takes, as a share of it."""
         return self.turn.wall / self.without.wall - 1
 
     @property

@@ -8,17 +8,20 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpjob_runtime import protocol
 
 from benchmarks.processes import free_port, kill_all
+from benchmarks.recovery.digits import write_digits
 from benchmarks.recovery.step_log import Incarnation, StepLog
 
 RUNTIME = Path(protocol.__file__).parent
@@ -306,3 +309,20 @@ def listens(port: int) -> bool:
     """Whether a process listens on this port of 127.0.0.1."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+AnyGroup = TypeVar("AnyGroup", bound=Group)
+
+
+@contextmanager
+def training(make: Callable[[Path], AnyGroup]) -> Iterator[AnyGroup]:
+    """Provide the group that `make` makes in a temporary folder, once it trains."""
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        write_digits(Path(folder))
+        group = make(Path(folder))
+        try:
+            group.start()
+            group.settle()
+            yield group
+        finally:
+            group.close()

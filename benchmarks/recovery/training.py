@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.recovery.steps import network, new_incarnation
 
 PIECE = 1 << 24
-"""Bytes of one frozen tensor, as of a layer."""
+"""Size of one frozen tensor in bytes, about that of a layer."""
 WIDTH = 64
 
 

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 COPY_KILL = "worker in a copy"
 """A worker that is killed while it copies its state. The job counts it as its own failure."""
 COPY_POINTS = ("tensor", "mark", "begin", "made", "neighbour")
-"""Where that happens: clocks/copy_kills.py."""
+"""Points of a copy at which it dies (clocks/copy_kills.py)."""
 
 
 @dataclass

@@ -105,7 +105,7 @@ def _show(run: Run) -> None:
 
 
 class _names:
-    """Reads words with commas between them, each of which must be known."""
+    """Reads a comma-separated list of known words."""
 
     def __init__(self, known: object) -> None:
         self._known = {str(name): name for name in known}  # type: ignore[attr-defined]

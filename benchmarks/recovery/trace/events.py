@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 JITTER = 0.25
-"""Share of the interval by which a failure comes earlier or later."""
+"""How much earlier or later a failure comes at most, as a share of the interval."""
 ONE_IN = 4
 """One of so many failures takes the node of rank 0."""
 

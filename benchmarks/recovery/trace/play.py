@@ -28,7 +28,7 @@ class Setting:
     """Seconds of a step, without what the system adds."""
     save_seconds: float
     patience: float
-    """After how many seconds without a step all is started again, as a person or an operator would."""
+    """Seconds without a step until everything is restarted, as a person or an operator would do."""
 
     @property
     def options(self) -> tuple[str, ...]:

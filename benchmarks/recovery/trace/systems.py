@@ -254,7 +254,7 @@ SYSTEMS: dict[str, Callable[[Path, tuple[str, ...], int], Any]] = {
     "torchft-tuned": TunedTorchFT,
     "stock": StockTorchrun,
 }
-"""By the name on the command line."""
+"""The systems by their names on the command line."""
 
 
 def kill_worker(folder: Path, node: str) -> bool:
