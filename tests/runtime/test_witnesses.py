@@ -50,6 +50,25 @@ def test_a_spare_takes_over_within_half_a_second_of_the_report(mode: str) -> Non
     assert message == "its host does not acknowledge bytes, neither to rank 1 nor to the coordinator"
 
 
+def test_a_stopped_process_whose_host_acknowledges_is_not_lost() -> None:
+    world = World(4)
+    members = world.form(4, spares=1)
+    world.silent.add(members[2].pod)
+    report(world, members[1], members[2])
+    world.pass_time(5)
+    assert lost(world) == []
+
+
+def test_a_report_about_an_earlier_round_does_not_displace_those_of_this_one() -> None:
+    world = World(4)
+    members = world.form(4, spares=1)
+    cut(world, members[2])
+    report(world, members[1], members[2])
+    world.coordinator.neighbour(members[3], 0, 2, True)
+    world.pass_time(0.5)
+    assert lost(world) == ["job-2-0"]
+
+
 def test_neither_witness_alone_makes_a_loss() -> None:
     world = World(4)
     members = world.form(4, spares=1)
