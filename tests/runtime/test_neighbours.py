@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -164,6 +165,25 @@ def test_strangers_are_refused(line: bytes) -> None:
         stranger.close()
         assert made.links() == [[1, 2], [0, 2], [0, 1]] and made.reports == [[], [], []]
         assert all(len(member._links) == 2 for member in made.members)
+
+
+def test_a_stranger_at_the_next_nodes_address_is_not_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        reports: Reports = []
+        node = Neighbours("127.0.0.1", TOKEN, lambda *report: reports.append(report))
+        node.enter(RingPlace(0, 1, 0, 3, ("127.0.0.1", stranger.getsockname()[1])))
+        node.tick(100.0)
+        stream, _ = stranger.accept()
+        stream.settimeout(5)
+        time.sleep(0.05)
+        node.tick(100.1)
+        assert json.loads(stream.recv(1000))["rank"] == 0
+        stream.sendall(b'{"t":"neighbour","proof":"' + b"0" * 64 + b'"}\n')
+        time.sleep(0.05)
+        node.tick(100.2)
+        assert stream.recv(1000) == b"" and node._links == [] and reports == []
+        stream.close()
+        node.close()
 
 
 def test_strangers_are_few_at_a_time() -> None:
