@@ -385,7 +385,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 _BESIDE = (
     *(ConditionType.FAST_RECOVERY, ConditionType.RANKS_ORDERED, ConditionType.ISOLATED, ConditionType.NODES_HEALTHY),
     *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.NOTIFIES),
-    ConditionType.CLASS_APPLIED,
+    *(ConditionType.CLASS_APPLIED, ConditionType.RANKS_KEEP_PACE),
 )
 """Conditions that may be false while a job trains."""
 
