@@ -70,6 +70,8 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
     else:
         for line in format_rows(bodies, utc_now(), wide=output == "wide", namespaces=everywhere):
             print_line(line)
+        for warning in job_text.warnings(bodies):
+            print_note(warning)
 
 
 def _format_body(body: Json, output: str | PathTemplate) -> str:

@@ -52,20 +52,30 @@ Example: ddpjob run examples/digits.yaml"""
 @click.option(
     "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0 trains on the CPU."
 )
-def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> None:
-    """Write a first manifest, job.yaml, and a script if SCRIPT does not exist yet.
+@click.option("--check", is_flag=True, help="Write nothing; only read SCRIPT.")
+def init(script: Path, name: str, image: str, nodes: int, gpus: int, check: bool) -> int:
+    """Write a first manifest, and show what a script needs.
 
-    The script trains a small model, shows its loss, saves, and continues from what it saved. A file that is there is
-    left as it is.
+    Writes job.yaml, and a small script if SCRIPT does not exist yet. Existing files are kept.
+
+    An existing SCRIPT is read, but not executed. If it was written for one GPU, the lines that make
+    it train on several are printed, with its own names and line numbers.
 
     \b
+    Exit code of --check: 1 if the ranks of SCRIPT form no group.
     Example: ddpjob init
              ddpjob init my_script.py --name mine --gpus 8
+             ddpjob init my_script.py --check
     """
-    from ddpjob.cli.starter import write_starter
+    from ddpjob.cli.starter import check_script, write_starter
 
-    for line in write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus):
-        click.echo(line)
+    if check:
+        forms_group, lines = check_script(script)
+    else:
+        forms_group, lines = True, list(write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus))
+    for line in lines:
+        print_line(line)
+    return 0 if forms_group else EXIT_NEGATIVE
 
 
 @root.command(help=_RUN)
