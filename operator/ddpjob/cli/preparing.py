@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -328,18 +329,23 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
 
 @root.command(cls=BeforeArguments)
 @click.argument("words", metavar="FILE... | -- torchrun ...", nargs=-1, required=True)
-@click.option("--image", default="IMAGE", help="For a torchrun command line.")
-@click.option("--name", default="", help="For a torchrun command line.")
-def convert(words: tuple[str, ...], image: str, name: str) -> int:
-    """Translate a PyTorchJob, a TrainJob or a torchrun command line into a DDPJob.
+@click.option("--image", default="", help="The image, in place of the manifest's.")
+@click.option("--name", default="", help="Name of the job, for a command line.")
+@click.option("--script", default="", help="The script, if the image's own entry point starts it.")
+@click.option("--runtime", default="", metavar="FILE|cluster", help="Where the runtime of a TrainJob is.")
+def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime: str) -> int:
+    """Translate jobs of Kubeflow, and torchrun lines.
 
-    The manifest goes to standard output; what could not be carried over, and what is wrong with the result,
-    to standard error.
+    Reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun, accelerate,
+    deepspeed and srun. Prints the DDPJob. What could not be carried over, and what is wrong with
+    the result, goes to standard error. A runtime is read from the same file, from --runtime FILE,
+    or with --runtime cluster from the cluster of the kubeconfig.
 
     \b
     Exit code: 0 the result is valid, 1 it needs changes.
     Example: ddpjob convert pytorchjob.yaml > job.yaml
-             ddpjob convert --image IMAGE -- torchrun --nnodes=2 --nproc-per-node=8 train.py --lr 0.1
+             ddpjob convert trainjob.yaml --runtime cluster
+             ddpjob convert --image IMAGE -- torchrun --nnodes=2 --nproc-per-node=8 train.py
     """
     from ddpjob.client.manifests.convert_jobs import convert as convert_manifest
     from ddpjob.client.manifests.convert_jobs import convert_command
@@ -347,11 +353,16 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
 
     several = len(words) > 1 and not all(word.endswith(SUFFIXES) for word in words)
     if several or (" " in words[0] and not _exists(words[0])):
-        made = [convert_command(words, name, image)]
-    elif name or image != "IMAGE":
-        raise click.UsageError("--image, --name: only for a torchrun command line; change them in the result")
+        if script or runtime:
+            raise click.UsageError("--script, --runtime: only for manifests; a command line names its script")
+        made = [convert_command(words, name, image or "IMAGE")]
+    elif name:
+        raise click.UsageError("--name: only for a command line; change metadata.name in the result")
     else:
-        made = [convert_manifest(value) for word in words for value in _foreign(word)]
+        found = [_foreign(word) for word in words]
+        jobs, runtimes = (list(chain.from_iterable(part)) for part in zip(*found, strict=True))
+        runtimes += _runtimes(runtime, jobs) if runtime else []
+        made = [convert_manifest(value, runtimes, script=script, image=image) for value in jobs]
     faulty = False
     for number, conversion in enumerate(made):
         text = document(conversion.job, "yaml")
@@ -380,32 +391,56 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _foreign(source: str) -> list[Any]:
-    """Return the manifests that can be converted, and print the names of the others."""
-    from ddpjob.api.reader import CONVERTIBLE
-    from ddpjob.api.yamltext import YamlError, read_documents
-    from ddpjob.client.manifests.manifest_sources import refuse_address, standard_input
+def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
+    """Return the runtimes of a file, or of the cluster those that the jobs name."""
+    from ddpjob.client.manifests.training_runtimes import KINDS, runtime_paths
 
-    refuse_address(source, "convert")
-    try:
-        text = standard_input() if source == "-" else Path(source).read_text(encoding="utf-8")
-        items = [item.value for document in read_documents(text) for item in document.items()]
-    except OSError as error:
-        raise Mistake(f"{source}: {error.strerror}") from error
-    except YamlError as error:
-        if not text.startswith("#!"):  # Otherwise it is a script, such as one for Slurm, not wrong YAML.
-            raise Mistake(f"{source}, line {error.line}: {error}") from error
-        items = []
-    except UnicodeDecodeError as error:
-        raise Mistake(f"{source}: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
-    found = [item for item in items if isinstance(item, dict) and item.get("kind") in CONVERTIBLE]
-    kinds = dict.fromkeys(str(item.get("kind")) for item in items if isinstance(item, dict) and item not in found)
+    if where != "cluster":
+        found = [item for item in _items(where) if isinstance(item, dict) and item.get("kind") in KINDS]
+        if not found:
+            raise Mistake(f"--runtime {where}: contains no {' or '.join(KINDS)}")
+        return found
+    backend = Place(None, None, None, local=False).cluster()
+    paths = dict.fromkeys(path for job in jobs for path in runtime_paths(job, backend.namespace))
+    asked = ((kind, backend.api.optional(path)) for kind, path in paths)
+    return [{**body, "kind": kind} for kind, body in asked if body is not None]
+
+
+def _foreign(source: str) -> tuple[list[Any], list[Any]]:
+    """Return the manifests that can be converted, and the runtimes; print the names of the others."""
+    from ddpjob.api.reader import CONVERTIBLE
+    from ddpjob.client.manifests.training_runtimes import KINDS
+
+    items = [item for item in _items(source) if isinstance(item, dict)]
+    found = [item for item in items if item.get("kind") in CONVERTIBLE]
+    runtimes = [item for item in items if item.get("kind") in KINDS]
+    kinds = dict.fromkeys(str(item.get("kind")) for item in items if item not in found and item not in runtimes)
     if not found:
-        there = f", but {', '.join(kinds)}" if kinds else ""
+        there = f", but {', '.join((*kinds, *(KINDS[:1] if runtimes else ())))}" if kinds or runtimes else ""
         raise Mistake(
             f"{source}: contains none of {', '.join(CONVERTIBLE)}{there}; for other kinds, convert the line that "
             f"starts torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
         )
     if kinds:
         print_note(f"# {source}: left out, not one of {', '.join(CONVERTIBLE)}: {', '.join(kinds)}")
-    return found
+    return found, runtimes
+
+
+def _items(source: str) -> list[Any]:
+    """Return the objects of a file, or of standard input. Raises Mistake."""
+    from ddpjob.api.yamltext import YamlError, read_documents
+    from ddpjob.client.manifests.manifest_sources import refuse_address, standard_input
+
+    refuse_address(source, "convert")
+    text = ""
+    try:
+        text = standard_input() if source == "-" else Path(source).read_text(encoding="utf-8")
+        return [item.value for document in read_documents(text) for item in document.items()]
+    except OSError as error:
+        raise Mistake(f"{source}: {error.strerror}") from error
+    except YamlError as error:
+        if not text.startswith("#!"):  # Otherwise it is a script, such as one for Slurm, not wrong YAML.
+            raise Mistake(f"{source}, line {error.line}: {error}") from error
+        return []
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{source}: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
