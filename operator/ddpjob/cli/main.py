@@ -69,7 +69,7 @@ def _cluster_if_any(place: Place) -> ClusterBackend | None:
 
 @root.command()
 def version() -> None:
-    """Print the version of this client; `ddpjob doctor` compares it with the cluster's.
+    """Print the version of this client.
 
     \b
     Example: ddpjob version

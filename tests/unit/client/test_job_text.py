@@ -169,7 +169,7 @@ def test_a_spent_budget_is_explained_by_its_last_failure(reason: str, message: s
     body = job(phase="Failed", conditions=[failed], restarts={"recent": [{**last, "message": message}, eviction]})
     said = text(body)
     assert remedy in said and "recovery.maxRestarts" not in said
-    assert said.endswith("start the job again. It resumes from its last checkpoint.")
+    assert "Next: correct it, and `ddpjob rerun j`: it resumes from its last checkpoint." in said
 
 
 def test_no_slot_of_a_job_that_has_ended_is_shown_as_running() -> None:

@@ -390,7 +390,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
-        yield f"Next: correct it, `ddpjob delete {name}`, and start the job again. It resumes from its last checkpoint."
+        yield f"Next: correct it, and `ddpjob rerun {name}`: it resumes from its last checkpoint."
+        yield f"If the manifest changes, `ddpjob delete {name}` and start the new one instead."
 
 
 _BESIDE = (
