@@ -123,3 +123,6 @@ def test_an_ended_job_starts_again_in_one_command(machine: Machine) -> None:
     fresh = machine.command("submit", "--local", "--fresh", file, "--wait")
     assert fresh.returncode == 0 and "in place of the Complete one; it starts from scratch" in fresh.stdout
     assert machine.command("submit", "--cluster", "--fresh", file).returncode == 2
+    assert (
+        "the next run of this name resumes from job/checkpoints, which stays" in machine.command("delete", "job").stdout
+    )

@@ -9,6 +9,7 @@ import click
 from ddpjob.cli.places import with_backend
 from ddpjob.cli.root import bare, command_of_job, complete_job, print_note, root, say
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob.client.texts.job_text import phase
 
 
@@ -142,7 +143,9 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
             backend.job(job)
     for job in names:
         backend.delete(job)
-        say(f"ddpjob {job} deleted", backend)
+        stays = isinstance(backend, ProcessBackend) and backend.resumes(job)
+        kept = f"; the next run of this name resumes from {job}/checkpoints, which stays" if stays else ""
+        say(f"ddpjob {job} deleted{kept}", backend)
 
 
 @root.command()
@@ -168,7 +171,5 @@ def stop(job: str, now: bool) -> None:
     \b
     Example: ddpjob stop digits
     """
-    from ddpjob.client.backends.process_backend import ProcessBackend
-
     was_running = ProcessBackend().stop(job, now=now)
     click.echo(f"{job}: stopped" if was_running else f"{job}: not running")
