@@ -233,7 +233,7 @@ def test_each_condition_has_the_row_of_its_own_table() -> None:
     assert "load the image onto the nodes" in text(job(phase="Pending", conditions=[lacks]))
     changed = condition("Scheduled", False, "InvalidPodTemplate")
     said = text(job(phase="Restarting", conditions=[changed, condition("Running", False, "NodesMissing")]))
-    assert "Suspend the job, correct the field" in said and "Nothing was created" not in said
+    assert "Suspend the job, correct the field that the message names" in said and "Nothing was created" not in said
     said = text(job(phase="Failed", conditions=[condition("Failed", True, "ImagePullBackOff")]))
     assert "The registry has no such image" in said and "imagePullSecrets" not in said
 
