@@ -19,7 +19,7 @@ from ddpjob_pod import own_work
 from ddpjob_pod.own_work import Lookout, WorkClock, count_tail, count_waits, read_seconds
 from torch import distributed, nn
 
-SLEEP = 0.05
+SLEEP = 0.1
 """Seconds that an ordinary rank sleeps in each step."""
 WORLD = 3
 
@@ -44,26 +44,24 @@ def by_hand(seconds: float) -> nn.Module:
 LOOPS = {"ddp": by_ddp, "by hand": by_hand}
 
 
-def train(kind: str, rank: int, folder: Path, steps: int) -> None:
-    """Train as a script does. Rank 0 saves a checkpoint in every tenth step."""
+def train(kind: str, rank: int, folder: Path) -> None:
+    """Train as a script does until rank 1 is named. Rank 0 saves a checkpoint in every tenth step."""
     os.environ |= {"WORLD_SIZE": str(WORLD), "RANK": str(rank)}
-    said = folder / "said"
-    own_work.LOOK_SECONDS, own_work.SECONDS = 0.3, 0.5
+    said, step, stop = folder / "said", 0, torch.zeros(1)
+    own_work.LOOK_SECONDS, own_work.SECONDS, own_work.FACTOR = 0.5, 1.0, 2.0
     own_work.begin(lambda entries: said.write_text(json.dumps(entries)))
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = LOOPS[kind](SLEEP * (2 if rank == 1 else 1))
+    model = LOOPS[kind](SLEEP * (4 if rank == 1 else 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(steps):
-        if step % 10 == 9:
-            time.sleep(5 * SLEEP * (rank == 0))
+    while not stop and step < 200:
+        step += 1
+        time.sleep(10 * SLEEP * (rank == 0 and step % 10 == 9))
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step > 20 and said.exists():
-            (folder / "found").write_text(said.read_text())
-    distributed.barrier()
+        stop += rank == 0 and said.exists()
+        distributed.all_reduce(stop)
     distributed.destroy_process_group()
 
 
@@ -71,14 +69,14 @@ def train(kind: str, rank: int, folder: Path, steps: int) -> None:
 def test_the_rank_that_lags_is_named_and_no_other(kind: str, tmp_path: Path) -> None:
     """The others wait in the exchange. Rank 0 sleeps longest, but in every tenth step only."""
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=train, args=(kind, rank, tmp_path, 32)) for rank in range(WORLD)]
+    ranks = [context.Process(target=train, args=(kind, rank, tmp_path)) for rank in range(WORLD)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(200)
     assert [process.exitcode for process in ranks] == [0] * WORLD
-    (entry,) = json.loads((tmp_path / "found").read_text())
-    assert entry["rank"] == 1 and 1.5 <= entry["slowdown"] <= 2.5 and 0.2 < entry["cost"] < 0.7, entry
+    (entry,) = json.loads((tmp_path / "said").read_text())
+    assert entry["rank"] == 1 and 2 <= entry["slowdown"] <= 5 and 0.2 < entry["cost"] < 0.9, entry
 
 
 def clock_of(*steps: tuple[float, float], first: object = None) -> WorkClock:
@@ -95,8 +93,8 @@ def clock_of(*steps: tuple[float, float], first: object = None) -> WorkClock:
 
 
 def test_an_evaluation_between_steps_is_not_work_of_a_step() -> None:
-    own, step = clock_of((0.01, 0.03), (0.01, 0.03), (0.5, 0.0), (0.01, 0.03), (0.01, 0.03)).take() or (0, 0)
-    assert 0.01 <= own < 0.03 and 0.04 <= step < 0.2
+    own, step = clock_of((0.01, 0.03), (0.01, 0.03), (1.0, 0.0), (0.01, 0.03), (0.01, 0.03)).take() or (0, 0)
+    assert 0.01 <= own < 0.5 and step - own >= 0.03
 
 
 def test_few_steps_say_nothing_and_are_kept_for_the_next_look() -> None:
@@ -136,7 +134,7 @@ def test_a_backward_pass_that_waits_at_its_end_has_waited() -> None:
         weight_hook.remove()
         clock.step_ends(optimizer)
     own, step = clock.take() or (0, 0)
-    assert 0.02 <= own < 0.05 and step >= 0.07 and weight.grad is not None and float(weight.grad) == 6
+    assert own >= 0.02 and step - own >= 0.05 and weight.grad is not None and float(weight.grad) == 6
     backward((weight * 1).sum(), inputs=[weight])
     with pytest.raises(RuntimeError, match="does not require grad"):
         backward(torch.ones(1))
@@ -175,7 +173,7 @@ def test_on_a_gpu_events_are_read_once_they_are_over(monkeypatch: pytest.MonkeyP
     assert clock.take() is None
     Event.done = True
     own, step = clock.take() or (0, 0)
-    assert 0.01 <= own < 0.03 and step >= 0.04
+    assert own >= 0.01 and step - own >= 0.03
 
 
 class Store:
