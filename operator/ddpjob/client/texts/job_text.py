@@ -143,7 +143,8 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         yield "\nPods:"
         yield from _pods(pods, now)
     if status.restarts.recent:
-        yield f"\nRecent restarts ({status.restarts.total} in all):"
+        total = status.restarts.total
+        yield f"\nRecent restarts ({total} in all):" if total else "\nFailures:"
         for restart in status.restarts.recent[-_SHOWN:]:
             yield "  " + restart_line(restart, now)
         if any(restart.continued_from == UNKNOWN for restart in status.restarts.recent):
