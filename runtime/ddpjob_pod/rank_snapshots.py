@@ -3,7 +3,7 @@
 Problem, rule and order of states: `snapshot_store`. This module knows tensors and ranks.
 
 A copy: the caller's tree of tensors, numbers and containers is split into a *skeleton* (pickled,
-with a placeholder for each tensor) and the tensors' bytes, which are copied straight into the
+with a number in place of each tensor) and the tensors' bytes, which are copied straight into the
 mapped slot. On a GPU the tensors are first cloned on the device, in stream order, which takes a
 tenth of a millisecond for 100 MB; a side stream brings the clone to the host while the next step
 runs, and the slot is marked complete when it has arrived.
@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import importlib
 import math
 import mmap
@@ -69,6 +68,8 @@ LONGEST = 10**6
 """Steps between two copies at most, however slow they are."""
 _FIRST_COPIES = 2
 """Copies whose cost does not count: they also reserve the two slots and connect the ranks."""
+_RECENT = 7
+"""Copies by whose median "auto" decides."""
 _CHUNK_BYTES = 1 << 26
 _SIZE = struct.Struct("<Q")
 _SIZES = struct.Struct("<QQ")
@@ -184,6 +185,8 @@ class Cadence:
     """A number of steps, AUTO or NONE."""
     due: int = 0
     """The next step that is copied with AUTO."""
+    recent: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds of a copy, seconds of a step) at the last copies. A single one may be an outlier."""
 
     def is_due(self, step: int) -> bool:
         """Whether the state after this step is copied."""
@@ -201,16 +204,31 @@ class Cadence:
         # The last rank to come does not wait for others, so the shortest exchange is the true one.
         copy = max(cost.copy for cost in costs) + min(cost.exchange for cost in costs)
         pace = max(cost.pace for cost in costs)
-        interval = 1
         if copy > 0 and pace > 0:
+            self.recent = [*self.recent[1 - _RECENT :], (copy, pace)]
+        interval = 1
+        if self.recent:
+            copy, pace = (sorted(figures)[len(figures) // 2] for figures in zip(*self.recent))
             interval = min(LONGEST, max(1, math.ceil(copy / (SHARE * pace))))
         self.due = step + interval
         return interval
 
 
+class _Tensor:
+    """The number of a tensor, in its place in a skeleton."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Tensor, (self.number,)
+
+
 @dataclass(frozen=True)
-class _Placeholder:
-    """A tensor in a skeleton: where its bytes are, and how they are read."""
+class _Place:
+    """Where a tensor's bytes are, and how they are read."""
 
     offset: int
     count: int
@@ -220,6 +238,20 @@ class _Placeholder:
     stride: tuple[int, ...]
     whole: tuple[int, ...] | None
     """The whole tensor's shape, of which this is a shard; None if it is not a shard."""
+
+
+class _Places:
+    """The places of tensors of these (dtype, shape, stride, whole shape), one after the other."""
+
+    def __init__(self, shapes: list[tuple[Any, Any, tuple[int, ...], tuple[int, ...] | None]]) -> None:
+        self.shapes, self.each, end = shapes, [], 0
+        for dtype, shape, stride, whole in shapes:
+            dense = _dense_stride(shape, stride)
+            place = _Place(_aligned(end), math.prod(shape), dtype, tuple(shape), dense, whole)
+            end = place.offset + place.count * dtype.itemsize
+            self.each.append(place)
+        self.size = end
+        self.pickled = pickle.dumps(self.each, protocol=4)
 
 
 @dataclass(frozen=True)
@@ -278,7 +310,9 @@ class RankSnapshots:
         self._copies = 0
         self._base: Moment | None = None
         """The state that training continued from, until a later one is complete on all nodes."""
-        self._views: dict[tuple[int, bytes], list[Any]] = {}
+        self._places: _Places | None = None
+        """Those of the last copy's tensors."""
+        self._views: dict[int, tuple[int, _Places, list[Any]]] = {}
         self._stream: Any = None
         self._on_the_way: _Copied | None = None
         self.start: dict[str, Any] = {}
@@ -497,7 +531,8 @@ class RankSnapshots:
         return {part_of(number % world, world) for number in range(first - local, first + local)}
 
     def _copy(self, tree: Any, owns: dict[int, bytes], moment: Moment) -> None:
-        layout = _StateLayout.of(tree, owns)
+        layout = _StateLayout(tree, owns, self._places)
+        self._places = layout.places
         writing = self._writing(self._part, layout.size)
         if writing is None:
             return
@@ -505,17 +540,17 @@ class RankSnapshots:
         if any(tensor.is_cuda for tensor in layout.tensors):
             self._copy_from_device(layout, writing, moment)
             return
-        for tensor, place in zip(layout.tensors, layout.places):
+        for tensor, place in zip(layout.tensors, layout.places.each):
             _copy_to(writing.data[layout.base :], tensor, place)
         writing.complete(moment)
 
     def _targets(self, data: memoryview, slot: int, layout: _StateLayout) -> list[Any]:
         """Return the tensors in the slot's memory, which are the same while the layout is."""
-        key = slot, layout.digest
-        if key not in self._views:
-            self._views = {known: views for known, views in self._views.items() if known[1] == layout.digest}
-            self._views[key] = [_view(data[layout.base :], place) for place in layout.places]
-        return self._views[key]
+        base, places, views = self._views.get(slot, (0, None, []))
+        if base != layout.base or places is not layout.places:
+            views = [_view(data[layout.base :], place) for place in layout.places.each]
+            self._views[slot] = layout.base, layout.places, views
+        return views
 
     def _copy_to_neighbour(self, moment: Moment) -> None:
         """Give this rank's part to the next node, and take the part of the node before."""
@@ -630,46 +665,32 @@ def _torch() -> Any:
 
 
 class _StateLayout:
-    """Where the parts of a state are in a slot: sizes, the skeleton, then the tensors."""
+    """Where the parts of a state are in a slot: sizes, skeleton and places, then the tensors."""
 
-    def __init__(self, skeleton: Any, tensors: list[Any], places: list[_Placeholder], owns: dict[int, bytes]) -> None:
-        self.tensors, self.places = tensors, places
-        self.head = pickle.dumps((skeleton, owns), protocol=4)
+    def __init__(self, tree: Any, owns: dict[int, bytes], known: _Places | None = None) -> None:
+        """Take a state apart. `known`: the places of the last state's tensors, often the same."""
+        self._found: list[tuple[Any, tuple[int, ...] | None]] = []
+        skeleton = self._without_tensors(tree, _torch())
+        self.tensors = [tensor for tensor, _ in self._found]
+        shapes = [(it.dtype, it.shape, it.stride(), whole) for it, whole in self._found]
+        self.places = known if known is not None and known.shapes == shapes else _Places(shapes)
+        self.head = pickle.dumps((skeleton, self.places.pickled, owns), protocol=4)
         self.base = _aligned(_SIZES.size + len(self.head))
-        last = places[-1] if places else None
-        self.size = self.base + (0 if last is None else last.offset + last.count * last.dtype.itemsize)
-        shapes = repr([(p.offset, p.count, p.dtype, p.shape, p.stride) for p in places])
-        self.digest = hashlib.sha256(f"{self.base} {shapes}".encode()).digest()
+        self.size = self.base + self.places.size
 
-    @classmethod
-    def of(cls, tree: Any, owns: dict[int, bytes]) -> _StateLayout:
-        """Take a state apart."""
-        tensors: list[Any] = []
-        places: list[_Placeholder] = []
-        end = 0
-
-        def take_apart(node: Any) -> Any:
-            nonlocal end
-            if isinstance(node, dict):
-                return {key: take_apart(value) for key, value in node.items()}
-            if type(node) in (list, tuple):
-                return type(node)(take_apart(value) for value in node)
-            if not _is_tensor(node):
-                return node
-            whole = tuple(node.shape) if hasattr(node, "full_tensor") else None
-            tensor = node.detach()
-            tensor = tensor.to_local() if whole is not None else tensor
-            offset = _aligned(end)
-            place = _Placeholder(
-                offset, tensor.numel(), tensor.dtype, tuple(tensor.shape), _dense_stride(tensor), whole
-            )
-            end = offset + place.count * place.dtype.itemsize
-            tensors.append(tensor)
-            places.append(place)
-            return place
-
-        skeleton = take_apart(tree)
-        return cls(skeleton, tensors, places, owns)
+    def _without_tensors(self, node: Any, torch: Any) -> Any:
+        """Return a tree with the number of a tensor in place of each, and collect the tensors."""
+        if isinstance(node, dict):
+            return {key: self._without_tensors(value, torch) for key, value in node.items()}
+        if type(node) in (list, tuple):
+            return type(node)(self._without_tensors(value, torch) for value in node)
+        # A tensor whose values are not in one piece of memory is pickled.
+        if not isinstance(node, torch.Tensor) or node.layout is not torch.strided or node.is_quantized:
+            return node
+        whole = tuple(node.shape) if hasattr(node, "full_tensor") else None
+        tensor = node.detach()
+        self._found.append((tensor if whole is None else tensor.to_local(), whole))
+        return _Tensor(len(self._found) - 1)
 
     def write_head(self, data: memoryview) -> None:
         _SIZES.pack_into(data, 0, len(self.head), self.base)
@@ -679,26 +700,28 @@ class _StateLayout:
 def _read(data: memoryview, rebuild: Rebuild | None) -> tuple[Any, dict[int, bytes]]:
     """Return a slot's tree, with tensors of its own, and the ranks' own states."""
     length, base = _SIZES.unpack_from(data, 0)
-    skeleton, owns = pickle.loads(data[_SIZES.size : _SIZES.size + length])
+    skeleton, pickled_places, owns = pickle.loads(data[_SIZES.size : _SIZES.size + length])
+    places = pickle.loads(pickled_places)
 
     def put_together(node: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(node, dict):
             return {key: put_together(value, (*path, key)) for key, value in node.items()}
         if type(node) in (list, tuple):
             return type(node)(put_together(value, (*path, index)) for index, value in enumerate(node))
-        if not isinstance(node, _Placeholder):
+        if not isinstance(node, _Tensor):
             return node
-        tensor = _view(data[base:], node).clone()
-        if node.whole is None:
+        place = places[node.number]
+        tensor = _view(data[base:], place).clone()
+        if place.whole is None:
             return tensor
         if rebuild is None:
             raise TypeError(f"the state has a sharded tensor at {path}, and nothing rebuilds it")
-        return rebuild(path, tensor, node.whole)
+        return rebuild(path, tensor, place.whole)
 
     return put_together(skeleton, ()), owns
 
 
-def _copy_to(data: memoryview, tensor: Any, place: _Placeholder) -> None:
+def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:
     """Copy a tensor of the CPU into a slot."""
     if tuple(tensor.stride()) != place.stride:
         _view(data, place).copy_(tensor)
@@ -709,7 +732,7 @@ def _copy_to(data: memoryview, tensor: Any, place: _Placeholder) -> None:
         ctypes.memmove(target, tensor.data_ptr(), size)
 
 
-def _view(data: memoryview, place: _Placeholder) -> Any:
+def _view(data: memoryview, place: _Place) -> Any:
     """Return a tensor in the memory of a slot."""
     torch = _torch()
     if place.count == 0:
@@ -718,19 +741,13 @@ def _view(data: memoryview, place: _Placeholder) -> Any:
     return flat.as_strided(place.shape, place.stride)
 
 
-def _is_tensor(node: Any) -> bool:
-    """Whether it is a tensor whose values are in one piece of memory. Others are pickled."""
-    torch = _torch()
-    return isinstance(node, torch.Tensor) and node.layout is torch.strided and not node.is_quantized
-
-
-def _dense_stride(tensor: Any) -> tuple[int, ...]:
+def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a copy without gaps, in the tensor's own order of dimensions."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
-    strides, step = [0] * tensor.dim(), 1
+    order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d]), reverse=True)
+    strides, step = [0] * len(shape), 1
     for dimension in reversed(order):
         strides[dimension] = step
-        step *= max(1, tensor.shape[dimension])
+        step *= max(1, shape[dimension])
     return tuple(strides)
 
 

@@ -121,15 +121,18 @@ class SnapshotStore:
         """Return the complete states, oldest first. Damaged files are skipped."""
         found = []
         for path, match in self._slots():
+            part, slot = match[1], int(match[2])
             with contextlib.suppress(OSError), path.open("rb") as file:
-                head = file.read(_HEAD.size)
-                if len(head) < _HEAD.size:
-                    continue
-                magic, whole, generation, round_, step, size = _HEAD.unpack(head)
-                if magic == _MAGIC and whole == _WHOLE and size <= os.fstat(file.fileno()).st_size - HEADER_BYTES:
-                    moment = Moment((generation, round_), step)
-                    found.append(Held(match[1], moment, size, int(match[2])))
-        return sorted(found, key=lambda held: held.moment)
+                found.append(_complete(part, slot, file.read(_HEAD.size), os.fstat(file.fileno()).st_size))
+        return sorted((held for held in found if held), key=lambda held: held.moment)
+
+    def _held_of(self, part: str) -> list[Held]:
+        """Return the complete states of a part, oldest first. Slots in use are read from memory."""
+        slots = [self._open.get((part, slot)) for slot in (0, 1)]
+        if None in slots:
+            return [held for held in self.held() if held.part == part]
+        found = [_complete(part, slot, it, len(it)) for slot, it in enumerate(slots) if it is not None]
+        return sorted((held for held in found if held), key=lambda held: held.moment)
 
     def _slots(self) -> list[tuple[Path, re.Match[str]]]:
         if self._made is None:
@@ -145,7 +148,7 @@ class SnapshotStore:
 
         Raises NoRoom, and changes nothing.
         """
-        held = [h for h in self.held() if h.part == part]
+        held = self._held_of(part)
         kept = [h for h in held if base is None or h.moment <= base] or held
         slot = 1 - kept[-1].slot if kept else 0
         memory = self._map(part, slot, size)
@@ -244,6 +247,16 @@ class Writing:
         """Mark the state as complete, after all of its data is there."""
         _HEAD.pack_into(self._memory, 0, _MAGIC, 0, *moment.order, moment.step, self._size)
         _words(self._memory)[_MARK] = _WHOLE
+
+
+def _complete(part: str, slot: int, memory: bytes | mmap.mmap, size: int) -> Held | None:
+    """Return the state in a slot of so many bytes; None if it is damaged or not complete."""
+    if len(memory) < _HEAD.size:
+        return None
+    magic, whole, generation, round_, step, content = _HEAD.unpack_from(memory)
+    if magic != _MAGIC or whole != _WHOLE or content > size - HEADER_BYTES:
+        return None
+    return Held(part, Moment((generation, round_), step), content, slot)
 
 
 def _words(memory: mmap.mmap) -> memoryview:

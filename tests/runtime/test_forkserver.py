@@ -135,13 +135,18 @@ torch.distributed.destroy_process_group()
 """
 
 
+def make_archive(folder: Path, *packages: str) -> None:
+    """Put packages of the runtime into an archive, as in job pods."""
+    with zipfile.ZipFile(folder / "ddpjob_runtime", "w") as archive:
+        for package in packages:
+            for path in RUNTIME.with_name(package).rglob("*.py"):
+                archive.write(path, path.relative_to(RUNTIME.parent))
+
+
 def started_cold(folder: Path, text: str) -> str:
     """What it prints in a process of its own, run by worker.py as in job pods, where the runtime is an archive."""
     (folder / "script.py").write_text(text)
-    with zipfile.ZipFile(folder / "ddpjob_runtime", "w") as archive:
-        for package in (RUNTIME, RUNTIME.with_name("ddpjob_pod")):
-            for path in package.rglob("*.py"):
-                archive.write(path, path.relative_to(RUNTIME.parent))
+    make_archive(folder, "ddpjob_runtime", "ddpjob_pod")
     shutil.copy(RUNTIME / "worker.py", folder)
     command = [sys.executable, "-u", "worker.py", "--script", "script.py"]
     environment = {**os.environ, "DDPJOB_COORDINATOR": "127.0.0.1:1"}
@@ -150,6 +155,31 @@ def started_cold(folder: Path, text: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+IMPORTS_COMPILED = """
+import sys, zipfile
+sys.path.insert(0, {runtime!r})
+from ddpjob_runtime.launcher.forkserver import compile_packages
+compile_packages("ddpjob_runtime")
+def compile(*_, **__): raise AssertionError("it is compiled again")
+import zipimport
+zipimport._compile_source = compile
+for name in [name for name in sys.modules if name.startswith("ddpjob")]: del sys.modules[name]
+sys.path[0] = "ddpjob_runtime"
+import ddpjob_report, inspect
+print(ddpjob_report.Snapshots.__module__, ddpjob_report.__file__, len(inspect.getsource(ddpjob_report)) > 100)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 10), reason="Python 3.9 imports from archives without get_code")
+def test_workers_import_from_the_archive_without_compiling(tmp_path: Path) -> None:
+    make_archive(tmp_path, "ddpjob_runtime", "ddpjob_pod", "ddpjob_report")
+    code = IMPORTS_COMPILED.format(runtime=str(RUNTIME.parent))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * slowness(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["ddpjob_report.snapshots", "ddpjob_runtime/ddpjob_report/__init__.py", "True"]
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])

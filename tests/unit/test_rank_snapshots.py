@@ -536,6 +536,13 @@ def test_copies_take_at_most_a_hundredth_of_the_time(copy: float, exchange: floa
         assert interval == 1 or (interval - 1) * SHARE * pace <= (copy + exchange) * (1 + 1e-9), "and no rarer"
 
 
+def test_one_slow_copy_does_not_make_copies_rarer() -> None:
+    cadence, usual = Cadence(AUTO), Cost(0.0004, 0.0001, 0.1, 1.0)
+    intervals = [cadence.copied(step, [usual._replace(copy=0.05) if step == 5 else usual]) for step in range(1, 20)]
+    assert intervals == [1] * 19
+    assert [cadence.copied(step, [usual._replace(copy=0.05)]) for step in range(20, 30)][-1] == 51, "lasting change"
+
+
 @given(st.integers(1, 1000), st.integers(1, 10**6))
 def test_an_explicit_number_of_steps_is_kept_whatever_it_costs(every: int, step: int) -> None:
     cadence = Cadence(every)
