@@ -130,6 +130,7 @@ class CheckpointVolume(BucketVolume):
     """
 
     shared: bool
+    exclusive: bool
     claim_template: ClaimTemplate | None = None
 
     @property

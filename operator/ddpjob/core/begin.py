@@ -12,6 +12,7 @@ from ddpjob.core.failures.classify import Cause
 from ddpjob.core.follow.ends import find_ends
 from ddpjob.core.follow.outcome import is_done
 from ddpjob.core.follow.recording import record
+from ddpjob.core.only_copy import explain_kept
 from ddpjob.core.plan.gang import explain_yield, is_outdated, with_placed
 from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED
 from ddpjob.core.plan.slots import begin_generation, can_replace, fits, resize
@@ -101,6 +102,8 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     """
     job, status = view.job, view.status
     message = _new_size(view)
+    if explain_kept(view):
+        return status, []
     members = view.report.members if view.report is not None else ()
     going = {pod.name for pod in view.pods[job.spec.pods :] if pod is not None}
     trains = any(member.pod in going and member.state is MemberState.RUNNING for member in members)
