@@ -8,8 +8,16 @@ inherits both.
 
 from __future__ import annotations
 
-import importlib
+import os
+import signal
 import sys
+
+if os.getpid() == 1 and {"launcher", "coordinator"} & set(sys.argv[1:2]):
+    # The kernel drops signals for PID 1 until it has a handler, unless they are blocked. A pod that
+    # was deleted while its programs were imported would stay for its whole grace period.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+import importlib
 import zipimport
 from pathlib import Path
 
