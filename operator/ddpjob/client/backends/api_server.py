@@ -137,6 +137,15 @@ class ApiServer:
                 return None
             raise
 
+    def existing(self, path: str) -> Json | None:
+        """Return the JSON response to GET; None if the object does not exist."""
+        try:
+            return self.request("GET", path)
+        except ApiRefusal as refusal:
+            if refusal.status == 404:
+                return None
+            raise
+
     def items(self, path: str, query: Mapping[str, str] | None = None, *, of_a_job: bool = False) -> list[Json]:
         """Return the items of a collection, as `listing` reads them."""
         return self.listing(path, query, of_a_job=of_a_job)[0]

@@ -349,6 +349,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if main is None:
         spare = f" and {count(status.spare, 'spare')}" if status.spare else ""
         yield f"{name} trains on {count(status.ready, 'node')}{spare}. {_progress(status)}".rstrip()
+        yield from missing_pod(status, name, pods)
         changed = known_time(status.progress.get("updatedAt"))
         if changed is not None and (now - changed).total_seconds() >= QUIET_SECONDS:
             yield f"This has not changed for {_since(changed, now)}. `ddpjob stacks {name}` shows where each rank is."
@@ -381,6 +382,22 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
         yield f"Next: correct it, `ddpjob delete {name}`, and start the job again. It resumes from its last checkpoint."
+
+
+def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
+    """Yield that a pod of the status does not exist, although the operator replaces pods at once.
+
+    The user may not be allowed to list pods. Then none is listed.
+    """
+    there = {pod.name for pod in pods}
+    for index, slot in enumerate(status.slots) if there else ():
+        pod = f"{name}-{index}-{slot.attempt}"
+        if slot.state is SlotState.RUNNING and pod not in there:
+            yield (
+                f"Pod {pod} of slot {index} does not exist, which the status does not show yet. If that lasts, no "
+                f"operator acts on this job: `ddpjob doctor` checks it."
+            )
+            return
 
 
 _BESIDE = (
