@@ -81,6 +81,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     buildable = not world.problems and not is_unserved(view)
     if buildable and held[0] is None:
         planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
+        surplus = max(0, len(status.slots) - job.spec.pods)  # See `keep_training`.
+        planned = planned[: max(0, len(planned) - surplus)]
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
