@@ -59,6 +59,7 @@ from zipimport import zipimporter
 from ddpjob_pod import late_dynamo
 
 from ddpjob_runtime import worker
+from ddpjob_runtime.__main__ import Archive
 from ddpjob_runtime.launcher import oom
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.late_environment import hide_torch
@@ -317,7 +318,7 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
                 _fork(json.loads(line), orders, (reader, writer))
 
 
-class CompiledArchive(zipimporter):
+class CompiledArchive(Archive):
     """A folder of an archive, with the compiled code of modules by name."""
 
     def __init__(self, path: str, compiled: dict[str, Any]) -> None:
@@ -327,11 +328,6 @@ class CompiledArchive(zipimporter):
     def get_code(self, fullname: str) -> Any:
         """Return a module's code."""
         return self._compiled.get(fullname) or super().get_code(fullname)
-
-    def get_filename(self, fullname: str) -> str:
-        """Return where a module's source is. Python's own method compiles it to find that out."""
-        code = self._compiled.get(fullname)
-        return super().get_filename(fullname) if code is None else code.co_filename
 
 
 def compile_packages(place: str) -> None:

@@ -403,7 +403,7 @@ def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterat
 _BESIDE = (
     *(ConditionType.FAST_RECOVERY, ConditionType.RANKS_ORDERED, ConditionType.ISOLATED, ConditionType.NODES_HEALTHY),
     *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.NOTIFIES),
-    ConditionType.CLASS_APPLIED,
+    *(ConditionType.CLASS_APPLIED, ConditionType.RANKS_KEEP_PACE),
 )
 """Conditions that may be false while a job trains."""
 

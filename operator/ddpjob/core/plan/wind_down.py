@@ -110,7 +110,10 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
     if reason == "Complete" and scheduled is not None and not scheduled.status:
         # A spare may never have had a place, and the job needed none.
         status = with_condition(status, ConditionType.SCHEDULED, True, "Finished", ended, now)
-    for kind in (ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED, ConditionType.SNAPSHOTS_HELD):
+    for kind in (
+        *(ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED),
+        *(ConditionType.RANKS_KEEP_PACE, ConditionType.SNAPSHOTS_HELD),
+    ):
         status = without_condition(status, kind)
     last = SlotState.SUCCEEDED if reason == "Complete" else SlotState.FAILED
     status = replace(
