@@ -114,8 +114,12 @@ def _is_exclusive(job: DDPJob) -> bool:
 
 
 def _has_its_folder(job: DDPJob) -> bool:
-    scheduled = job.status.condition(ConditionType.SCHEDULED)
-    return bool(job.status.slots) and not (scheduled is not None and scheduled.reason == FOLDER_TAKEN)
+    """Whether the job has begun with its folder. A suspended job may not have."""
+    status, scheduled = job.status, job.status.condition(ConditionType.SCHEDULED)
+    if not status.slots or (scheduled is not None and scheduled.reason == FOLDER_TAKEN):
+        return False
+    began = any(slot.state is not SlotState.PLANNED for slot in status.slots)
+    return began or status.round + status.rendezvous.generation > 0 or not status.holds(ConditionType.SUSPENDED)
 
 
 def _age(job: DDPJob) -> tuple[str, str]:

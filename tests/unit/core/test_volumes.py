@@ -121,6 +121,9 @@ def test_a_folder_belongs_to_the_job_that_began_with_it() -> None:
     assert find_folder_user(naming("second", subPath="first"), [naming("first", begun=True, state=ended)]) == ""
     suspended = with_condition(JobStatus(), ConditionType.SUSPENDED, True, "Suspended", "", NOW)
     assert find_folder_user(naming("second", subPath="first"), [naming("first", begun=True, state=suspended)])
+    waited = naming("second", begun=True, state=suspended, subPath="first")  # It is resumed now.
+    waited = replace(waited, status=replace(waited.status, slots=(Slot(),)))
+    assert find_folder_user(waited, [first]).startswith("first") and find_folder_user(first, [waited]) == ""
 
 
 def test_of_two_that_begin_at_once_the_older_one_gets_the_folder() -> None:

@@ -31,10 +31,10 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
     if world.problems:
         remedy = "the pods stay as they are, and none is created until spec.podTemplate is corrected"
         return condition(False, "InvalidPodTemplate", f"{'; '.join(world.problems)} ({remedy})")
-    if status.gang_waits and not world.serves_gangs:
-        return condition(False, GANG_NOT_SERVED, _gang_not_served(volcano=spec.scheduling.by_volcano))
     if view.claim_problem is not None:
         return condition(False, view.claim_problem.reason, view.claim_problem.message)
+    if status.gang_waits and not world.serves_gangs:
+        return condition(False, GANG_NOT_SERVED, _gang_not_served(volcano=spec.scheduling.by_volcano))
     blocking = [rejection for rejection in world.rejections if not rejection.of_budget]
     if blocking:
         return condition(False, *_refused(view, alive, blocking[0]))
