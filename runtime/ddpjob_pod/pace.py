@@ -4,7 +4,7 @@ One report covers few whole steps, so the time between two of them says little: 
 between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
 
 The window begins with the newest report that leaves at least SECONDS in it, and either STEPS or
-LONGEST_SECONDS. There is no speed before it holds FIRST_SECONDS or STEPS. A count that falls is
+LONGEST_SECONDS. There is no speed before it holds FIRST_SECONDS or FIRST_STEPS. A count that falls is
 that of a script that has started again, so a new window begins with it.
 
 Example of steps of 0.3 s that are looked at every half second:
@@ -19,7 +19,7 @@ nothing.
 
 from __future__ import annotations
 
-FIRST_SECONDS = 1.0
+FIRST_SECONDS, FIRST_STEPS = 1.0, 5
 SECONDS = 5.0
 LONGEST_SECONDS = 60.0
 STEPS = 10
@@ -62,6 +62,6 @@ class Pace:
         if len(self._window) < 2:
             return None
         (first, began), (last, now) = self._window[0], self._window[-1]
-        if now <= began or (now - began < FIRST_SECONDS and last - first < self._least):
+        if now <= began or (now - began < FIRST_SECONDS and last - first < min(self._least, FIRST_STEPS)):
             return None
         return (last - first) / (now - began)
