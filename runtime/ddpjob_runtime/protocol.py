@@ -137,6 +137,7 @@ class FromMember(Word):
     LEAVING = "leaving"
     INIT_FAILURE = "init_failure"
     STACKS = "stacks"
+    NEIGHBOUR = "neighbour"
     NOTE = "note"
     REPLACED = "replaced"
     HEARTBEAT = "hb"
