@@ -4,8 +4,8 @@ One report covers few whole steps, so the time between two of them says little: 
 between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
 
 The window begins with the newest report that leaves at least SECONDS in it, and either STEPS or
-LONGEST_SECONDS. There is no speed before it holds FIRST_SECONDS or FIRST_STEPS. A count that falls is
-that of a script that has started again, so a new window begins with it.
+LONGEST_SECONDS. There is no speed before it holds FIRST_SECONDS or FIRST_STEPS. A count that falls
+is that of a script that has started again, so a new window begins with it.
 
 Example of steps of 0.3 s that are looked at every half second:
 
