@@ -259,12 +259,8 @@ def test_a_spare_takes_over_from_a_node_without_a_network_which_then_is_the_spar
     try:
         stage.jobs.wait("a ready spare", lambda: shows("2/2 +1"), timeout=180)
         pods = stage.pods(name)
-        labels = {n: p["metadata"]["labels"] for n, p in pods.items()}
-        victim, host = next(
-            (n, p["spec"]["nodeName"])
-            for n, p in pods.items()
-            if labels[n]["ddpjob.io/role"] == "node" and p["spec"]["nodeName"] != "n1"
-        )
+        hosts = {n: p["spec"]["nodeName"] for n, p in pods.items()}
+        victim, host = next((n, host) for n, host in hosts.items() if host != "n1")
         stage.cluster.cut(host)
         try:
             seconds = stage.jobs.wait("the spare to take over", lambda: shows("2/2"), timeout=60)
@@ -277,7 +273,9 @@ def test_a_spare_takes_over_from_a_node_without_a_network_which_then_is_the_spar
         stage.jobs.wait("the other to be the spare", lambda: shows("2/2 +1"), timeout=90)
         status = stage.jobs.status(name)
         assert [(r["reason"], r["pod"], r["counted"]) for r in restarts(status)] == [("PeerLost", victim, False)]
-        assert not status.get("avoidedNodes") and stage.pods(name).keys() == pods.keys()
+        assert not status.get("avoidedNodes"), "its host is not to blame"
+        assert stage.pods(name).keys() == pods.keys() - {victim} | {f"{name}-2-0"}
+        assert victim in stage.jobs.pods("spare"), "it is not replaced: it is the spare now"
     finally:
         for node in nodes:
             stage.cluster.set_gpus(node, 0, f"test.ddpjob.io/{name}")
