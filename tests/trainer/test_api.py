@@ -136,6 +136,6 @@ def test_an_evaluation_whose_count_is_wrong_is_no_result() -> None:
     """With 3 for 4 samples top-5 would be 133 %."""
     accumulator = api.Accumulator(classes=3)
     accumulator.add(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
-    with pytest.raises(TrainingError, match=r"3 samples were counted on rank 0, and 4 added there"):
+    with pytest.raises(TrainingError, match=r"counted=3 on rank 0, but 4 samples were added"):
         accumulator.reduce(Group(), 3)
     assert accumulator.reduce(Group(), 4).samples == 4

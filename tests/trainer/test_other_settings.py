@@ -57,7 +57,10 @@ def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFix
     torch_file.write(path, snapshot | {"epochs_evaluated": 0}, metadata)
     good(1, [*keys, "train.epochs=1"])
     output = capfd.readouterr().out
-    assert "nothing is left to train: the checkpoint of step 16 has 2 whole epoch(s), and train.epochs=1;" in output
+    assert (
+        "nothing is left to train, because the checkpoint of step 16 has 2 complete epoch(s) and train.epochs=1;"
+        in output
+    )
     assert "resuming" not in output and "epoch 2/2: test" in output and "done: 2 epochs, 16 steps" in output, output
 
 

@@ -218,7 +218,6 @@ def test_a_result_says_of_how_many_test_images_it_is(
     first.write_bytes(b"text")
     good(1, [*arguments(folder), "data.corrupt_limit=0.5", f"checkpoint.dir={tmp_path / 'c'}"])
     assert (
-        f"warning: 1 test images could not be read, and the result is of the other {len(others)}"
-        in capfd.readouterr().out
+        f"warning: 1 test images could not be read; the result covers the other {len(others)}" in capfd.readouterr().out
     )
     assert metrics(tmp_path / "c" / "run", "eval")[0]["unreadable"] == 1

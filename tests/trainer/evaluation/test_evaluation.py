@@ -295,7 +295,7 @@ def test_bad_input_is_named() -> None:
         accumulator.add(torch.zeros(2, 5), torch.tensor([1, 5]))
     with pytest.raises(TrainingError, match=r"shape \(2, 6\) for 2 samples of 5 classes"):
         accumulator.add(torch.zeros(2, 6), torch.tensor([1, 2]))
-    with pytest.raises(ConfigError, match=r"eval\.pr_bins: 1 is less than 2"):
+    with pytest.raises(ConfigError, match=r"eval\.pr_bins=1: must be at least 2"):
         Accumulator(5, EvalConfig(pr=PrKind.BINNED, pr_bins=1))
 
 

@@ -207,7 +207,7 @@ def test_torchvision_models_by_name_and_mistakes() -> None:
     with pytest.raises(ConfigError, match="did you mean torchvision:resnet50"):
         build_model(ModelConfig(name="torchvision:resnt50"), (3, 64, 64), 5, 0)
     with pytest.raises(
-        ConfigError, match=r"torchvision's models take images of 3 channels, and the data's have 1; take"
+        ConfigError, match=r"torchvision's models need images with 3 channels, but the data's have 1; use"
     ):
         build_model(ModelConfig(name="torchvision:resnet18"), (1, 8, 8), 10, 0)
     with pytest.raises(ConfigError, match=r"'small_cnm' is not known.*did you mean 'small_cnn'"):

@@ -318,7 +318,7 @@ def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("of_1000_classes", r"output has the shape \(200, 1000\) for 200 samples of 10 classes; give a model whose"),
+        ("of_1000_classes", r"output has the shape \(200, 1000\) for 200 samples of 10 classes; use a model whose"),
         ("named", r"the model returns dict; return a tensor of scores"),
     ],
 )

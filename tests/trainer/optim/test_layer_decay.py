@@ -150,7 +150,9 @@ def test_a_group_matcher_without_timm_is_an_error_with_a_remedy(monkeypatch: pyt
     model = HeadFirst()
     model.group_matcher = lambda coarse: {}  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "timm.models._manipulate", None)
-    with pytest.raises(ConfigError, match=r"optim\.layer_decay: the model has a group_matcher.*pip install timm"):
+    with pytest.raises(
+        ConfigError, match=r"optim\.layer_decay: the model's group_matcher needs timm.*pip install timm"
+    ):
         depths(model)
 
 

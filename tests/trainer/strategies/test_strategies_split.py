@@ -227,7 +227,7 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
         (
             1,
             ["strategy=ddp_mp", "ddp_mp.devices=9"],
-            "ddp_mp.devices: 9 stages, and the model is a sequence of 7 modules with weights; write 7",
+            "ddp_mp.devices: cannot make 9 stages, because the model has only 7 modules with weights; write at most 7",
         ),
         (1, ["strategy=ddp_mp", "ddp_mp.devices=0"], "ddp_mp.devices: 0 is less than 1"),
         (1, ["strategy=ddp_mp", "ddp.ordered=true"], "ddp.ordered: strategy=ddp_mp has no device that holds"),

@@ -58,7 +58,7 @@ class MovingAverage:
             torch._foreach_add_(averages, changes)
 
     def put_in_place(self) -> None:
-        """Replace the weights with the averages, for an evaluation."""
+        """Replace the weights with the averages before an evaluation."""
         self._aside = [tensor.clone() for tensor in self._tensors]
         if self._updates:
             torch._foreach_copy_(self._tensors, self._averages)

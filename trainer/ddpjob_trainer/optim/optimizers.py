@@ -62,8 +62,9 @@ _NEVER_DECAYED = frozenset(
     {"class_token", "cls_token", "dist_token", "pos_embedding", "pos_embed", "relative_position_bias_table"}
     | {"layer_scale"}
 )
-"""Last parts of tensor names that torchvision's and timm's recipes exclude from weight decay, along
-with biases and normalization."""
+"""Final components of tensor names that torchvision's and timm's recipes exclude from weight decay,
+in addition to biases and normalization.
+"""
 
 
 def _groups(config: OptimConfig, named: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:

@@ -98,6 +98,6 @@ def _writing(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise LedgerError(
-            f"the ledger {path} cannot be written ({error.strerror}): free space or repair the volume, or set"
+            f"the ledger {path} cannot be written ({error.strerror}); free some space, repair the volume, or set"
             " train.ledger=false"
         ) from error

@@ -71,7 +71,7 @@ class _Background:
 
 
 class Sinks:
-    """All sinks of a run; none on ranks other than 0."""
+    """All sinks of a run. Ranks other than 0 do not have any."""
 
     def __init__(self, parts: list[_Background]) -> None:
         self._parts = parts
@@ -95,7 +95,8 @@ class Sinks:
         self._parts = []
 
 
-# name: (is it wanted, package to import, package to install, module whose `open_sink(config, run)` makes it)
+# Maps a name to (whether it is wanted, package to import, package to install, module that has
+# `open_sink(config, run)`).
 _KINDS: dict[str, tuple[Callable[[ReportConfig], bool], str, str, str]] = {
     "TensorBoard": (
         lambda report: report.tensorboard,
@@ -134,7 +135,7 @@ def check_report(config: ReportConfig) -> None:
         if wanted(config) and importlib.util.find_spec(package) is None:
             key = f"report.{_KEYS[name]}"
             raise ConfigError(
-                f"{key}: {name} needs a package that is not installed; pip install {install}, or leave {key} out"
+                f"{key}: {name} needs a package that is not installed; run pip install {install}, or leave {key} out"
             )
 
 
