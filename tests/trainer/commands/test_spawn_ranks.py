@@ -212,16 +212,16 @@ def test_a_mistake_is_reported_before_ranks_are_started() -> None:
     [
         (["--spawn", "0"], r"--spawn: '0' is not a whole number from 1 on"),
         (["--spawn=x"], r"--spawn: 'x' is not a whole number"),
-        (["--spawn"], r"--spawn: its value is missing"),
+        (["--spawn"], r"--spawn: the value is missing"),
         (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: with --nodes 2, it must be from 0 to 1"),
         (
             ["--spawn=2", "--init=udp://x"],
-            r"init method 'udp://x' is not known; write env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH",
+            r"init method 'udp://x' is unknown; use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH",
         ),
-        (["--spawn=2", "--init=tcp://x"], r"init method 'tcp://x' is not known"),
-        (["--spawn=2", "--init=tcp://x:y"], r"init method 'tcp://x:y' is not known"),
-        (["--spawn=2", "--init=file://relative"], r"init method 'file://relative' is not known"),
-        (["--spawn=2", "--nodes=2"], r"several ranks need MASTER_ADDR and MASTER_PORT, and they are '' and ''"),
+        (["--spawn=2", "--init=tcp://x"], r"init method 'tcp://x' is unknown"),
+        (["--spawn=2", "--init=tcp://x:y"], r"init method 'tcp://x:y' is unknown"),
+        (["--spawn=2", "--init=file://relative"], r"init method 'file://relative' is unknown"),
+        (["--spawn=2", "--nodes=2"], r"MASTER_ADDR='' MASTER_PORT='': several ranks need both"),
     ],
 )
 def test_command_line_mistakes(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_a_port_of_the_loopback_in_use_is_named(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(RendezvousError, match=r"cannot listen on 127.0.0.1:.*in use. Give another port"):
+        with pytest.raises(RendezvousError, match=r"cannot listen on 127.0.0.1:.*in use. Use a different port"):
             init_method.open_store(Group(0, 2, 0, 2), 30)
 
 

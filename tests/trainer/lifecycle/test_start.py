@@ -157,7 +157,7 @@ def test_backend_and_device() -> None:
         ):
             devices.choose("nccl", 0)
     assert devices.choose("gloo", 3).device.type == "cpu"
-    with pytest.raises(ConfigError, match="write auto, nccl, gloo"):
+    with pytest.raises(ConfigError, match="use auto, nccl, gloo"):
         devices.choose("ncl", 0)
 
 
@@ -210,7 +210,7 @@ def test_torchvision_models_by_name_and_mistakes() -> None:
         ConfigError, match=r"torchvision's models need images with 3 channels, but the data's have 1; use"
     ):
         build_model(ModelConfig(name="torchvision:resnet18"), (1, 8, 8), 10, 0)
-    with pytest.raises(ConfigError, match=r"'small_cnm' is not known.*did you mean 'small_cnn'"):
+    with pytest.raises(ConfigError, match=r"'small_cnm' is unknown.*did you mean 'small_cnn'"):
         build_model(ModelConfig(name="small_cnm"), (3, 8, 8), 5, 0)
 
 

@@ -476,7 +476,7 @@ def test_a_device_that_cannot_is_named_before_training(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=message):
         train.run(config.load(None, [*TINY, "amp.level=O1", "amp.dtype=float16", f"checkpoint.dir={tmp_path}"]))
     monkeypatch.undo()
-    message = r"amp.dtype=float16: cuda cannot compute in it \(.+\); set amp.dtype=bfloat16"
+    message = r"amp.dtype=float16: cuda does not support it \(.+\); set amp.dtype=bfloat16"
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=message):
             Precision(AmpConfig(level=AmpLevel.O3), device=torch.device("cuda"))

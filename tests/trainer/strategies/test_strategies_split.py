@@ -204,7 +204,7 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
         (
             3,
             ["strategy=pipeline", "pipeline.stages=2"],
-            "pipeline.stages=2: 3 ranks are not a multiple of it; start 2 ranks or a multiple",
+            "pipeline.stages=2: the number of ranks (3) must be a multiple of it; start 2 ranks or a multiple",
         ),
         (1, ["strategy=pipeline", "pipeline.stages=-1"], "pipeline.stages=-1"),
         (2, ["strategy=pipeline", "pipeline.micro_batches=0"], "pipeline.micro_batches: 0 is less than 1"),

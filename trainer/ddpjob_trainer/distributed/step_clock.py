@@ -1,15 +1,15 @@
 """Measures how a step's time is spent: on this rank's own work, or waiting for others.
 
-DDP's exchange overlaps with the backward pass and ends within torch's backward call, so a stopwatch
-around that call shows the slowest rank's time on every rank. At the end of a backward pass, the
+DDP's exchange overlaps with the backward pass and ends within torch's backward call. Timing that
+call would therefore show the slowest rank's time on every rank. At the end of a backward pass, the
 autograd engine runs callbacks in the order in which they were queued. The clock's callback is
 queued when the pass begins, but DDP queues its wait for the exchange when the last gradient is
-ready. So the clock's callback runs between a rank's own last gradient and the wait.
+ready. The clock's callback therefore runs between a rank's own last gradient and the wait.
 
 All other waiting, even in the middle of a pass, goes through a single method, `wait` of torch's
 Work. The trainer calls it, as do torch's FSDP, pipelines and blocking collectives. On the CPU, it
 blocks until the others have sent, so the time in it counts as exchange, in whatever phase it is
-spent. On an accelerator, it returns at once and a stream waits instead, at places that differ
+spent. On an accelerator, it returns at once and a stream waits instead, in places that differ
 between versions of torch, so such waiting is not distinguished.
 
 On an accelerator, marks are events in its stream. They are read when the numbers are reported,
@@ -90,10 +90,7 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Mark the end of this rank's backward pass from `loss` when it comes.
-
-        The pass is about to begin.
-        """
+        """Mark the end of this rank's backward pass from `loss`, which is about to begin."""
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
     def take(self) -> dict[StepPhase, float]:

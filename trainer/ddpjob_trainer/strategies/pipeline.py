@@ -274,8 +274,8 @@ def _checked_stages(config: Config, group: Group) -> int:
     given, world = config.pipeline.stages, group.world
     if given < 0 or (given and world % given):
         raise ConfigError(
-            f"pipeline.stages={given}: {world} ranks are not a multiple of it; start {max(given, 1)} ranks or a"
-            " multiple of that, or set pipeline.stages=0 for as many stages as there are ranks"
+            f"pipeline.stages={given}: the number of ranks ({world}) must be a multiple of it; start"
+            f" {max(given, 1)} ranks or a multiple, or set pipeline.stages=0 for one stage per rank"
         )
     if config.pipeline.micro_batches < 1:
         raise ConfigError(
@@ -288,9 +288,9 @@ def _checked_stages(config: Config, group: Group) -> int:
         )
     if config.model.sync_batchnorm:
         raise ConfigError(
-            "model.sync_batchnorm: with strategy=pipeline, ranks compute different layers and micro-batches; leave it "
-            "out"
-            " (statistics are those of a micro-batch, the same on any number of ranks), or set strategy=ddp"
+            "model.sync_batchnorm: not supported by strategy=pipeline, whose ranks compute different layers and"
+            " micro-batches; leave it out (statistics then come from micro-batches, the same on any number of"
+            " ranks), or set strategy=ddp"
         )
     return given or world
 
