@@ -416,16 +416,19 @@ def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
         ("nowhere:data", r"data.name=nowhere:data: No module named 'nowhere'; put its folder on PYTHONPATH"),
         ("somebodys_data:regresion", r"has no function 'regresion'; did you mean somebodys_data:regression\?"),
         ("somebodys_data:nothing", r"returned 3; return \(train, test\), or \(train, test, classes\)"),
-        ("somebodys_data:uneven", r"train is a pair of tensors of shapes \(5, 6\) and \(4, 2\); give as many targets"),
+        (
+            "somebodys_data:uneven",
+            r"train is a pair of tensors of shapes \(5, 6\) and \(4, 2\); provide as many targets",
+        ),
         ("somebodys_data:unnamed", r"returned no classes, .*; return \(train, test, classes\) with the number"),
         ("somebodys_data:flags", r"returned array\(\[ True, False\]\) as classes, .*; return \(train, test, classes\)"),
-        ("somebodys_data:outside", r"the target of train\[100\] is outside of 0..99: correct it"),
+        ("somebodys_data:outside", r"the target of train\[100\] is outside 0..99; correct it"),
         ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; give .*x.float\(\) / 255"),
         (
             "somebodys_data:other_test",
             r"the input of test\[0\] is torch.float32 of shape \(3,\), .* \(6,\); all samples",
         ),
-        ("somebodys_data:endless", r"train is a .*iterator; give a torch Dataset with __len__ and __getitem__"),
+        ("somebodys_data:endless", r"train is a .*iterator; provide a torch Dataset with __len__ and __getitem__"),
     ],
 )
 def test_mistakes_in_data_are_named_before_training(name: str, message: str) -> None:
@@ -460,7 +463,7 @@ def test_a_sample_of_another_shape_is_named() -> None:
         ([TOKENS, "data.cutmix=1"], r"data.cutmix=1.0: needs images .* have the shape \(6,\); leave it"),
         ([TOKENS, "model.channels_last=true"], r"model.channels_last: needs images"),
         ([TOKENS, "strategy=pipeline"], r"strategy=pipeline: needs a model with float inputs, .*; set strategy=ddp"),
-        ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; give probabilities from 0 to 1"),
+        ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; use probabilities from 0 to 1"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_together_is_refused(keys: list[str], message: str, tmp_path: Path) -> None:

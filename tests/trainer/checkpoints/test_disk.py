@@ -72,7 +72,7 @@ def test_a_full_disk(format: str, volume: Path, capsys: pytest.CaptureFixture[st
     warning = capsys.readouterr().err
     assert (
         "No space left on device" in warning
-        and "failure 1 of 2 in a row; the next save will be tried" in warning
+        and "failure 1 of 2 in a row; training continues until the next save" in warning
         and "Free space" in warning
     )
     save(checkpoints, 3)

@@ -184,7 +184,7 @@ def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.C
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "epochs: 1 whole, 1438 samples each exactly once" in shown
-    assert "left out: 1 steps (number 3) with 200 samples changed no weight" in shown
+    assert "left out: 1 steps (number 3) with 200 samples did not change any weight" in shown
 
 
 def test_train_uses_the_sampler_that_the_defects_break() -> None:

@@ -111,7 +111,7 @@ def test_ranks_meet_and_train_as_one_process_does(method: str, tmp_path: Path, s
     assert final_losses(tmp_path / "c" / "run") == pytest.approx(single_losses, rel=1e-4)
     assert len(list((tmp_path / "c" / "run" / "ledger").glob("rank-*.jsonl"))) == 2
     if method == "file":
-        assert "was left over from an earlier launch: removed" in output(tmp_path)
+        assert "was a leftover of an earlier launch and has been removed" in output(tmp_path)
         assert not meeting.exists() and not meeting.with_name("meet.lock").exists()
     until(lambda: not processes_with(str(tmp_path)), 10)
 
@@ -210,10 +210,10 @@ def test_a_mistake_is_reported_before_ranks_are_started() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--spawn", "0"], r"--spawn: '0' is not a whole number from 1 on"),
-        (["--spawn=x"], r"--spawn: 'x' is not a whole number"),
+        (["--spawn", "0"], r"--spawn: '0' must be an integer of at least 1"),
+        (["--spawn=x"], r"--spawn: 'x' must be an integer"),
         (["--spawn"], r"--spawn: the value is missing"),
-        (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: with --nodes 2, it must be from 0 to 1"),
+        (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: must be from 0 to 1 with --nodes 2"),
         (
             ["--spawn=2", "--init=udp://x"],
             r"init method 'udp://x' is unknown; use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH",
@@ -282,7 +282,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(fcntl, "flock", none)
     with (
-        pytest.raises(RendezvousError, match="No locks available; give a file on a file system that can lock files"),
+        pytest.raises(RendezvousError, match="No locks available; use a file on a file system that supports locks"),
         spawn_ranks._own_file(spawn_ranks.Launch(2, init=f"file://{tmp_path / 'meet'}")),
     ):
         pass
@@ -300,12 +300,12 @@ def test_a_file_in_use_and_a_stale_file_of_several_nodes_are_refused(tmp_path: P
             pass
     (tmp_path / "meet").touch()
     with (
-        pytest.raises(RendezvousError, match="left over from an earlier launch"),
+        pytest.raises(RendezvousError, match="leftover of an earlier launch"),
         spawn_ranks._own_file(spawn_ranks.Launch(2, 2, 0, where)),
     ):
         pass
     with (
-        pytest.raises(RendezvousError, match="give a file in a writable folder"),
+        pytest.raises(RendezvousError, match="choose a file in a writable folder"),
         spawn_ranks._own_file(spawn_ranks.Launch(2, init="file:///nowhere/f")),
     ):
         pass

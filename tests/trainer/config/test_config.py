@@ -201,7 +201,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     [
         ("evalute", "'evalute' is neither a command nor key=value; did you mean 'evaluate'?"),
         ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, plot, shards"),
-        ("train", "there is no command 'train': without a command it trains; leave 'train' out"),
+        ("train", "unknown command 'train'; to train, leave it out"),
     ],
 )
 def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str) -> None:

@@ -166,7 +166,7 @@ def test_of_many_a_few_are_named(folder: Path, capsys: pytest.CaptureFixture[str
     data = open_data(config.load(None, arguments(folder)).data)
     assert sum(batch.unreadable for batch in data.train_batches([list(range(24))], 0)) == 24
     reported = capsys.readouterr().err
-    assert reported.count("cannot be read (") == 5 and "more unreadable images are counted but not named" in reported
+    assert reported.count("cannot be read (") == 5 and "further unreadable images are counted but not named" in reported
 
 
 def test_a_file_that_has_gone_is_unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,7 +223,7 @@ def test_models_with_auxiliary_heads_return_scores_in_training(name: str) -> Non
 
 @pytest.mark.parametrize("key", ["data.micro_batches", "train.threads"])
 def test_numbers_below_zero_are_refused(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}: -1 is less than 0; write"):
+    with pytest.raises(ConfigError, match=rf"{key}=-1: must be at least 0"):
         train.run(config.load(None, ["data.name=digits", f"{key}=-1", f"checkpoint.dir={tmp_path}"]))
 
 

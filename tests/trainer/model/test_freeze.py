@@ -60,7 +60,7 @@ def test_it_may_change_at_a_resume(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (("feature.*",), r"no parameter of small_cnn matches 'feature.\*'; write for example features\."),
+        (("feature.*",), r"no parameter of small_cnn matches 'feature.\*'; use, for example, features\."),
         (("*",), r"no parameter is left to train"),
     ],
 )

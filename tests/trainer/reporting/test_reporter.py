@@ -280,7 +280,10 @@ PLOTTED = (
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("plot.txt", r"plot\.txt cannot be written \(Format 'txt' is not supported.*\): give another file with -o"),
+        (
+            "plot.txt",
+            r"plot\.txt cannot be written \(Format 'txt' is not supported.*\): choose a different file with -o",
+        ),
         ("none/plot.png", r"none/plot\.png cannot be written \(No such file or directory\)"),
     ],
 )

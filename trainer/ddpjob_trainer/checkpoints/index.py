@@ -116,6 +116,6 @@ def prepare_folder(path: Path, keys: str) -> None:
             probe.flush()
     except OSError as error:
         raise CheckpointError(
-            f"folder {path} cannot be written ({error.strerror}): mount it writable for uid {os.getuid()}, or set"
-            f" {keys} to another folder"
+            f"folder {path} cannot be written ({error.strerror}); mount it writable for uid {os.getuid()}, or"
+            f" set {keys} to a different folder"
         ) from error

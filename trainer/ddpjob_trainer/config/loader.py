@@ -163,7 +163,7 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"argument {argument!r} is not key=value{what}"
                 if what
-                else f"argument {argument!r} is not key=value; write for example optim.lr=0.1 (--help lists the keys)"
+                else f"argument {argument!r} is not key=value, such as optim.lr=0.1 (--help lists the keys)"
             )
         key = key.removeprefix("--")
         if text.startswith("*"):  # YAML would read a pattern such as *.bias as an alias.
@@ -303,7 +303,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         if isinstance(items, _Whole | _Number):
             items = [items]
         if not isinstance(items, list | tuple):
-            raise ConfigError(f"{where}: {value!r} is not a {describe_type(kind)}; write for example [1, 8, 8]")
+            raise ConfigError(f"{where}: {value!r} is not a {describe_type(kind)}, such as [1, 8, 8]")
         return tuple(_convert(item, parts[0], where) for item in items)
     converted = _scalar(value, kind)
     if converted is None:

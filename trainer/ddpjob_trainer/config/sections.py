@@ -119,7 +119,9 @@ class DataConfig:
     own data sets augment their samples themselves.
     """
     randaugment_ops: int = 0
-    """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019), usually 2; 0: none."""
+    """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019),
+    usually 2; 0: none.
+    """
     randaugment_magnitude: int = 9
     """RandAugment's strength, 0 to 30, as in torchvision. timm's scale is 0 to 10, so multiply its
     value by three.
@@ -573,7 +575,7 @@ class CheckpointConfig:
 
     def _at_least(self, key: str, least: int) -> None:
         if getattr(self, key) < least:
-            raise ConfigError(f"checkpoint.{key}: {getattr(self, key)} is less than {least}")
+            raise ConfigError(f"checkpoint.{key}={getattr(self, key)}: must be at least {least}")
 
 
 class PrKind(enum.StrEnum):
@@ -626,8 +628,9 @@ class ReportConfig:
     WANDB_API_KEY and WANDB_ENTITY work as usual.
     """
     mlflow: str = ""
-    """MLflow: URI of the tracking server or store, such as http://host:5000 or sqlite:///mlflow.db; empty: off (pip
-    install mlflow)."""
+    """MLflow: URI of the tracking server or store, such as http://host:5000 or sqlite:///mlflow.db;
+    empty: off (pip install mlflow).
+    """
     mlflow_experiment: str = "ddpjob"
     """MLflow: name of the experiment."""
     straggler_factor: float = 1.5

@@ -27,7 +27,7 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
     if config.randaugment_ops or config.trivialaugment:
         key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
         name = "TrivialAugment" if config.trivialaugment else "RandAugment"
-        raise ConfigError(f"data.{key}: {name} needs colour images, and digits are grey; leave it out")
+        raise ConfigError(f"data.{key}: {name} needs colour images, but digits are grey; leave it out")
     images, labels = read_digits()
     test = _test_mask(labels.numpy())
     train_images = images[~test].to(device)

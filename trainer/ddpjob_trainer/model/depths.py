@@ -88,7 +88,7 @@ def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
 
 
 def _blocks(module: nn.Module, name: str, *, inside: bool) -> Iterator[str]:
-    """Yield the names of a module's blocks. `inside` means that the module belongs to a sequence."""
+    """Yield the names of a module's blocks. `inside`: whether the module belongs to a sequence."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if not any(True for _ in child.children()):

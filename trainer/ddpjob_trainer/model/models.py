@@ -87,7 +87,7 @@ def _freeze(model: nn.Module, config: ModelConfig) -> None:
         if not names:
             near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.3) or list(parameters)[:1]
             raise ConfigError(
-                f"model.freeze: no parameter of {config.name} matches {pattern!r}; write for example {near[0]}"
+                f"model.freeze: no parameter of {config.name} matches {pattern!r}; use, for example, {near[0]}"
             )
         for name in names:
             parameters[name].requires_grad_(False)
@@ -127,7 +127,7 @@ def _drop_paths(model: nn.Module, config: ModelConfig) -> None:
     from torchvision.ops import StochasticDepth
 
     if not 0 < config.drop_path < 1:
-        raise ConfigError(f"model.drop_path: {config.drop_path} is not a probability below 1; write for example 0.05")
+        raise ConfigError(f"model.drop_path={config.drop_path}: must be a probability below 1, for example 0.05")
     last = _last_normalizations(model, config, "drop_path")
     for number, normalization in enumerate(last):
         share = number / (len(last) - 1) if len(last) > 1 else 1.0
@@ -163,9 +163,9 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
         )
     if config.name == "small_cnn":
         if config.width < 4 or config.width % 4:
-            raise ConfigError(f"model.width: {config.width} is not a positive multiple of 4; write for example 32")
+            raise ConfigError(f"model.width={config.width}: must be a positive multiple of 4, for example 32")
         if not 0 <= config.dropout < 1:
-            raise ConfigError(f"model.dropout: {config.dropout} is not a probability below 1; write for example 0.1")
+            raise ConfigError(f"model.dropout={config.dropout}: must be a probability below 1, for example 0.1")
         return SmallCnn(shape, classes, config)
     if config.name == "resnet18_cifar":
         return ResNet18Cifar(shape[0], classes)

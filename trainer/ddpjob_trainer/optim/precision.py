@@ -336,13 +336,10 @@ def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
         scale = float(config.loss_scale)
     except ValueError:
         raise ConfigError(
-            f"amp.loss_scale: {config.loss_scale!r} is neither a number nor dynamic or auto; write for example 128.0"
+            f"amp.loss_scale={config.loss_scale!r}: must be a number such as 128.0, or dynamic or auto"
         ) from None
     if not 1 <= scale < 2.0**32:
-        raise ConfigError(
-            f"amp.loss_scale: {scale} is not from 1 to 4e9: a scale enlarges gradients; write for example 128.0, or"
-            " dynamic"
-        )
+        raise ConfigError(f"amp.loss_scale={scale}: must be from 1 to 4e9, for example 128.0, or dynamic")
     return scale
 
 

@@ -278,9 +278,7 @@ def _checked_stages(config: Config, group: Group) -> int:
             f" {max(given, 1)} ranks or a multiple, or set pipeline.stages=0 for one stage per rank"
         )
     if config.pipeline.micro_batches < 1:
-        raise ConfigError(
-            f"pipeline.micro_batches: {config.pipeline.micro_batches} is less than 1; write for example 4"
-        )
+        raise ConfigError(f"pipeline.micro_batches={config.pipeline.micro_batches}: must be at least 1, for example 4")
     if config.train.accumulate != 1:
         raise ConfigError(
             "train.accumulate: strategy=pipeline uses pipeline.micro_batches instead; set that, and leave out "

@@ -281,8 +281,7 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
     zero = found.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(
-            f"deepspeed.config={path}: zero_optimization is not an object; write for example {{}} and set"
-            f" deepspeed.stage={stage}"
+            f"deepspeed.config={path}: zero_optimization must be an object; use {{}}, and set deepspeed.stage={stage}"
         )
     if zero.get("stage", stage) not in (stage, "auto"):
         raise ConfigError(
@@ -332,7 +331,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"deepspeed.config: {path} cannot be read as JSON ({error}); give DeepSpeed's JSON file"
         ) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"deepspeed.config: {path} is not a JSON object; write for example {{}}")
+        raise ConfigError(f"deepspeed.config: {path} is not a JSON object, such as {{}}")
     return found
 
 
