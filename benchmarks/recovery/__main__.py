@@ -1,4 +1,4 @@
-"""How long training is interrupted when something dies.
+"""Measures how long training is interrupted when a process, pod or host dies.
 
     python -m benchmarks.recovery [--runs 20] [--cases fast-spare,stock-replaced] [--csv FILE]    on loopback
     python -m benchmarks.recovery --cuda ...                                                      on its GPUs
@@ -39,7 +39,7 @@ def main() -> int:
     interleaved.add_options(parser, CASES)
     parser.add_argument("--cuda", action="store_true", help="train on the machine's GPUs, which the nodes share")
     options = parser.parse_args()
-    cases = [replace(case, target=None) for case in CASES] if options.cuda else CASES  # The targets are for processors.
+    cases = [replace(case, target=None) for case in CASES] if options.cuda else CASES  # Targets are for CPUs.
     return interleaved.run(Loopback(options.patience, cuda=options.cuda), cases, options)
 
 

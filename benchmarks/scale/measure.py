@@ -27,7 +27,7 @@ RESOURCES = frozenset(
         "persistentvolumeclaims",
     )
 )
-"""Everything that the operator reads and writes for jobs, and thus not Leases."""
+"""Everything that the operator reads and writes for jobs, which excludes Leases."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Figure:
     aim: str = ""
     """The aim, such as `<= 1.5` or `>= 1.5`; empty if there is none."""
     beside: str = ""
-    """What kept the processors busy, or what the value consists of."""
+    """The programs that kept the CPUs busy, or the components of the value."""
 
     @property
     def reached(self) -> str:

@@ -496,7 +496,7 @@ def test_the_installer_names_what_is_missing(tmp_path: Path, monkeypatch: pytest
     assert len(install_horovod.missing_tools()) == 3
     with pytest.raises(SystemExit, match=r"CMake .* make .* a C\+\+ compiler"):
         install_horovod.install(sys.executable, tmp_path / "site")
-    with pytest.raises(SystemExit, match="give the path of a Python interpreter"):
+    with pytest.raises(SystemExit, match="pass the path of a Python interpreter"):
         install_horovod.install("/bin/false")
 
 
