@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 from ddpjob.cli.main import root
+from ddpjob.cli.root import PLACES
 
 PAGE = Path(__file__).parent / "cli.md"
 HEAD = """\
@@ -51,7 +52,7 @@ def render() -> str:
     """The whole page."""
     context = click.Context(root, info_name="ddpjob")
     sections = [
-        HEAD + _prose(root.help or "") + "\n" + AFTER,
+        HEAD + _prose(root.help or "") + "\n\n" + PLACES + "\n" + AFTER,
         "## Where: cluster or this machine\n\n| option | |\n| --- | --- |",
     ]
     somewhere = root.commands["get"]

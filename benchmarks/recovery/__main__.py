@@ -19,6 +19,7 @@ from dataclasses import replace
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.recovery import chart, cluster, gpu, interleaved, overhead, phases
 from benchmarks.recovery.cases import CASES, Loopback
+from benchmarks.recovery.cut import CUTS
 from benchmarks.recovery.trace import command as trace
 
 OTHERS = {
@@ -36,10 +37,12 @@ def main() -> int:
     if sys.argv[1:2] and sys.argv[1] in OTHERS:
         return OTHERS[sys.argv[1]](sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    interleaved.add_options(parser, CASES)
+    interleaved.add_options(parser, (*CASES, *CUTS))
+    parser.set_defaults(cases=",".join(case.name for case in CASES))
     parser.add_argument("--cuda", action="store_true", help="train on the machine's GPUs, which the nodes share")
     options = parser.parse_args()
-    cases = [replace(case, target=None) for case in CASES] if options.cuda else CASES  # Targets are for CPUs.
+    # The targets are for CPUs.
+    cases = [replace(case, target=None) for case in CASES] if options.cuda else (*CASES, *CUTS)
     return interleaved.run(Loopback(options.patience, cuda=options.cuda), cases, options)
 
 

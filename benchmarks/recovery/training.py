@@ -151,7 +151,8 @@ def train_with_torchft(options):
     from torchft import DistributedDataParallel as Parallel
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    host = os.environ.get("POD_IP", "localhost")
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     data = torch.load(options.folder / "digits.pt")
     model, plain = build(options.state, torch.device("cpu"))
     checkpoint = Checkpoint(options.folder, options.save_seconds, torch.device("cpu"))
@@ -162,8 +163,8 @@ def train_with_torchft(options):
 
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, load_state_dict=restore,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": plain.state_dict()}, hostname="localhost",
-        rank=0, world_size=1, store_addr="localhost", store_port=store.port, replica_id=os.environ["DDPJOB_POD"],
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": plain.state_dict()}, hostname=host,
+        rank=0, world_size=1, store_addr=host, store_port=store.port, replica_id=os.environ["DDPJOB_POD"],
     )  # fmt: skip
     if step := checkpoint.load(model, plain):
         manager.load_state_dict({"step": step, "batches_committed": step})

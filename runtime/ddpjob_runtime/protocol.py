@@ -137,6 +137,7 @@ class FromMember(Word):
     LEAVING = "leaving"
     INIT_FAILURE = "init_failure"
     STACKS = "stacks"
+    NEIGHBOUR = "neighbour"
     NOTE = "note"
     REPLACED = "replaced"
     HEARTBEAT = "hb"
@@ -211,7 +212,7 @@ MAX_FIGURES = 100
 """Maximum number of entries in a progress report and in its metrics, and maximum length of their
 names."""
 STRAGGLERS = "stragglers"
-"""Key of a progress report: the lagging ranks, `[{"rank": 3, "slowdown": 1.8}]`."""
+"""Key of a progress report: the lagging ranks, `[{"rank": 3, "slowdown": 1.8, "cost": 0.4}]`."""
 MAX_STRAGGLERS = 8
 ROUND = "round"
 """Key of a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
@@ -554,14 +555,16 @@ def _is_count(value: Any) -> bool:
 
 
 def read_stragglers(value: Any) -> list[dict[str, Any]]:
-    """Return the lagging ranks, each at most once. Malformed entries are dropped."""
+    """Return the lagging ranks, each at most once. Malformed entries and costs are dropped."""
     found: dict[int, dict[str, Any]] = {}
     for item in value[:MAX_STRAGGLERS] if isinstance(value, list) else []:
         if not isinstance(item, dict) or not is_number(item.get("slowdown")) or item["slowdown"] < 1:
             continue
         rank = item.get("rank")
         if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**31:
-            found.setdefault(rank, {"rank": rank, "slowdown": item["slowdown"]})
+            cost = item.get("cost", -1)
+            known = {"cost": cost} if is_number(cost) and 0 <= cost <= 1 else {}
+            found.setdefault(rank, {"rank": rank, "slowdown": item["slowdown"], **known})
     return list(found.values())
 
 

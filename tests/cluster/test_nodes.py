@@ -244,3 +244,38 @@ def test_a_node_without_a_network_is_left_and_its_zombies_end(stage: Stage) -> N
         before = stage.jobs.step(name)
         stage.jobs.wait(f"{name} to continue", lambda name=name, before=before: stage.jobs.step(name) != before)
         assert len(restarts(stage.jobs.status(name))) == 1, "the zombie did not disturb those that have taken its place"
+
+
+def test_a_spare_takes_over_from_a_node_without_a_network_which_then_is_the_spare(stage: Stage) -> None:
+    name, nodes = "spared", ("n1", "n2", "n4")
+    stage.offer(name, *nodes)
+    recovery = {"mode": "Fast", "nodeLostAfterSeconds": 120}
+    stage.jobs.apply(steps_job(name, 100000, "--sleep=0.1", spares=1, **stage.place(name), recovery=recovery))
+
+    def shows(display: str) -> bool:
+        status = stage.jobs.status(name)
+        return status.get("phase") == "Running" and status["nodes"]["display"] == display
+
+    try:
+        stage.jobs.wait("a ready spare", lambda: shows("2/2 +1"), timeout=180)
+        pods = stage.pods(name)
+        hosts = {n: p["spec"]["nodeName"] for n, p in pods.items()}
+        victim, host = next((n, host) for n, host in hosts.items() if host != "n1")
+        stage.cluster.cut(host)
+        try:
+            seconds = stage.jobs.wait("the spare to take over", lambda: shows("2/2"), timeout=60)
+            before = stage.jobs.step(name)
+            stage.jobs.wait("the spare to train", lambda: stage.jobs.step(name) != before)
+            print(f"{name}: shown as whole again {seconds:.2f} s after the cut")
+        finally:
+            stage.cluster.heal(host)
+        assert seconds < 3 + at_once()
+        stage.jobs.wait("the other to be the spare", lambda: shows("2/2 +1"), timeout=90)
+        status = stage.jobs.status(name)
+        assert [(r["reason"], r["pod"], r["counted"]) for r in restarts(status)] == [("PeerLost", victim, False)]
+        assert not status.get("avoidedNodes"), "its host is not to blame"
+        assert stage.pods(name).keys() == pods.keys() - {victim} | {f"{name}-2-0"}
+        assert victim in stage.jobs.pods("spare"), "it is not replaced: it is the spare now"
+    finally:
+        for node in nodes:
+            stage.cluster.set_gpus(node, 0, f"test.ddpjob.io/{name}")

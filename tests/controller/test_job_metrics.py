@@ -277,6 +277,16 @@ def test_steps_at_risk_are_of_a_group_that_trains_and_states_that_do_not_fit_sho
     assert found["ddpjob_job_snapshots_refused"] == {own: 1}
 
 
+def test_a_slow_rank_that_stays_shows_while_the_group_trains() -> None:
+    own, one = ("space", "job"), Job(running(2))
+    assert scraped(one.accounts)["ddpjob_job_slow_rank"] == {own: 0}
+    slow = condition("RanksKeepPace", "SlowRank", holds=False)
+    one.becomes(running(2, conditions=[condition("Running"), slow]))
+    assert scraped(one.accounts)["ddpjob_job_slow_rank"] == {own: 1}
+    one.becomes(running(2, conditions=[condition("Running"), condition("Restarting"), slow]))
+    assert scraped(one.accounts)["ddpjob_job_slow_rank"] == {own: 0}
+
+
 def test_a_stalled_job_trains_nothing() -> None:
     one = Job(running(1))
     one.becomes(running(1, conditions=[condition("Running", "StepOverdue")]))

@@ -101,3 +101,28 @@ def test_the_client(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         ending.join()
         for left in client.list():
             client.delete(left.name)
+
+
+def test_an_ended_job_starts_again_in_one_command(machine: Machine) -> None:
+    """Its program fails until a file exists; a submission over it says what becomes of its checkpoints."""
+    script = (
+        f"mkdir -p {machine.runs}/job/checkpoints; touch {machine.runs}/job/checkpoints/a; test -e {machine.folder}/go"
+    )
+    job = manifest(command=["bash", "-c", script], nodes=1, recovery={"maxRestarts": 0})
+    assert machine.run(job).process.returncode == 1
+    assert machine.command("pod", "job", "--index", "0").stdout == "job-0-0\n"
+    assert machine.command("pod", "job").returncode == machine.command("pod", "job", "--index", "7").returncode == 2
+    (machine.folder / "go").touch()
+    again = machine.command("rerun", "job")
+    assert again.returncode == 0, again.stderr
+    assert "job started again (it was Failed); it resumes from job/checkpoints (--fresh starts" in again.stdout
+    assert machine.command("wait", "job", "--timeout", "60s").returncode == 0
+    file = str(machine.write(job))
+    over = machine.command("submit", "--local", file, "--wait")
+    assert over.returncode == 0 and "created in place of the Complete one; it resumes from" in over.stdout, over.stderr
+    fresh = machine.command("submit", "--local", "--fresh", file, "--wait")
+    assert fresh.returncode == 0 and "in place of the Complete one; it starts from scratch" in fresh.stdout
+    assert machine.command("submit", "--cluster", "--fresh", file).returncode == 2
+    assert (
+        "the next run of this name resumes from job/checkpoints, which stays" in machine.command("delete", "job").stdout
+    )

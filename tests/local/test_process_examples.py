@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,3 +140,16 @@ def is_training(run: Run, losses: int, pod: str) -> bool:
 def from_memory(run: Run) -> list[dict[str, Any]]:
     restarts = run.status.get("restarts", {}).get("recent", ())
     return [restart for restart in restarts if restart.get("continuedFrom") == "memory"]
+
+
+def test_the_tutorial_s_script_trains_on_two_nodes(machine: Machine) -> None:
+    """As a reader does it: the page's second script, and the manifest that `ddpjob init` writes."""
+    page = (EXAMPLES.parent / "docs" / "one-gpu-to-two-nodes.md").read_text()
+    _, script = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (machine.folder / "train.py").write_text(script)
+    made = machine.command("init", "train.py", "--name=tutorial")
+    assert "forms a group (init_process_group)" in made.stdout
+    run = machine.run(yaml.safe_load((machine.folder / "job.yaml").read_text()))
+    assert run.process.returncode == 0, run.output
+    assert (machine.folder / "model.pt").exists() and run.condition("Running").get("reason") != "NoGroup"
+    assert not any(key.startswith("module.") for key in torch.load(machine.folder / "model.pt", weights_only=True))

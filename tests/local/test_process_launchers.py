@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 from process_harness import SCRIPTS, Json, Machine, Run, manifest
 
 LAUNCHED = str(SCRIPTS / "launched.py")
@@ -52,3 +53,22 @@ def test_a_rank_that_fails_under_torchrun_counts_although_its_process_stays(mach
     assert (restart["reason"], restart["rank"]) == ("WorkerFailed", 1), run.everything()
     first = "rank 1 in pod job-1-0 ended with exit code 1: ValueError: made to fail"
     assert restart["message"].startswith(first) and 'raise ValueError("made to fail")' in restart["message"]
+
+
+def test_converted_jobs_of_kubeflow_run(machine: Machine) -> None:
+    """A TrainJob with its script in the manifest, and a PyTorchJob with a script: both of two nodes."""
+    inline = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
+    trainer = {"numNodes": 2, "command": ["torchrun", "--no-python", sys.executable, "-c"], "args": [inline]}
+    spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+    container = {"name": "pytorch", "image": "a:1", "command": [sys.executable, str(machine.folder / "simple.py")]}
+    replicas = {name: {"template": {"spec": {"containers": [container]}}} for name in ("Master", "Worker")}
+    (machine.folder / "simple.py").write_text(inline)
+    for theirs in (
+        {"kind": "TrainJob", "metadata": {"name": "inline"}, "spec": spec},
+        {"kind": "PyTorchJob", "metadata": {"name": "simple"}, "spec": {"pytorchReplicaSpecs": replicas}},
+    ):
+        made = machine.command("convert", str(machine.write(theirs, "theirs.yaml")), "--image=a:1")
+        assert made.returncode == 0, made.stderr
+        run = machine.run(yaml.safe_load(made.stdout))
+        assert run.process.returncode == 0, run.everything()
+        assert said(run) == ["rank 0 of 2", "rank 1 of 2"]

@@ -20,6 +20,8 @@ class World:
         self.now, self.pending = 1000.0, []  # type: float, list[tuple[float, Any]]
         self.heard: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         self.silent: set[str] = set()
+        self.cut: set[str] = set()
+        """Pods whose hosts acknowledge nothing."""
         self.restart_coordinator(
             CoordinatorSettings(nodes, nodes if min_nodes is None else min_nodes, mode=mode, **more)
         )
@@ -29,7 +31,11 @@ class World:
         pending: list[tuple[float, Any]] = []
         self.pending = pending
         self.coordinator = Coordinator(
-            settings, lambda: self.now, lambda s, f: pending.append((self.now + s, f)), lambda: None
+            settings,
+            lambda: self.now,
+            lambda s, f: pending.append((self.now + s, f)),
+            lambda: None,
+            acknowledges=lambda member: member.pod not in self.cut,
         )
 
     def pass_time(self, seconds: float) -> None:

@@ -189,6 +189,9 @@ def test_ranks_that_lag_are_checked_and_merged() -> None:
     ):
         merged.merge(progress.check({"stragglers": [two[0], entry, two[1]]}), 4.0)
         assert merged.report()["stragglers"] == two, "one bad entry costs only itself"
+    for cost, kept in ((0.4, {"cost": 0.4}), (0, {"cost": 0}), *((bad, {}) for bad in (1.1, -0.1, True, "x", None))):
+        merged.merge(progress.check({"stragglers": [{"rank": 1, "slowdown": 2, "cost": cost}]}), 4.0)
+        assert merged.report()["stragglers"] == [{"rank": 1, "slowdown": 2, **kept}], "a bad cost costs only itself"
     merged.merge(progress.check({"stragglers": [{"rank": rank, "slowdown": 2} for rank in range(99)]}), 5.0)
     assert len(merged.report()["stragglers"]) == 8
     for wrong in (None, "x", {}, 3):

@@ -30,7 +30,7 @@ class CoordinatorProcess:
         self.name = f"{spec['hostname']}.{spec['subdomain']}"
         self.on_change: Callable[[], None] = lambda: None
         self.real = production.RealCoordinator(
-            arguments, environment, self.clock, self._later, self._log, lambda: self.on_change()
+            arguments, environment, self.clock, self._later, self._log, lambda: self.on_change(), self._acknowledges
         )
         network.coordinators.append(self)
         network.clock.later(network.draw("listen"), self._listen)
@@ -65,6 +65,10 @@ class CoordinatorProcess:
         for connection in self.connections:
             if connection.member is not None and connection.frozen_since is None and connection.down_open:
                 self.real.hear(connection.member)
+
+    def _acknowledges(self, member: Any) -> bool:
+        """Whether the member's host is reached."""
+        return all(c.frozen_since is None for c in self.connections if c.member is member and c.send is member.send)
 
     def silence(self, connection: Connection) -> float:
         """Seconds after which it gives a silent connection up."""

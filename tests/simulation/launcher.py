@@ -61,6 +61,7 @@ class Launcher:
         self._place = (-1, -1)
         self._outdated = False
         self._pause = 0.05
+        self._silent_neighbours = set[tuple[int, int]]()
         self._acts = 0  # planned acts of an earlier state of the workers are void
         self.init_error = ""
         self.note_cold = self.unfit = ""
@@ -287,6 +288,19 @@ class Launcher:
         self.round = self.training.meet(self, message)
         number = message["round"]
         self._then(RENDEZVOUS_SECONDS, lambda: self._came_apart(number))
+
+    def watch_neighbours(self) -> None:
+        """Some time after something was cut or healed: report who is silent by now, and who is again heard."""
+        current = self.round
+        if current is None or not self.working or not self.place or self.stuck:
+            return
+        number, rank, world = (self.place[name] for name in ("round", "rank", "world"))
+        for other in {(rank - 1) % world, (rank + 1) % world} - {rank}:
+            peer = current.arrived.get(other)
+            silent = peer is not None and not self.network.reachable(self.pod, peer.pod)
+            if silent != ((number, other) in self._silent_neighbours):
+                self._silent_neighbours ^= {(number, other)}
+                self.send("neighbour", round=number, rank=other, silent=silent)
 
     def _came_apart(self, number: int) -> None:
         if self.workers == "meeting" and self.place["round"] == number:

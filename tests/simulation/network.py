@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpjob_runtime.protocol import ToMember
 
+from . import production
 from .clock import Clock
 
 if TYPE_CHECKING:
@@ -88,6 +89,12 @@ class Network:
         """After something was cut or healed: connections stop, or what they hold is sent again."""
         for connection in list(self.connections):
             connection.check()
+        self.clock.later(production.REPORTED_SECONDS, self._report_neighbours)
+
+    def _report_neighbours(self) -> None:
+        for connection in list(self.connections):
+            if connection.open:
+                connection.launcher.watch_neighbours()
 
     def say(self, text: str) -> None:
         """One line of the story."""
@@ -208,10 +215,16 @@ class Connection:
             held, self._held = self._held, []
             for up, line in held:
                 self._send(up, line)
+            self.network.clock.later(1.0, self._heard_again)
         elif not passes and self.frozen_since is None:
             since = self.frozen_since = self.network.clock.now
             self.network.clock.later(self.coordinator.silence(self), lambda: self._silent(since, up=True))
             self.network.clock.later(self.launcher.silence, lambda: self._silent(since, up=False))
+
+    def _heard_again(self) -> None:
+        """The next heartbeat of a member that was given up meanwhile."""
+        if self.frozen_since is None and self.member is not None and self.member.given_up:
+            self.close_up("it is heard again and has to reconnect")
 
     def _silent(self, since: float, *, up: bool) -> None:
         if self.frozen_since != since:

@@ -16,13 +16,15 @@ from ddpjob_runtime.coordinator import server as sockets
 from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings
-from ddpjob_runtime.launcher import client
+from ddpjob_runtime.launcher import client, neighbours
 from ddpjob_runtime.protocol import Command, Mode
 
 Json = dict[str, Any]
 Send = Callable[[str, Json], None]
 FAST, STANDARD = Mode.FAST, Mode.STANDARD
 SILENCE_SECONDS: float = protocol.SILENCE_SECONDS
+REPORTED_SECONDS: float = neighbours.SILENT_SECONDS + neighbours.TICK_SECONDS
+"""After which a neighbour that is cut off is reported."""
 STARTING_SECONDS: float = sockets.STARTING_SECONDS
 RECONNECT_SECONDS: float = protocol.RECONNECT_SECONDS
 LOOKUP_SECONDS: float = client.LOOKUP_SECONDS
@@ -41,7 +43,7 @@ class RealCoordinator:
     """The coordinator's program without its sockets: lines and requests in, lines and answers out.
 
     `clock()` gives Unix seconds, `later` plans a call, `log` gets the lines of its log, `changed()` is called when the
-    report changes.
+    report changes. `acknowledges` is what a member's kernel does.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class RealCoordinator:
         later: Callable[[float, Callable[[], None]], Any],
         log: Callable[[str], None],
         changed: Callable[[], None],
+        acknowledges: Callable[[Member], bool],
     ) -> None:
         self._clock, self._log = clock, log
         server = object.__new__(sockets.Server)  # its __init__ needs an event loop
@@ -59,7 +62,7 @@ class RealCoordinator:
         server.renew()
         server.strangers = sockets.Strangers()
         self.coordinator = server.coordinator = Coordinator(
-            _settings(arguments, environment), clock, later, changed, log
+            _settings(arguments, environment), clock, later, changed, log, acknowledges
         )
         self._server = server
 
@@ -111,7 +114,7 @@ class RealCoordinator:
     def lost(self, member: Member, send: Send, why: str) -> None:
         """The connection has ended."""
         self._enter()
-        if member.send is send:
+        if member.send is send and member.state != protocol.MemberState.LOST:
             self.coordinator.lost(member, why)
 
     def status(self) -> bytes:

@@ -71,6 +71,52 @@ async def test_a_spare_counts_once_it_can_take_over() -> None:
     assert s.status["nodes"]["spare"] == 1, "nothing else is known"
 
 
+async def with_a_victim(nodes: int, spares: int, mode: str) -> tuple[Simulation, Pod]:
+    """A job that trains, and one of its pods that does not share the coordinator's host."""
+    s = Simulation({"nodes": nodes, "spares": spares, "recovery": {"mode": mode}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"].get("spare", 0) == spares)
+    await passes(s, 5)
+    coordinator = s.network.coordinators[0].pod
+    return s, next(p for p in s.nodes() if p.role is Role.NODE and p.host is not coordinator.host)
+
+
+@pytest.mark.parametrize("mode", ["Fast", "Standard"])
+async def test_a_spare_takes_over_from_a_silent_host_which_then_is_the_spare(mode: str) -> None:
+    s, victim = await with_a_victim(3, 1, mode)
+    names, made = {p.name for p in s.nodes()}, s.training.made
+    s.cut(victim.node, noticed_after=None)
+    await passes(s, 4)
+    assert s.phase == "Running" and s.status["nodes"]["display"] == "3/3"
+    assert s.training.made > made, "the spare trains while the operator still waits for the silent pod"
+    assert {p.name for p in s.nodes()} == names, "nothing was replaced"
+    s.heal(victim.node)
+    await passes(s, 10)
+    assert s.status["nodes"]["display"] == "3/3 +1"
+    assert {p.name: p.role for p in running(s)} == {
+        name: Role.SPARE if name == victim.name else Role.NODE for name in names
+    }
+    assert reasons(s) == [("PeerLost", False)] and not s.status["restarts"].get("counted")
+    assert not s.status.get("avoidedNodes"), "a network that came back says nothing about its Kubernetes node"
+
+
+async def test_a_silent_host_that_does_not_come_back_is_lost_once_and_uncounted() -> None:
+    s, victim = await with_a_victim(3, 1, "Fast")
+    s.cut(victim.node, noticed_after=40)
+    await passes(s, 60)
+    assert s.status["nodes"]["display"] == "3/3 +1" and victim.name not in {p.name for p in running(s)}
+    assert reasons(s) == [("NodeLost", False)] and not s.status.get("avoidedNodes")
+
+
+@pytest.mark.parametrize(("spares", "seconds"), [(1, 0.4), (0, 5.0)])
+async def test_a_short_outage_costs_nothing_and_without_a_spare_neither_does_a_longer_one(
+    spares: int, seconds: float
+) -> None:
+    s, victim = await with_a_victim(3, spares, "Fast")
+    s.machines.isolate(victim, seconds)
+    await passes(s, 20)
+    assert reasons(s) == [] and s.network.coordinators[0].real.rounds == 1
+
+
 async def test_a_report_from_before_a_loss_is_not_believed() -> None:
     s = Simulation({**FAST, "spares": 1}, steps=1000)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")

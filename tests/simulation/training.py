@@ -41,6 +41,8 @@ class Training:
         self.rounds: dict[tuple[int, int], WorkerRound] = {}
         self.check: Callable[[WorkerRound], None] = lambda current: None
         self.progress = True
+        self.slow_pods: dict[str, dict[str, Any]] = {}
+        """What it says of pods with a slow rank, by pod, for as long as they train."""
         self.last_step = self.last_start = -1e9
         """Times of the last step of a group, and of the last start of a launcher's workers."""
 
@@ -104,6 +106,10 @@ class Training:
         process = self.network.resolve(first)
         if process is not None and self.network.reachable(first.pod, process.pod):
             process.post("progress", first.token, json.dumps({"step": self.made, "steps": self.steps}).encode())
+            if self.slow_pods:
+                ranks = {member.pod.name: rank for rank, member in first.round.working.items()} if first.round else {}
+                lags = [{"rank": ranks[pod], **said} for pod, said in self.slow_pods.items() if pod in ranks]
+                process.post("progress", first.token, json.dumps({"stragglers": lags}).encode())
 
     def left(self, launcher: Launcher, current: WorkerRound, how: str) -> None:
         """A launcher's processes no longer take part."""

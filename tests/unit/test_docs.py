@@ -325,10 +325,8 @@ EXPLAINED = (
             *("launcher/forkserver", "launcher/rendezvous"),
         )
     ),
-    *(
-        f"trainer/ddpjob_trainer/{module}.py"
-        for module in ("data/sampler", "model/shared_parts", "reporting/stragglers")
-    ),
+    *(f"runtime/ddpjob_pod/{module}.py" for module in ("stragglers",)),
+    *(f"trainer/ddpjob_trainer/{module}.py" for module in ("data/sampler", "model/shared_parts")),
 )
 """Modules that hold a policy or an algorithm."""
 

@@ -133,9 +133,13 @@ class TorchFT(Orchestrated):
         self._python, self._port = torchft_packages.find_python(), free_port()
         self._lighthouse: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start_lighthouse(self) -> None:
+        """Start torchft's coordinator."""
         command = [str(self._python), "-c", _LIGHTHOUSE, str(self._port), *map(str, self.settings)]
         self._lighthouse = self._launch("lighthouse", command, {})
+
+    def start(self) -> None:
+        self.start_lighthouse()
         self.wait("the lighthouse to listen", lambda: listens(self._port), START_SECONDS)
         super().start()
 

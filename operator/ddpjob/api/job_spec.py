@@ -52,6 +52,13 @@ class WhenDeleted(StrEnum):
     DELETE = "Delete"
 
 
+class SlowRanks(StrEnum):
+    """What is done about a clearly slow rank."""
+
+    MOVE = "Move"
+    REPORT = "Report"
+
+
 class RuleCause(StrEnum):
     """A cause that a rule in `recovery.rules` matches."""
 
@@ -264,6 +271,7 @@ class Recovery:
     """auto, none, or the number of steps between two copies."""
     hang_after_seconds: int | None = None
     """None: an overdue step is only reported."""
+    slow_ranks: SlowRanks
 
     @property
     def keeps_snapshots(self) -> bool:

@@ -58,6 +58,8 @@ class ConditionType(StrEnum):
     """Set only for a job in a Kueue queue: whether the queue has granted the quota to run."""
     NODES_HEALTHY = "NodesHealthy"
     """Set only while a pod stays on a Kubernetes node that a health agent reports as unhealthy."""
+    RANKS_KEEP_PACE = "RanksKeepPace"
+    """Set only while a clearly slow rank stays in its place."""
     CHECKPOINTS_COPIED = "CheckpointsCopied"
     """Set only if checkpoints do not reach the bucket, although they should."""
     SNAPSHOTS_HELD = "SnapshotsHeld"

@@ -183,6 +183,8 @@ def refused_by(pattern: str, value: str) -> str:
         gpu = value.lower() in ("gpu", "gpus", "nvidia", "cuda")
         known = "; did you mean nvidia.com/gpu?" if gpu else ""
         return f"is not the name of a resource with its domain, such as nvidia.com/gpu{known}"
+    if pattern.startswith("^s3://"):
+        return "is not a bucket with a folder, such as s3://bucket/folder; a bucket's name has 3 to 63 characters"
     if pattern == _LABEL:
         name = re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")
         return f"is not {_PATTERNS[_LABEL]}" + (f"; did you mean {name}?" if name else "")

@@ -165,6 +165,19 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Write several lines as a literal block, so that a person can review a script.
+
+    PyYAML itself quotes text that a block cannot hold. Line breaks other than a newline are
+    quoted, because kubectl and PyYAML disagree about them.
+    """
+    lines = "\n" in text.rstrip("\n") and all(c.isprintable() or c == "\n" for c in text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if lines else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def write_document(value: Any) -> str:
     """Write YAML that `read_documents`, kubectl and PyYAML all read as the same value."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))

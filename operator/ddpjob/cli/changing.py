@@ -9,6 +9,7 @@ import click
 from ddpjob.cli.places import with_backend
 from ddpjob.cli.root import bare, command_of_job, complete_job, print_note, root, say
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob.client.texts.job_text import phase
 
 
@@ -16,7 +17,9 @@ from ddpjob.client.texts.job_text import phase
 @click.argument("nodes", type=click.IntRange(1))
 @with_backend
 def scale(backend: Backend, job: str, nodes: int) -> None:
-    """Change the number of nodes, in place: the group restarts from its last checkpoint.
+    """Change the number of nodes of a job.
+
+    In place: the group restarts from its last checkpoint.
 
     \b
     Example: ddpjob scale first 4
@@ -36,7 +39,7 @@ def _suspend(backend: Backend, job: str, wanted: bool) -> None:
 @command_of_job
 @with_backend
 def suspend(backend: Backend, job: str) -> None:
-    """End a job's pods after they have saved a checkpoint; the job is kept.
+    """End a job's pods after a checkpoint; the job stays.
 
     \b
     Example: ddpjob suspend first
@@ -85,7 +88,9 @@ def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
 )
 @with_backend
 def restart(backend: Backend, job: str, timeout: int) -> None:
-    """Replace all pods of a job: suspend it, wait until they have ended, resume it. Costs nothing of the budget.
+    """Replace all pods of a job.
+
+    Suspends it, waits until they have ended, and resumes it. Costs nothing of the budget.
 
     \b
     Example: ddpjob restart first
@@ -102,11 +107,30 @@ def restart(backend: Backend, job: str, timeout: int) -> None:
     say(f"ddpjob {job} restarted", backend)
 
 
+@command_of_job
+@click.option("--fresh", is_flag=True, help="Start from scratch; only for jobs of this machine.")
+@with_backend
+def rerun(backend: Backend, job: str, fresh: bool) -> None:
+    """Start an ended job again, with the same manifest.
+
+    It resumes from its last checkpoint. On this machine it runs in the background, as with
+    `ddpjob submit`. On a cluster the job is deleted and created again; its checkpoints stay.
+
+    \b
+    Example: ddpjob rerun first
+    """
+    from ddpjob.client.rerun_jobs import rerun as start_again
+
+    say(f"ddpjob {start_again(backend, job, fresh=fresh)}", backend)
+
+
 @root.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_job, callback=bare)
 @with_backend
 def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
-    """Delete jobs and their pods. If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes stay;
+    """Delete jobs and their pods.
+
+    If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes stay;
     on this machine, so do RUNS/JOB/checkpoints and what --fresh has moved. With
     storage.checkpoints.claimTemplate.whenDeleted: Delete they are deleted too.
 
@@ -119,14 +143,18 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
             backend.job(job)
     for job in names:
         backend.delete(job)
-        say(f"ddpjob {job} deleted", backend)
+        stays = isinstance(backend, ProcessBackend) and backend.resumes(job)
+        kept = f"; the next run of this name resumes from {job}/checkpoints, which stays" if stays else ""
+        say(f"ddpjob {job} deleted{kept}", backend)
 
 
 @root.command()
 @click.argument("pod", callback=bare)
 @with_backend
 def kill(backend: Backend, pod: str) -> None:
-    """Kill a pod, to see the job recover: as kubectl delete pod --force --grace-period=0.
+    """Kill a pod, to see the job recover.
+
+    As kubectl delete pod --force --grace-period=0.
 
     \b
     Example: ddpjob kill first-0-0
@@ -138,12 +166,10 @@ def kill(backend: Backend, pod: str) -> None:
 @command_of_job
 @click.option("--now", is_flag=True, help="Kill the pods without time to save a checkpoint.")
 def stop(job: str, now: bool) -> None:
-    """Stop a run of this machine and all of its processes.
+    """Stop a run of this machine and its processes.
 
     \b
     Example: ddpjob stop digits
     """
-    from ddpjob.client.backends.process_backend import ProcessBackend
-
     was_running = ProcessBackend().stop(job, now=now)
     click.echo(f"{job}: stopped" if was_running else f"{job}: not running")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -166,7 +165,7 @@ class LivePanel:
     def show(self, shown: Shown) -> None:
         for warning, line in self._new.lines(shown):
             self._console.print(Text(printable(line), style="yellow" if warning else "dim"))
-        self._live.update(panel(shown), refresh=True)
+        self._live.update(panel(shown, self._console.width), refresh=True)
 
     def note(self, text: str) -> None:
         self._console.print(Text(printable(text), style="bold"))
@@ -183,8 +182,12 @@ def shortest(path: Path) -> str:
         return str(path)
 
 
-def panel(shown: Shown) -> RenderableType:
-    """Return the job, its progress bar and its pods."""
+_NARROW = 100
+"""Columns below which the bar is short, and the pods have no column of logs, which would wrap."""
+
+
+def panel(shown: Shown, width: int = _NARROW) -> RenderableType:
+    """Return the job, its progress bar and its pods, for a terminal of `width` columns."""
     status = shown.status
     phase = status.phase or Phase.PENDING
     since = shown.now - (status.start_time or shown.now)
@@ -197,28 +200,31 @@ def panel(shown: Shown) -> RenderableType:
         + (f" +{status.restarts.uncounted} not counted" if status.restarts.uncounted else ""),
         f"time {duration(max(since, timedelta()).total_seconds())}",
     )
-    return Group(head, _bar(shown), _pods(shown))
+    return Group(head, _bar(shown, width), _pods(shown, width))
 
 
-def _bar(shown: Shown) -> RenderableType:
+def _bar(shown: Shown, width: int) -> RenderableType:
     progress = shown.status.progress
     if not progress:
         return Text("no progress reported yet", style="dim")
     row = Table.grid(padding=(0, 2))
     percent = progress.get("percent")
-    cells: list[RenderableType] = [] if percent is None else [ProgressBar(total=100, completed=percent, width=30)]
-    cells += [escape(printable(word)) for word in _figures(shown.status)]
-    row.add_row(*cells)
+    size = 30 if width >= _NARROW else 10
+    cells: list[RenderableType] = [] if percent is None else [ProgressBar(total=100, completed=percent, width=size)]
+    words = "  ".join(printable(word) for word in _figures(shown.status))
+    row.add_row(*cells, Text(words, overflow="ellipsis", no_wrap=True))
     return row
 
 
-def _pods(shown: Shown) -> RenderableType:
+def _pods(shown: Shown, width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("POD", "STATE", "LOG"):
+    titles = ("POD", "STATE", "LOG") if width >= _NARROW else ("POD", "STATE")
+    for title in titles:
         table.add_column(title, overflow="fold" if title == "LOG" else "ellipsis")
     for pod in shown.pods[-12:]:
         style = (
             "red" if pod.state.startswith("Error") else "green" if pod.state in ("Running", "Completed") else "yellow"
         )
-        table.add_row(pod.name, Text(pod.state, style=style), Text(shortest(pod.log), style="dim"))
+        cells = (pod.name, Text(pod.state, style=style), Text(shortest(pod.log), style="dim"))
+        table.add_row(*cells[: len(titles)])
     return table

@@ -11,9 +11,9 @@ import click
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import utc_now
 from ddpjob.api.near_misses import seconds
-from ddpjob.cli.output import PathTemplate, document, format_rows, make_list, printable
-from ddpjob.cli.places import EXIT_NEGATIVE, Place, in_place, with_backend
-from ddpjob.cli.root import bare, command_of_job, complete_job, print_line, print_note, root
+from ddpjob.cli.output import STATE_COLOURS, PathTemplate, document, format_rows, make_list, printable
+from ddpjob.cli.places import EXIT_MISTAKE, EXIT_NEGATIVE, Place, in_place, with_backend
+from ddpjob.cli.root import bare, command_of_job, complete_job, print_line, print_note, print_painted, root
 from ddpjob.cli.waiting import wait_for
 from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob
 from ddpjob.client.texts import job_text
@@ -69,7 +69,9 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
         print_note(f"no jobs in {backend.where}")
     else:
         for line in format_rows(bodies, utc_now(), wide=output == "wide", namespaces=everywhere):
-            print_line(line)
+            print_painted(line)
+        for warning in job_text.warnings(bodies):
+            click.secho(printable(warning), err=True, fg="yellow")
 
 
 def _format_body(body: Json, output: str | PathTemplate) -> str:
@@ -86,7 +88,7 @@ def _watch(backend: Backend, job: str | None, output: str | PathTemplate, *, eve
             first, wide = not widths, output == "wide"
             lines = format_rows([body], utc_now(), wide=wide, namespaces=everywhere, widths=widths)
             for line in lines if first else lines[1:]:
-                print_line(line + ("   (deleted)" if gone and line is lines[-1] else ""))
+                print_painted(line + ("   (deleted)" if gone and line is lines[-1] else ""))
         else:
             before = "---\n" if output == "yaml" else ""
             click.echo(before + _format_body(body, output), nl=isinstance(output, PathTemplate))
@@ -102,10 +104,11 @@ def _watch(backend: Backend, job: str | None, output: str | PathTemplate, *, eve
               help="Between two looks.")  # fmt: skip
 @with_backend
 def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
-    """Watch a job on a screen until it ends: progress, loss, samples/s, ranks, restarts with their causes.
+    """Watch all jobs, or one, on a live screen.
 
-    Without JOB all jobs, until Ctrl-C. The curves begin when the screen is opened; `ddpjob plot` draws earlier
-    steps too.
+    A job until it ends: progress, loss, samples/s, ranks, restarts with their causes. Without JOB
+    all jobs, the running ones first; keys move, find, open a job and show the ended ones. The
+    curves begin when the screen is opened; `ddpjob plot` draws earlier steps too.
 
     \b
     Example: ddpjob top first
@@ -124,10 +127,11 @@ def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
 @click.argument("folder", type=click.Path(path_type=Path), metavar="[FOLDER]", required=False)
 @in_place
 def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path | None) -> int:
-    """Serve pages for a browser until Ctrl-C: all jobs, and of each its restarts, curves, pods, events and logs.
+    """Serve pages for a browser until Ctrl-C.
 
-    Read-only, with your rights, and live. The address that is printed holds a token of this session; who has it sees
-    what you see. From another machine use `ssh -L 8300:127.0.0.1:8300`: the connection itself is not encrypted.
+    All jobs, and of each its restarts, curves, pods, events and logs: read-only, with your rights,
+    and live. The printed address holds a token of this session. Anyone who has it can see what you
+    can see. From another machine use `ssh -L 8300:127.0.0.1:8300`: the connection itself is not encrypted.
 
     With FOLDER, jobs that are gone: a checkpoint folder, or one that holds several, as `ddpjob show` reads them.
 
@@ -176,7 +180,7 @@ def plot(backend: Backend, job: str, output: Path | None) -> None:
 @root.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
 def show(folder: Path) -> None:
-    """Show what a job has left in its checkpoint folder, when its pods and the job itself are gone.
+    """Show what a deleted job has left in its checkpoint folder.
 
     Rounds, restarts with causes and tracebacks, the end and the last progress, from .ddpjob-rounds.jsonl, which job
     pods write there; curves from run/metrics.jsonl. FOLDER is that of storage.checkpoints, or a
@@ -204,7 +208,9 @@ def show(folder: Path) -> None:
 @command_of_job
 @with_backend
 def describe(backend: Backend, job: str) -> None:
-    """Show a job on one screen: what it does or waits for, conditions, slots, pods, restarts, events.
+    """Show a job on one screen.
+
+    What it does or waits for, conditions, slots, pods, restarts, events.
 
     \b
     Example: ddpjob describe first
@@ -215,7 +221,7 @@ def describe(backend: Backend, job: str) -> None:
     faults = list[str]()
     pods, events = if_allowed(backend.pods, job, faults), if_allowed(backend.events, job, faults)
     for line in job_text.describe(body, pods, events, utc_now()):
-        print_line(line)
+        print_painted(line)
     for fault in faults:
         print_note(fault)
 
@@ -223,7 +229,7 @@ def describe(backend: Backend, job: str) -> None:
 @command_of_job
 @with_backend
 def why(backend: Backend, job: str) -> int:
-    """Say what a job waits for, or why it failed, and what to do about it.
+    """Explain why a job waits or failed, and what to do.
 
     \b
     Exit code: 1 if it has failed, else 0.
@@ -233,8 +239,9 @@ def why(backend: Backend, job: str) -> int:
 
     body = backend.job(job)
     faults = list[str]()
-    for line in job_text.why(body, if_allowed(backend.pods, job, faults), utc_now()):
-        print_line(line)
+    colour = STATE_COLOURS.get(job_text.phase(body), "")
+    for number, line in enumerate(job_text.why(body, if_allowed(backend.pods, job, faults), utc_now())):
+        print_painted(line, "" if number else colour)
     for fault in faults:
         print_note(fault)
     return EXIT_NEGATIVE if job_text.phase(body) == "Failed" else 0
@@ -309,6 +316,9 @@ def logs(
         print_note(note)
     if nothing := follower.why_nothing():
         print_note(nothing)
+        held = list(follower.ranks.values())
+        if rank and held and not any(number in ranks for ranks in held for number in rank):
+            return EXIT_MISTAKE
     return EXIT_NEGATIVE if follower.notes and not follower.seen else 0
 
 
@@ -335,6 +345,38 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
 
 
 @command_of_job
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The pod that has this rank now.")
+@click.option("--index", type=click.IntRange(0), help="The newest pod of this slot, also of a job with a command.")
+@with_backend
+def pod(backend: Backend, job: str, rank: int, index: int | None) -> None:
+    """Print the name of the pod that has a rank.
+
+    \b
+    Example: kubectl exec -it $(ddpjob pod first --rank 8) -c trainer -- bash
+             kubectl cp $(ddpjob pod first):/checkpoints/a.pt a.pt -c trainer
+             kubectl port-forward $(ddpjob pod first) 6006
+    """
+    from ddpjob.client.logs.log_follower import newest_pods, ranks_of_pods
+
+    body, pods = backend.job(job), backend.pods(job)
+    if index is not None:
+        of_slot = [each.name for each in newest_pods(pods) if each.index == index]
+        if not of_slot:
+            raise Mistake(f"{job} has no pod of slot {index}")
+        print_line(of_slot[0])
+        return
+    if body["spec"].get("command"):
+        raise Mistake(f"{job} runs a command, so its ranks are not known; choose a pod with --index")
+    held = ranks_of_pods(pods, body)
+    found = next((name for name, ranks in held.items() if rank in ranks), None)
+    if found is None:
+        last = max((ranks[-1] for ranks in held.values() if ranks), default=None)
+        there = "no pod has a rank yet" if last is None else f"the ranks are 0 to {last}"
+        raise Mistake(f"{job} has no rank {rank}; {there}")
+    print_line(found)
+
+
+@command_of_job
 @with_backend
 def events(backend: Backend, job: str) -> None:
     """Print a job's events, the oldest first; ! marks warnings.
@@ -345,7 +387,7 @@ def events(backend: Backend, job: str) -> None:
     backend.job(job)
     found = backend.events(job)
     for event in found:
-        print_line(job_text.event_line(event, utc_now()))
+        print_painted(job_text.event_line(event, utc_now()), "yellow" if event.warning else "")
     if not found:
         print_note(f"no events of {job}; a cluster keeps them for an hour")
 
@@ -356,10 +398,13 @@ def events(backend: Backend, job: str) -> None:
 @click.option("--timeout", metavar="1h", help="Give up after this time, with exit code 124.")
 @in_place
 def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
-    """Wait until a job has ended, or is in a state. Unlike `kubectl wait` it ends when the job fails.
+    """Wait until a job has ended, or is in a state.
+
+    Unlike `kubectl wait` it ends when the job fails.
 
     \b
-    Exit code: 0 it is Complete (or what --for names), 1 it has failed or was deleted, 124 timeout.
+    Exit code: 0 it is Complete (or what --for names), 1 it has failed or was
+    deleted, 124 timeout.
     Example: ddpjob wait first --timeout 2h && ddpjob logs first --tail 1
     """
     length = None if timeout is None else float(timeout) if timeout.isdigit() else seconds(timeout)
@@ -374,7 +419,7 @@ def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
 @click.option("--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot.")
 @with_backend
 def stacks(backend: Backend, job: str, index: tuple[int, ...]) -> None:
-    """Print what every rank is doing: the Python stack of its main thread. Training continues.
+    """Print the Python stack of every rank, while it trains.
 
     \b
     Example: ddpjob stacks first --index 3

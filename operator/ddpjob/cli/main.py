@@ -15,7 +15,8 @@ from ddpjob.api.yamltext import MAX_MESSAGE, shown
 from ddpjob.cli.output import abandon_output, printable, usable_streams
 from ddpjob.cli.places import EXIT_MISTAKE, EXIT_NEGATIVE, PLACE_OPTIONS, PLUGIN, Place, exit_code, in_place
 from ddpjob.cli.root import SystemFault, print_line, print_note, root
-from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.backends.backend import Mistake, Unreachable
+from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.missing_package import installed_version
 
 # In the order in which the help lists the commands.
@@ -27,17 +28,24 @@ from ddpjob.cli import changing  # noqa: F401  isort: skip
 @root.command()
 @in_place
 def doctor(place: Place) -> int:
-    """Check that this client, the cluster's definition (CRD), the operator and your rights fit together.
+    """Check the cluster, or this machine.
+
+    On a cluster: whether this client, the definition (CRD), the operator and your rights fit
+    together. On this machine, if no cluster is configured or jobs are local: Python, torch, GPUs,
+    /dev/shm, ports and disk.
 
     \b
-    Exit code: 0 all is well, 1 something is not, 3 no cluster.
-    Example: ddpjob doctor -n research
+    Exit code: 0 all is well, 1 something is not, 3 no cluster (with --cluster).
+    Example: ddpjob doctor --local
+             ddpjob doctor -n research
     """
     from ddpjob.client.texts.diagnose import checks
+    from ddpjob.client.texts.diagnose_machine import checks_of_machine
 
-    backend = place.cluster()
+    backend = _cluster_if_any(place)
+    found = checks_of_machine() if backend is None else checks(backend.api, backend.namespace)
     faults = 0
-    for check in checks(backend.api, backend.namespace):
+    for check in found:
         mark = {True: "ok", False: "FAULT", None: "?"}[check.ok]
         print_line(f"{mark:<6}{check.what}")
         if check.ok is False:
@@ -46,9 +54,22 @@ def doctor(place: Place) -> int:
     return EXIT_NEGATIVE if faults else 0
 
 
+def _cluster_if_any(place: Place) -> ClusterBackend | None:
+    """Return the cluster; None if the jobs are local, or no cluster is configured or named."""
+    if place.is_local():
+        return None
+    try:
+        return place.cluster()
+    except Unreachable as unreachable:
+        if place.local is False or place.namespace or place.context or place.kubeconfig or "KUBECONFIG" in os.environ:
+            raise
+        print_note(f"{unreachable}; checking this machine")
+        return None
+
+
 @root.command()
 def version() -> None:
-    """Print the version of this client; `ddpjob doctor` compares it with the cluster's.
+    """Print the version of this client.
 
     \b
     Example: ddpjob version

@@ -11,6 +11,8 @@ from datetime import datetime
 from io import TextIOWrapper
 from typing import Any
 
+import click
+
 from ddpjob.api.job_spec import Json
 from ddpjob.api.yamltext import write_document
 from ddpjob.client.texts.job_text import header, row, table
@@ -22,6 +24,24 @@ def printable(text: str) -> str:
     A job's owner controls its messages and progress.
     """
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+STATE_COLOURS = {
+    **dict.fromkeys(("Running", "Complete"), "green"),
+    "Failed": "red",
+    **dict.fromkeys(("Restarting", "Suspended", "Queued", "Interrupted"), "yellow"),
+    **dict.fromkeys(("Starting", "Pending"), "cyan"),
+}
+"""Colours of states, by names that click and rich share."""
+_STATE = re.compile(rf"(?<![^\s])({'|'.join(STATE_COLOURS)})(?![^\s])")
+
+
+def paint(line: str) -> str:
+    """Colour the first state in a line; click removes colours from output that is not a terminal.
+
+    Names of jobs are lower case, so the first state is that of the column.
+    """
+    return _STATE.sub(lambda found: click.style(found[0], fg=STATE_COLOURS[found[0]]), line, count=1)
 
 
 def usable_streams() -> None:

@@ -54,7 +54,7 @@ class Place:
     def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
         """Return the cluster's backend, whatever is_local returns."""
         if self.local:
-            raise Mistake("--local: -A, --server and `ddpjob doctor` ask a cluster; leave --local out")
+            raise Mistake("--local: -A and --server ask a cluster; leave --local out")
         from ddpjob.client.backends.api_server import ApiServer
 
         return ClusterBackend(ApiServer.open(self.kubeconfig, self.context), self.namespace, everywhere=everywhere)

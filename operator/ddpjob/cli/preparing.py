@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +15,55 @@ from ddpjob.cli.output import document, documents
 from ddpjob.cli.places import EXIT_NEGATIVE, PLACE_NAMES, Place, in_place
 from ddpjob.cli.root import BeforeArguments, print_line, print_note, root, say
 from ddpjob.cli.waiting import wait_for
-from ddpjob.client.backends.backend import Backend, Mistake
+from ddpjob.client.backends.backend import Backend, Mistake, NoSuchJob
+from ddpjob.client.backends.process_backend import ProcessBackend
+from ddpjob.client.texts.job_text import phase
 
 _RUN = """\
-Run the job of a manifest on this machine, as the operator does on a cluster: same checks, restarts, budget and status.
-A pod is a process group with its own log file; all traffic stays on 127.0.0.1.
+Run the job of a manifest on this machine.
+
+As the operator does on a cluster: same checks, restarts, budget and status. A pod is a process group
+with its own log file; all traffic stays on 127.0.0.1.
 
 \b
 Differences from a cluster:
-  image, imagePull*, resources, scheduling   not used: this Python runs the job, with what the machine has
-  disks              all pods share this machine's: their working folder, /tmp and checkpoints are the same ones
-  gpusPerNode        assigned by CUDA_VISIBLE_DEVICES; with too few GPUs the job trains on the CPU, with a note
-  rendezvous.port    replaced by free ports, so that several jobs can run side by side
-  script, module     relative to the current folder (or spec.workingDir, or --workdir)
-  storage.data       the hostPath if it exists, else RUNS/JOB/data, or --data
-  storage.checkpoints  always RUNS/JOB/checkpoints, kept between runs: the next run resumes from there (unless --fresh);
-                     copies go to the url's folder local.HOST.RUNS/JOB, with this shell's AWS_* variables
-  env valueFrom, envFrom   Secrets and ConfigMaps cannot be read; variables of this shell are used instead
-  stdout, stderr     the pod's log, a file: `> /dev/stderr` in a script empties it, `>&2` does not
-  podTemplate        only env of the trainer is used; sidecars, init containers and volumes are not
-  ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept   not used: logs are files, and are kept
+  image, imagePull*, resources, scheduling
+      not used: this Python runs the job, with what the machine has
+  disks
+      all pods share this machine's: their working folder, /tmp and
+      checkpoints are the same ones
+  gpusPerNode
+      assigned by CUDA_VISIBLE_DEVICES; with too few GPUs the job trains on
+      the CPU, with a note
+  rendezvous.port
+      replaced by free ports, so that several jobs can run side by side
+  script, module
+      relative to the current folder (or spec.workingDir, or --workdir)
+  storage.data
+      the hostPath if it exists, else RUNS/JOB/data, or --data
+  storage.checkpoints
+      always RUNS/JOB/checkpoints, kept between runs: the next run resumes
+      from there (unless --fresh); copies go to the url's folder
+      local.HOST.RUNS/JOB, with this shell's AWS_* variables
+  env valueFrom, envFrom
+      Secrets and ConfigMaps cannot be read; variables of this shell are
+      used
+  stdout, stderr
+      the pod's log, a file: `> /dev/stderr` in a script empties it, `>&2`
+      does not
+  podTemplate
+      only env of the trainer is used; sidecars, init containers and volumes
+      are not
+  ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept
+      not used: logs are files, and are kept
 
-Runs are kept in ./runs or $DDPJOB_RUNS. Ctrl-C: the nodes save a checkpoint and exit; a second Ctrl-C kills them.
-SIGTERM, a closed terminal (without `nohup`) and a closed output pipe do the same. No process is left behind.
+Runs are kept in ./runs or $DDPJOB_RUNS. Ctrl-C: the nodes save a checkpoint and exit; a second
+Ctrl-C kills them. SIGTERM, a closed terminal (without `nohup`) and a closed output pipe do the
+same. No process is left behind.
 
 \b
-Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started), 129 closed terminal, 130 Ctrl-C, 141 no reader,
-143 SIGTERM.
+Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started),
+129 closed terminal, 130 Ctrl-C, 141 no reader, 143 SIGTERM.
 Example: ddpjob run examples/digits.yaml"""
 
 
@@ -52,20 +75,30 @@ Example: ddpjob run examples/digits.yaml"""
 @click.option(
     "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0 trains on the CPU."
 )
-def init(script: Path, name: str, image: str, nodes: int, gpus: int) -> None:
-    """Write a first manifest, job.yaml, and a script if SCRIPT does not exist yet.
+@click.option("--check", is_flag=True, help="Write nothing; only read SCRIPT.")
+def init(script: Path, name: str, image: str, nodes: int, gpus: int, check: bool) -> int:
+    """Write a first manifest, and show what a script needs.
 
-    The script trains a small model, shows its loss, saves, and continues from what it saved. A file that is there is
-    left as it is.
+    Writes job.yaml, and a small script if SCRIPT does not exist yet. Existing files are kept.
+
+    An existing SCRIPT is read, but not executed. If it was written for one GPU, the lines that make
+    it train on several are printed, with its own names and line numbers.
 
     \b
+    Exit code of --check: 1 if the ranks of SCRIPT form no group.
     Example: ddpjob init
              ddpjob init my_script.py --name mine --gpus 8
+             ddpjob init my_script.py --check
     """
-    from ddpjob.cli.starter import write_starter
+    from ddpjob.cli.starter import check_script, write_starter
 
-    for line in write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus):
-        click.echo(line)
+    if check:
+        forms_group, lines = check_script(script)
+    else:
+        forms_group, lines = True, list(write_starter(script, name=name, image=image, nodes=nodes, gpus=gpus))
+    for line in lines:
+        print_line(line)
+    return 0 if forms_group else EXIT_NEGATIVE
 
 
 @root.command(help=_RUN)
@@ -89,10 +122,11 @@ def run(file: str, name: str | None, fresh: bool, data: Path | None, workdir: Pa
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing about valid manifests.")
 @in_place
 def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], server: bool, quiet: bool) -> int:
-    """Check manifests: schema, rules, podTemplate, and what the API server would refuse in the pods.
+    """Check manifests, without a cluster.
 
-    Every DDPJob of files, folders and standard input (-) is checked, with several documents in a file and Lists;
-    objects of other kinds are ignored. Needs no cluster, but for --server.
+    Schema, rules, podTemplate, and what the API server would refuse in the pods. Every DDPJob of
+    files, folders and standard input (-) is checked, with several documents in a file and Lists;
+    objects of other kinds are ignored. Only --server needs a cluster.
 
     \b
     Exit code: 0 all are valid, 2 one is not.
@@ -147,7 +181,7 @@ def _complete_field(ctx: click.Context, parameter: click.Parameter, incomplete: 
 @click.argument("field", default="", shell_complete=_complete_field)
 @click.option("--recursive", is_flag=True, help="The names and types of all fields below, without their descriptions.")
 def explain(field: str, recursive: bool) -> None:
-    """Explain a field of a DDPJob: type, limits, default, rules. As `kubectl explain`, without a cluster.
+    """Explain a field of a DDPJob: type, limits, default, rules.
 
     \b
     Example: ddpjob explain spec.recovery
@@ -161,11 +195,12 @@ def explain(field: str, recursive: bool) -> None:
 
 @root.command()
 def schema() -> None:
-    """Print the JSON schema of DDPJob, by which editors complete and check manifests.
+    """Print the JSON schema of DDPJob, for editors.
 
     \b
     Example: ddpjob schema > ddpjob.schema.json
-             and as the first line of a manifest, for yaml-language-server (VS Code, Neovim, ...):
+             and as the first line of a manifest, for yaml-language-server
+             (VS Code, Neovim, ...):
              # yaml-language-server: $schema=ddpjob.schema.json
     """
     import json
@@ -195,12 +230,13 @@ def schema() -> None:
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set any field of spec; the value is YAML."
 )
+@click.option("--fresh", is_flag=True, help="On this machine: start from scratch, although the name has checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Create nothing.")
 @click.option("-o", "--output", type=click.Choice(["yaml", "json", "name"]), help="Print what is created.")
 @click.option("--wait", "waits", is_flag=True, help="Wait until the job ends, as `ddpjob wait` does.")
 @in_place
 def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) -> int:
-    """Create a job from a manifest, or from a script and the options below.
+    """Create a job from a manifest, a script or a folder.
 
     A manifest describes its jobs alone: options that describe one are refused, and objects of other kinds are named
     and left out. A script or a folder of this machine travels with the job in a ConfigMap, up to 1 MiB, a folder
@@ -209,11 +245,13 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
     \b
     Example: ddpjob submit job.yaml --wait
-             ddpjob submit --nodes 2 --gpus 8 --image pytorch/pytorch train.py -- --epochs 10
-             ddpjob submit --nodes 2 --gpus 0 --image IMAGE --dry-run -o yaml ./project --entry train.py
+             ddpjob submit --nodes 2 --gpus 8 --image IMAGE train.py -- --lr 1
+             ddpjob submit --image IMAGE --dry-run -o yaml ./src --entry train.py
     """
 
     local = place.is_local()
+    if options["fresh"] and not local:
+        raise click.UsageError("--fresh: only with --local; a cluster's checkpoints are on its volume or in its bucket")
     output = options["output"] or ("yaml" if options["dry_run"] else None)
     shown, created = list[Any](), list[tuple[Backend, str]]()
     try:
@@ -223,14 +261,19 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
                 backend = place.backend()
                 if not local and not place.namespace and bodies[-1]["metadata"].get("namespace"):
                     backend = replace(place, namespace=bodies[-1]["metadata"]["namespace"], local=None).backend()
-                name = backend.create(bodies)
+                begins = ""
+                if isinstance(backend, ProcessBackend):
+                    begins = _describe_earlier(backend, name, fresh=options["fresh"])
+                    name = backend.create(bodies, fresh=options["fresh"])
+                else:
+                    name = backend.create(bodies)
                 created.append((backend, name))
             if output == "name":
                 click.echo(f"ddpjob.ddpjob.io/{name}")
             elif output:
                 shown += bodies
             else:
-                say(f"ddpjob {name} created", backend)
+                say(f"ddpjob {name} created{begins}", backend)
             if local:
                 continue
             if not _keeps_files(bodies[-1]["spec"]):
@@ -246,6 +289,17 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
             click.echo(documents(shown, str(output)), nl=False)
     codes = [wait_for(backend, name, "end", None) for backend, name in created] if options["waits"] else []
     return next(filter(None, codes), 0)
+
+
+def _describe_earlier(backend: ProcessBackend, name: str, *, fresh: bool) -> str:
+    """Return what a submission does with an ended job of this name; empty if there is none."""
+    from ddpjob.client.rerun_jobs import where_it_begins
+
+    try:
+        state = phase(backend.job(name))
+    except NoSuchJob:
+        return f"; {where_it_begins(name, True)}" if backend.resumes(name) and not fresh else ""
+    return f" in place of the {state} one; {where_it_begins(name, backend.resumes(name) and not fresh)}"
 
 
 def _is_manifest(program: str) -> bool:
@@ -281,7 +335,7 @@ def _refuse_options_of_scripts() -> None:
     context = click.get_current_context()
     for option in context.command.params:
         given = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
-        if given and option.name not in ("program", "dry_run", "output", "waits", *PLACE_NAMES):
+        if given and option.name not in ("program", "fresh", "dry_run", "output", "waits", *PLACE_NAMES):
             raise click.UsageError(f"{option.opts[0]}: only for a script, folder or module; change it in the manifest")
 
 
@@ -307,7 +361,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
     pairs = [variable.partition("=") for variable in options["env"]]
     if wrong := [name for name, equals, _ in pairs if not equals]:
         raise click.UsageError(f"--env {wrong[0]}: write NAME=VALUE")
-    apart = ("env", "settings", "dry_run", "output", "waits")
+    apart = ("env", "settings", "fresh", "dry_run", "output", "waits")
     given = {key: value for key, value in options.items() if key not in apart}
     given |= {"env": {name: value for name, _, value in pairs}, "settings": read_settings(options["settings"])}
     request = JobRequest(program=program, args=args, **given)
@@ -318,18 +372,23 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
 
 @root.command(cls=BeforeArguments)
 @click.argument("words", metavar="FILE... | -- torchrun ...", nargs=-1, required=True)
-@click.option("--image", default="IMAGE", help="For a torchrun command line.")
-@click.option("--name", default="", help="For a torchrun command line.")
-def convert(words: tuple[str, ...], image: str, name: str) -> int:
-    """Translate a PyTorchJob, a TrainJob or a torchrun command line into a DDPJob.
+@click.option("--image", default="", help="The image, in place of the manifest's.")
+@click.option("--name", default="", help="Name of the job, for a command line.")
+@click.option("--script", default="", help="The script, if the image's own entry point starts it.")
+@click.option("--runtime", default="", metavar="FILE|cluster", help="Where the runtime of a TrainJob is.")
+def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime: str) -> int:
+    """Translate jobs of Kubeflow, and torchrun lines.
 
-    The manifest goes to standard output; what could not be carried over, and what is wrong with the result,
-    to standard error.
+    Reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun, accelerate,
+    deepspeed and srun. Prints the DDPJob. What could not be carried over, and what is wrong with
+    the result, goes to standard error. A runtime is read from the same file, from --runtime FILE,
+    or with --runtime cluster from the cluster of the kubeconfig.
 
     \b
     Exit code: 0 the result is valid, 1 it needs changes.
     Example: ddpjob convert pytorchjob.yaml > job.yaml
-             ddpjob convert --image IMAGE -- torchrun --nnodes=2 --nproc-per-node=8 train.py --lr 0.1
+             ddpjob convert trainjob.yaml --runtime cluster
+             ddpjob convert --image IMAGE -- torchrun --nproc-per-node=8 train.py
     """
     from ddpjob.client.manifests.convert_jobs import convert as convert_manifest
     from ddpjob.client.manifests.convert_jobs import convert_command
@@ -337,11 +396,16 @@ def convert(words: tuple[str, ...], image: str, name: str) -> int:
 
     several = len(words) > 1 and not all(word.endswith(SUFFIXES) for word in words)
     if several or (" " in words[0] and not _exists(words[0])):
-        made = [convert_command(words, name, image)]
-    elif name or image != "IMAGE":
-        raise click.UsageError("--image, --name: only for a torchrun command line; change them in the result")
+        if script or runtime:
+            raise click.UsageError("--script, --runtime: only for manifests; a command line names its script")
+        made = [convert_command(words, name, image or "IMAGE")]
+    elif name:
+        raise click.UsageError("--name: only for a command line; change metadata.name in the result")
     else:
-        made = [convert_manifest(value) for word in words for value in _foreign(word)]
+        found = [_foreign(word) for word in words]
+        jobs, runtimes = (list(chain.from_iterable(part)) for part in zip(*found, strict=True))
+        runtimes += _runtimes(runtime, jobs) if runtime else []
+        made = [convert_manifest(value, runtimes, script=script, image=image) for value in jobs]
     faulty = False
     for number, conversion in enumerate(made):
         text = document(conversion.job, "yaml")
@@ -370,32 +434,56 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _foreign(source: str) -> list[Any]:
-    """Return the manifests that can be converted, and print the names of the others."""
-    from ddpjob.api.reader import CONVERTIBLE
-    from ddpjob.api.yamltext import YamlError, read_documents
-    from ddpjob.client.manifests.manifest_sources import refuse_address, standard_input
+def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
+    """Return the runtimes of a file, or of the cluster those that the jobs name."""
+    from ddpjob.client.manifests.training_runtimes import KINDS, runtime_paths
 
-    refuse_address(source, "convert")
-    try:
-        text = standard_input() if source == "-" else Path(source).read_text(encoding="utf-8")
-        items = [item.value for document in read_documents(text) for item in document.items()]
-    except OSError as error:
-        raise Mistake(f"{source}: {error.strerror}") from error
-    except YamlError as error:
-        if not text.startswith("#!"):  # Otherwise it is a script, such as one for Slurm, not wrong YAML.
-            raise Mistake(f"{source}, line {error.line}: {error}") from error
-        items = []
-    except UnicodeDecodeError as error:
-        raise Mistake(f"{source}: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
-    found = [item for item in items if isinstance(item, dict) and item.get("kind") in CONVERTIBLE]
-    kinds = dict.fromkeys(str(item.get("kind")) for item in items if isinstance(item, dict) and item not in found)
+    if where != "cluster":
+        found = [item for item in _items(where) if isinstance(item, dict) and item.get("kind") in KINDS]
+        if not found:
+            raise Mistake(f"--runtime {where}: contains no {' or '.join(KINDS)}")
+        return found
+    backend = Place(None, None, None, local=False).cluster()
+    paths = dict.fromkeys(path for job in jobs for path in runtime_paths(job, backend.namespace))
+    asked = ((kind, backend.api.optional(path)) for kind, path in paths)
+    return [{**body, "kind": kind} for kind, body in asked if body is not None]
+
+
+def _foreign(source: str) -> tuple[list[Any], list[Any]]:
+    """Return the manifests that can be converted, and the runtimes; print the names of the others."""
+    from ddpjob.api.reader import CONVERTIBLE
+    from ddpjob.client.manifests.training_runtimes import KINDS
+
+    items = [item for item in _items(source) if isinstance(item, dict)]
+    found = [item for item in items if item.get("kind") in CONVERTIBLE]
+    runtimes = [item for item in items if item.get("kind") in KINDS]
+    kinds = dict.fromkeys(str(item.get("kind")) for item in items if item not in found and item not in runtimes)
     if not found:
-        there = f", but {', '.join(kinds)}" if kinds else ""
+        there = f", but {', '.join((*kinds, *(KINDS[:1] if runtimes else ())))}" if kinds or runtimes else ""
         raise Mistake(
             f"{source}: contains none of {', '.join(CONVERTIBLE)}{there}; for other kinds, convert the line that "
             f"starts torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
         )
     if kinds:
         print_note(f"# {source}: left out, not one of {', '.join(CONVERTIBLE)}: {', '.join(kinds)}")
-    return found
+    return found, runtimes
+
+
+def _items(source: str) -> list[Any]:
+    """Return the objects of a file, or of standard input. Raises Mistake."""
+    from ddpjob.api.yamltext import YamlError, read_documents
+    from ddpjob.client.manifests.manifest_sources import refuse_address, standard_input
+
+    refuse_address(source, "convert")
+    text = ""
+    try:
+        text = standard_input() if source == "-" else Path(source).read_text(encoding="utf-8")
+        return [item.value for document in read_documents(text) for item in document.items()]
+    except OSError as error:
+        raise Mistake(f"{source}: {error.strerror}") from error
+    except YamlError as error:
+        if not text.startswith("#!"):  # Otherwise it is a script, such as one for Slurm, not wrong YAML.
+            raise Mistake(f"{source}, line {error.line}: {error}") from error
+        return []
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{source}: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error

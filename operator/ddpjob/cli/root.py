@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ddpjob.cli.output import printable
+from ddpjob.cli.output import paint, printable
 from ddpjob.cli.places import Place
 from ddpjob.client.backends.backend import Backend, Mistake
 from ddpjob.missing_package import installed_version
@@ -17,14 +17,29 @@ from ddpjob.missing_package import installed_version
 _ROOT = """\
 PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
 
-Jobs of a cluster and of this machine have the same commands. Without --local or --cluster a command refers to
-this machine where `ddpjob run` was used ($DDPJOB_RUNS, else ./runs, holds a job), else the cluster of the kubeconfig;
--n, --context and --kubeconfig mean the cluster, and so does `kubectl ddp`. DDPJOB_PLACE=local or cluster decides it.
-
 \b
-Exit codes: 0 done; 1 the job has failed, or doctor found a fault; 2 wrong input, nothing was changed (of several
-jobs: but those that were named before); 3 the cluster cannot be reached; 124 `wait` has waited long enough; 130 Ctrl-C.
+Begin here:
+  ddpjob init train.py         a manifest, and what your script needs
+  ddpjob run job.yaml          train on this machine
+  ddpjob submit job.yaml       train on the cluster of your kubeconfig
+  ddpjob top                   watch all jobs;  ddpjob why JOB  if one fails
 """
+PLACES = """\
+Which jobs: without --local or --cluster, those of this machine if `ddpjob run`
+was used here ($DDPJOB_RUNS, else ./runs, holds a job), else those of the cluster.
+-n, --context, --kubeconfig and `kubectl ddp` mean the cluster. DDPJOB_PLACE=local
+or cluster decides it.
+
+Exit codes: 0 done; 1 the job has failed, or a check found a fault; 2 wrong input,
+nothing was changed (with several jobs: those listed earlier were); 3 the cluster
+cannot be reached; 124 `wait` timed out; 130 Ctrl-C."""
+
+GROUPS = {
+    "Begin": ("init", "run", "submit", "convert"),
+    "Watch": ("get", "top", "describe", "why", "logs", "events", "plot", "dashboard", "stacks", "pod", "wait", "show"),
+    "Change": ("scale", "suspend", "resume", "restart", "rerun", "stop", "kill", "delete"),
+    "Check": ("validate", "explain", "schema", "doctor", "version", "completion"),
+}
 
 
 _MEANT = {
@@ -47,6 +62,21 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands in groups; a command without a group comes last."""
+        grouped = [name for names in GROUPS.values() for name in names]
+        others = tuple(name for name in self.commands if name not in grouped)
+        for title, names in {**GROUPS, "Other": others}.items():
+            known = [(name, self.commands[name]) for name in names if name in self.commands]
+            if known:
+                with formatter.section(title):
+                    formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in known])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for part in PLACES.split("\n\n"):
+            formatter.write_paragraph()
+            formatter.write_text(part.replace("\n", " "))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
@@ -161,3 +191,8 @@ def print_note(text: str) -> None:
 
 def print_line(line: str) -> None:
     click.echo(printable(line))
+
+
+def print_painted(line: str, colour: str = "") -> None:
+    """Print a line whose state, or all of it, has a colour on a terminal."""
+    click.echo(click.style(printable(line), fg=colour) if colour else paint(printable(line)))

@@ -95,8 +95,13 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
     yield f"{'now':>10} {losses[-1]:.4g}"
 
 
+PICTURES = (".png", ".svg", ".pdf")
+
+
 def draw(text: str, job: str, output: Path) -> None:
     """Write the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake."""
+    if output.suffix not in PICTURES:
+        raise Mistake(f"--output {output}: must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
         needed = INSTALL.format(extra="trainer")
         raise Mistake(f"a picture needs the built-in trainer: {needed}; without --output the curves are printed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
 from ddpjob_runtime.protocol import COUNTED_SPEED
@@ -18,6 +18,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import JobStatus, Phase, utc_now
 from ddpjob.cli.display import PHASE_COLOURS, reported_accuracy
+from ddpjob.cli.job_list import in_order, show_list
 from ddpjob.cli.output import format_rows, printable
 from ddpjob.cli.terminal_curves import sparkline
 from ddpjob.client.backends.backend import Backend, Mistake, OutagePatience, PodLine
@@ -144,12 +145,19 @@ def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> No
 
     def look() -> tuple[RenderableType, bool]:
         if job is None:
-            rows = format_rows(backend.jobs(), utc_now())
+            rows = format_rows(in_order(backend.jobs()), utc_now())
             return Group(*map(_text, rows)), False
         body = backend.job(job)
         ended = JobStatus.read(body.get("status") or {}).terminal or phase(body) == "Interrupted"
         return screen.frame(body, backend.pods(job), utc_now()), ended
 
+    def open_job(name: str) -> Callable[[], RenderableType]:
+        opened = JobScreen()
+        return lambda: opened.frame(backend.job(name), backend.pods(name), utc_now())
+
+    if job is None and console.is_terminal and not once:
+        show_list(backend, console, open_job, seconds)
+        return
     frame, ended = look()
     if once or ended or not console.is_terminal:
         console.print(frame)

@@ -119,7 +119,7 @@ def change(backend: Backend, name: str, spec: Json) -> None:
     """
     state = phase(backend.job(name))
     if state in FINISHED:
-        raise Mistake(f"{name} is {state} and cannot start again; delete it and submit it again")
+        raise Mistake(f"{name} is {state} and cannot be changed; `ddpjob rerun {name}` starts it again")
     backend.patch(name, spec)
 
 

@@ -298,6 +298,8 @@ _TEXTS = {
     "ddpjob_job_unknown_repeats": "Restarts of a job with an unknown number of repeated steps",
     "ddpjob_job_snapshots_refused":
         "1 while the states of the training do not fit into the pods' memory (condition SnapshotsHeld), else 0",
+    "ddpjob_job_slow_rank":
+        "1 while a clearly slow rank stays in its place (condition RanksKeepPace), else 0",
     "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
     "ddpjob_train_copy_timestamp_seconds":
         "Unix time at which the newest checkpoint in the bucket was saved, as reported",
@@ -415,6 +417,8 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, useful_seconds: f
     add("ddpjob_job_queue_not_served", _reason(status, ConditionType.SUSPENDED) == QUEUE_NOT_SERVED)
     held = status.condition(ConditionType.SNAPSHOTS_HELD)
     add("ddpjob_job_snapshots_refused", bool(training and held is not None and not held.status))
+    pace = status.condition(ConditionType.RANKS_KEEP_PACE)
+    add("ddpjob_job_slow_rank", bool(training and pace is not None and not pace.status))
     add("ddpjob_job_budget_spent_restarts", status.restarts.counted)
     add("ddpjob_job_budget_restarts", job.spec.recovery.max_restarts)
     own = status.progress.get("metrics")

@@ -16,6 +16,7 @@ from ddpjob.core.begin import Begun, begin, yield_room
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Decision, Event, Failure
 from ddpjob.core.failures.liveness import lost_since
 from ddpjob.core.failures.node_health import find_next_judgement
+from ddpjob.core.failures.slow_ranks import find_next_move
 from ddpjob.core.follow.outcome import is_done
 from ddpjob.core.follow.stages import Followed, follow
 from ddpjob.core.plan.actions import plan_actions, plan_notifications
@@ -134,7 +135,7 @@ def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None)
     world = view.world
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
     quiet = quiet and not followed.news and not followed.undecided and not _is_somebody_silent(view)
-    moments = (_deadline(view), held, find_next_judgement(view))
+    moments = (_deadline(view), held, find_next_judgement(view), find_next_move(view))
     due = [max(0.0, (moment - view.now).total_seconds()) for moment in moments if moment is not None]
     return min([BLOCKED_POLL if blocked else max(POLL, world.report_seconds) if quiet else POLL, *due])
 

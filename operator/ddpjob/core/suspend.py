@@ -61,7 +61,12 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
             status = with_condition(status, kind, False, "Suspended", "the job is suspended", now)
     for kind in (
         *(ConditionType.FAST_RECOVERY, ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED),
-        *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.PREFLIGHT_PASSED),
+        *(
+            ConditionType.RANKS_KEEP_PACE,
+            ConditionType.CHECKPOINTS_COPIED,
+            ConditionType.SNAPSHOTS_HELD,
+            ConditionType.PREFLIGHT_PASSED,
+        ),
     ):
         status = without_condition(status, kind)
     shown, reported = without_speed(status.progress), without_speed(view.reported_progress)

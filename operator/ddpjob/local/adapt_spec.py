@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import os
 import shlex
@@ -221,7 +222,9 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
         if Path(spec.script).is_absolute():
             remedy = "is not on this machine; write its path on this machine, or a path relative to --workdir DIR"
         else:
-            remedy = f"is not in {working_dir.absolute()}; name its folder with --workdir DIR"
+            near = difflib.get_close_matches(spec.script, [path.name for path in working_dir.glob("*.py")], n=1)
+            meant = f"did you mean {near[0]}?" if near else "name its folder with --workdir DIR"
+            remedy = f"is not in {working_dir.absolute()}; {meant}"
         yield f"spec.script: {spec.script} {remedy}"
 
 

@@ -38,7 +38,7 @@ _OWNED_CONTAINER = {
     "restartPolicy": _NOT_RESTARTED,
     "restartPolicyRules": _NOT_RESTARTED,
 }
-_OWNED_VARIABLES = re.compile(r"(DDPJOB_|PET_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK")
+OWNED_VARIABLES = re.compile(r"(DDPJOB_|PET_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK")
 _OWNED_METADATA = ("name", "generateName", "namespace", "ownerReferences", "finalizers")
 SNAPSHOT_PATH = "/run/ddpjob"
 """The folder in memory that holds the newest states of the training."""
@@ -121,7 +121,7 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
         if field in container:
             yield f"{path}.{field}: belongs to the operator; remove it ({remedy})"
     for position, variable in enumerate(container.get("env") or ()):
-        if _OWNED_VARIABLES.fullmatch(str(variable.get("name"))):
+        if OWNED_VARIABLES.fullmatch(str(variable.get("name"))):
             yield f"{path}.env[{position}].name: {_cut(variable['name'])} is set by the operator; remove it"
     for position, mount in enumerate(container.get("volumeMounts") or ()):
         owner = _OWNED_MOUNTS.get(mounted_at(mount))

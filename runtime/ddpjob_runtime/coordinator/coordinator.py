@@ -13,6 +13,7 @@ from ddpjob_runtime.coordinator.progress import ACTIVITY, MergedProgress, is_of_
 from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.coordinator.takeover import Resume, Takeover
+from ddpjob_runtime.coordinator.witnesses import Witnesses
 from ddpjob_runtime.protocol import (
     AT_RISK,
     MAX_NOTES,
@@ -43,7 +44,8 @@ class Coordinator:
 
     `clock()` returns Unix seconds and never goes back; `later(seconds, function)` calls the
     function after that time; `changed()` is called after every change of the report; `log(text)`
-    receives one line for each event.
+    receives one line for each event; `acknowledges(member)` is whether the kernel of the member's
+    host has acknowledged everything that was sent to it.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Coordinator:
         later: Callable[[float, Callable[[], None]], Any],
         changed: Callable[[], None],
         log: Callable[[str], None] = lambda text: None,
+        acknowledges: Callable[[Member], bool] = lambda member: True,
     ) -> None:
         self.settings = settings
         self._now, self._notify = clock, changed
@@ -61,6 +64,7 @@ class Coordinator:
         self._progress = MergedProgress()
         self.rounds = Rounds(settings, self.members, loop, self._progress)
         self._takeover = Takeover(self.rounds, self.members, loop, settings.attempt)
+        self._witnesses = Witnesses(self.rounds, self.members, loop, acknowledges)
         self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
         self._stop: dict[str, Any] | None = None
         self.news = 0
@@ -166,12 +170,13 @@ class Coordinator:
 
     # ---- what members report
 
-    def ready(self, member: Member, after: int, host: str, port: int, check: int = 0) -> None:
+    def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member could begin a round.
 
-        `after` is the last round that it knows of.
+        `after` is the last round that it knows of, `watch` the port on which its neighbours watch
+        it.
         """
-        self.rounds.ready(member, after, host, port, check)
+        self.rounds.ready(member, after, host, port, check, watch)
         self._advance()
 
     def joined(self, member: Member, number: int) -> None:
@@ -192,6 +197,14 @@ class Coordinator:
         """Record that the member was asked to end."""
         self.rounds.leaving(member, why)
         self._advance()
+
+    def neighbour(self, member: Member, number: int, rank: int, silent: bool) -> None:
+        """Record that a neighbour of the member is silent, or no longer is.
+
+        Raises:
+            ValueError: the rank is not a neighbour's.
+        """
+        self._witnesses.report(member, number, rank, silent)
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
         """Add one rank's stacks in a hung group.

@@ -23,7 +23,8 @@ def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) ->
         raise ValueError(f"host: must be a name or an address, not {host!r:.80}")
     check = min(_whole_or_none(message, "check") or 0, LONGEST_CHECK)
     host = protocol.clip(host, protocol.MAX_NAME)
-    coordinator.ready(member, whole(message, "after"), host, whole(message, "port", 2**16 - 1), check)
+    watch = whole(message, "watch", 2**16 - 1) if "watch" in message else 0
+    coordinator.ready(member, whole(message, "after"), host, whole(message, "port", 2**16 - 1), check, watch)
 
 
 def _joined(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
@@ -39,6 +40,13 @@ def _stacks(coordinator: Coordinator, member: Member, message: dict[str, Any]) -
     idle = message.get("idle")
     known = idle if isinstance(idle, bool) else None
     coordinator.stacks(member, whole(message, "round"), whole(message, "rank"), text, known)
+
+
+def _neighbour(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    silent = message.get("silent")
+    if not isinstance(silent, bool):
+        raise ValueError(f"silent: must be true or false, not {silent!r:.80}")
+    coordinator.neighbour(member, whole(message, "round"), whole(message, "rank"), silent)
 
 
 def _note(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
@@ -68,6 +76,7 @@ HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
     FromMember.JOINED: _joined,
     FromMember.FINISHED: _finished,
     FromMember.STACKS: _stacks,
+    FromMember.NEIGHBOUR: _neighbour,
     FromMember.NOTE: _note,
     FromMember.LEAVING: _leaving,
     FromMember.INIT_FAILURE: _init_failure,

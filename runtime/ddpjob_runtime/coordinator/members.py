@@ -28,6 +28,8 @@ class Member:
         """The last round that it was sent into; `rank` is its group rank there."""
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
+        self.watch = 0
+        """Port on which its neighbours watch it; 0: they cannot."""
         self.check = 0
         """Seconds for which its next round may check the links before workers start; 0: no check is
         requested."""
@@ -78,7 +80,7 @@ class Member:
         """Continue with the same process over a new connection."""
         self.send, self.heard = send, now
 
-    def become_ready(self, host: str, port: int, now: float, check: int = 0) -> None:
+    def become_ready(self, host: str, port: int, now: float, check: int = 0, watch: int = 0) -> None:
         """Record that it can begin a round.
 
         `host`, `port`: address of the store that it would host.
@@ -86,7 +88,7 @@ class Member:
         if self.state != MemberState.READY:
             self.ready_at = now
         self._become(MemberState.READY)
-        self.host, self.port, self.check, self.drain_by = host, port, check, None
+        self.host, self.port, self.check, self.watch, self.drain_by = host, port, check, watch, None
 
     def enter(self, number: int, rank: int) -> None:
         """Record that it is sent into a round."""

@@ -170,7 +170,9 @@ class Round:
         check = max(member.check for member in self.members.values())
         common = {"round": self.number, "world": self.world, "members": host, **({"check": True} if check else {})}
         for rank, member in self.members.items():
-            member.send(ToMember.GO, {**common, "rank": rank})
+            after = self.members[(rank + 1) % self.world]
+            watch = {"next": {"host": after.host, "port": after.watch}} if after.watch and self.world > 1 else {}
+            member.send(ToMember.GO, {**common, "rank": rank, **watch})
         pods = ", ".join(m.pod for m in self.members.values())
         self._loop.log(f"round {self.number} begins with {self.world} nodes: {pods}")
         self._loop.later(BUILD_SECONDS + check, lambda: self._check_built(BUILD_SECONDS + check))

@@ -259,11 +259,11 @@ class Rounds:
 
     # ---- what members report
 
-    def ready(self, member: Member, after: int, host: str, port: int, check: int = 0) -> None:
+    def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member has no workers and could begin a round.
 
         `after`: the last round that it knows of. `check`: the seconds for which the next one may
-        check the links.
+        check the links. `watch`: the port on which its neighbours watch it.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
@@ -272,7 +272,7 @@ class Rounds:
         self.last_number = max(self.last_number, after)
         current = self.current
         left = current is not None and current.holds(member) and not current.broken
-        member.become_ready(host, port, self._now(), check)
+        member.become_ready(host, port, self._now(), check, watch)
         if left and current is not None and not self.over:
             current.come_apart(member)
         self._loop.changed()

@@ -7,7 +7,6 @@ import contextlib
 import re
 import secrets
 import socket
-import sys
 import time
 import traceback
 from collections import Counter
@@ -15,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ddpjob_runtime import protocol
+from ddpjob_runtime.acknowledgements import is_acknowledged, resend_often, shows_acknowledgements
 from ddpjob_runtime.coordinator import http_api
 from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.loop import within
@@ -38,8 +38,6 @@ RETURN_SECONDS = 10.0
 """How long a member may take to reconnect if its connection ended after a silence, or while this
 process was suspended."""
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
-TCP_UNACKED = slice(24, 28)
-"""The position of tcpi_unacked in Linux's struct tcp_info."""
 MAX_BACKLOG = 1024 * 1024
 """Maximum number of bytes that a member may leave unread before its connection is given up."""
 DEFAULT_GRACE = 30.0
@@ -143,7 +141,8 @@ class Server:
         self._change = asyncio.Event()
         self._stood_still = float("-inf")
         """When this process last continued after a suspension (monotonic seconds)."""
-        self.coordinator = Coordinator(settings, now, loop.call_later, self._on_change, log)
+        self._connections: dict[Member, asyncio.StreamWriter] = {}
+        self.coordinator = Coordinator(settings, now, loop.call_later, self._on_change, log, self._acknowledges)
 
     def renew(self) -> None:
         """Choose a new random number.
@@ -209,6 +208,7 @@ class Server:
         """Serve one connection from its first byte to its end."""
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        resend_often(sock)
         self.strangers.meet(writer)
         try:
             first = await within(HELLO_SECONDS, reader.read(1))
@@ -233,6 +233,7 @@ class Server:
             return
         self.strangers.recognize(writer)
         self._answer_beats(member, writer)
+        self._connections[member] = writer
         why, judged = "its connection ended", False
         try:
             why = await self._listen(member, reader, writer, send)
@@ -250,6 +251,8 @@ class Server:
                     if now() - other.heard >= SLOW_SECONDS:
                         other.give_up()
                         self._lose(other, f"silent for {now() - other.heard:.0f} s, as most members are")
+            if self._connections.get(member) is writer:
+                del self._connections[member]
             await _flush(writer)
 
     def _answer_beats(self, member: Member, writer: asyncio.StreamWriter) -> None:
@@ -389,9 +392,16 @@ class Server:
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
         """Whether a silent member may be only slow, or partitioned together with most others."""
         silence = now() - member.heard
-        if silence < SLOW_SECONDS and _is_confirmed(writer):
+        if silence < SLOW_SECONDS and is_acknowledged(writer.get_extra_info("socket")):
             return True
         return silence < BLIND_SECONDS and bool(self._silent_members())
+
+    def _acknowledges(self, member: Member) -> bool:
+        """Whether the member's kernel has acknowledged all sent data, as far as is known."""
+        writer = self._connections.get(member)
+        if writer is None or writer.is_closing() or not shows_acknowledgements():
+            return True
+        return is_acknowledged(writer.get_extra_info("socket"))
 
     def _silent_members(self) -> list[Member]:
         """Return the silent members if they are the majority.
@@ -429,14 +439,6 @@ def _unexpected(error: Exception) -> str:
     """Describe an unexpected error caused by a member's line, and where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)!r:.200} ({place.filename}:{place.lineno})"
-
-
-def _is_confirmed(writer: asyncio.StreamWriter) -> bool:
-    """Whether the peer's kernel has confirmed all sent data, which shows that its host is alive."""
-    if not hasattr(socket, "TCP_INFO"):
-        return False
-    info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-    return int.from_bytes(info[TCP_UNACKED], sys.byteorder) == 0
 
 
 def _sender(writer: asyncio.StreamWriter) -> Any:

@@ -39,6 +39,7 @@ from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command,
 from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.launcher.conduct_preflight import Abandoned, NodePreflight, PreflightSettings
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
+from ddpjob_runtime.launcher.neighbours import watch_neighbours
 from ddpjob_runtime.launcher.round_log import RoundLog
 from ddpjob_runtime.launcher.shutdown import Shutdown, die_with_parent, ignore_signal, log, watch_signals
 from ddpjob_runtime.log_lines import divert_loggers
@@ -71,6 +72,9 @@ def main() -> NoReturn:
         raise
     fork_server, cold = warm_up() if mode == Mode.FAST else (None, "")  # before any thread is started
     stacks.prepare()
+    client.neighbours = watch_neighbours(
+        os.environ.get("POD_IP", ""), JobEnvironment.read().token, client.report_neighbour
+    )
     preflight = NodePreflight(settings, processes_per_node()) if settings is not None else None
     records = RoundLog()
     client.on_record = records.write

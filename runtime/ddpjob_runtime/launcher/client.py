@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher.neighbours import Neighbours, RingPlace
 from ddpjob_runtime.launcher.shutdown import log
 from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
@@ -82,6 +83,7 @@ class MemberClient:
             None
         )  # a planned restart has lost a member, so no rank can save
         self.on_dump: Callable[[int], None] = lambda number: None
+        self.neighbours: Neighbours | None = None
         self.on_record: Callable[[dict[str, Any]], None] = lambda line: None
 
     def start(self) -> None:
@@ -140,6 +142,9 @@ class MemberClient:
             self._ready = {"after": self._position.get("round", 0), "host": host, "port": port}
             if check:
                 self._ready["check"] = check
+            if self.neighbours is not None:
+                self.neighbours.enter(None)
+                self._ready["watch"] = self.neighbours.port
             if self._position:
                 self._position["state"] = MemberState.READY
         self.send_now(FromMember.READY, **self._ready)
@@ -160,6 +165,11 @@ class MemberClient:
         with self._lock:
             self._notes[kind] = why
         self.send(FromMember.NOTE, kind=kind, why=why)
+
+    def report_neighbour(self, number: int, rank: int, silent: bool) -> None:
+        """Report that a neighbour's host does not acknowledge bytes, or that it does again."""
+        log(f"the host of node rank {rank} " + ("does not acknowledge bytes" if silent else "acknowledges bytes again"))
+        self.send_now(FromMember.NEIGHBOUR, round=number, rank=rank, silent=silent)
 
     def send_now(self, verb: str, **fields: Any) -> None:
         """Send if connected. Meant for lines that are sent again after a welcome anyway."""
@@ -465,6 +475,8 @@ class MemberClient:
                 "world": message["world"],
                 "state": MemberState.RUNNING,
             }
+            if self.neighbours is not None:
+                self.neighbours.enter(RingPlace.read(self._identity.get("generation", 0), message))
             self.changed.notify_all()
 
     def _on_restart(self, message: dict[str, Any]) -> None:

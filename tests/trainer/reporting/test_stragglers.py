@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining  # Takes seconds: once, and not in each rank.
+from ddpjob_pod.stragglers import NAMED, Straggler, Stragglers
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import progress
 from ddpjob_trainer import config, train
@@ -22,7 +23,6 @@ from ddpjob_trainer.distributed.step_clock import StepClock, StepPhase
 from ddpjob_trainer.reporting import flops
 from ddpjob_trainer.reporting.progress_client import ProgressClient
 from ddpjob_trainer.reporting.reporter import Machines
-from ddpjob_trainer.reporting.stragglers import NAMED, Straggler, Stragglers
 from ddpjob_trainer.strategies.registry import computes_on
 from machine import slowness
 from ranks import TINY, good, metrics

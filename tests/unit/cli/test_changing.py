@@ -15,6 +15,7 @@ from ddpjob.cli.output import document, printable
 from ddpjob.cli.places import Place
 from ddpjob.client.backends.api_server import ApiRefusal
 from ddpjob.client.backends.backend import Happened, Mistake, NoAnswer, NoSuchJob, PodLine
+from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.client.job_client import Client
 
 AWAY, GONE = NoAnswer("the API server does not answer"), NoSuchJob("no job j")
@@ -63,14 +64,14 @@ def test_a_job_that_has_ended_is_not_changed(
 ) -> None:
     backend = OneJob(phase)
     assert called(monkeypatch, backend, *words) == 2 and not backend.patches
-    assert f"j is {phase} and cannot start again" in capsys.readouterr().err
+    assert f"j is {phase} and cannot be changed; `ddpjob rerun j` starts it again" in capsys.readouterr().err
 
 
 def test_the_python_client_refuses_it_too() -> None:
     backend = OneJob("Complete")
     client = Client(backend)  # type: ignore[arg-type]
     for change in (lambda: client.scale("j", 3), lambda: client.suspend("j"), lambda: client.resume("j")):
-        with pytest.raises(Mistake, match="cannot start again"):
+        with pytest.raises(Mistake, match="ddpjob rerun"):
             change()
     assert not backend.patches
 
@@ -266,3 +267,81 @@ def test_a_manifest_that_is_refused_by_run_cannot_command_the_terminal(
     assert main(["run", str(path)]) == 2
     printed = capsys.readouterr().err
     assert "fi[31m" in printed and "\x1b" not in printed
+
+
+class Ended(ClusterBackend):
+    """A cluster with the ended job j, whose script is in a ConfigMap that it owns."""
+
+    where = "here"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.done = list[Any]()
+        self.there = True
+        self.namespace, self.notes = "ml", []
+
+    @property
+    def api(self) -> Ended:  # type: ignore[override]
+        return self
+
+    def path(self, plural: str, name: str = "", below: str = "") -> str:
+        return f"{plural}/{name}"
+
+    def optional(self, path: str) -> dict[str, Any] | None:
+        owner = {"uid": "u" if path.endswith("/mine") else "other"}
+        return {"metadata": {"name": path.rpartition("/")[2], "ownerReferences": [owner]}, "data": {"a.py": "1"}}
+
+    def job(self, name: str) -> dict[str, Any]:
+        if not self.there:
+            raise GONE
+        volumes = [{"name": name, "configMap": {"name": name}} for name in ("mine", "shared")]
+        meta = {"name": name, "uid": "u", "resourceVersion": "7", "labels": {"a": "b"}, "annotations": {LAST: "{}"}}
+        spec = {"nodes": 2, "podTemplate": {"spec": {"volumes": volumes}}}
+        return {"apiVersion": "v", "kind": "DDPJob", "metadata": meta, "spec": spec, "status": {"phase": "Failed"}}
+
+    def delete(self, name: str) -> None:
+        self.done.append("delete")
+        self.there = False
+
+    def create(self, manifests: list[dict[str, Any]]) -> str:
+        self.done.append(manifests)
+        return "j"
+
+
+LAST = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def test_on_a_cluster_a_rerun_deletes_the_job_and_creates_it_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = Ended()
+    assert called(monkeypatch, backend, "rerun", "j", "--fresh") == 2 and backend.done == []  # type: ignore[arg-type]
+    assert "--fresh: a cluster's checkpoints" in capsys.readouterr().err
+    assert called(monkeypatch, backend, "rerun", "j") == 0  # type: ignore[arg-type]
+    deleted, (code, job) = backend.done
+    assert deleted == "delete" and job["metadata"] == {"name": "j", "labels": {"a": "b"}} and "status" not in job
+    assert (code["kind"], code["metadata"], code["data"]) == ("ConfigMap", {"name": "mine"}, {"a.py": "1"})
+    assert "j created again (it was Failed)" in capsys.readouterr().out
+
+
+def test_a_job_that_has_not_ended_is_not_rerun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert called(monkeypatch, OneJob("Running"), "rerun", "j") == 2
+    assert "j is Running and has not ended; `ddpjob restart j`" in capsys.readouterr().err
+
+
+def test_the_pod_of_a_rank_is_named_for_kubectl(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class TwoPods(OneJob):
+        def job(self, name: str) -> dict[str, Any]:
+            return {"metadata": {"name": name}, "spec": {"nodes": 2, "gpusPerNode": 4}, "status": {}}
+
+        def pods(self, name: str) -> list[PodLine]:
+            return [PodLine(f"j-{at}-{at}", "node", at, "Running") for at in range(2)]
+
+    for rank, found in (("0", "j-0-0"), ("3", "j-0-0"), ("4", "j-1-1")):
+        assert called(monkeypatch, TwoPods("Running"), "pod", "j", "--rank", rank) == 0
+        assert capsys.readouterr().out == f"{found}\n"
+    assert called(monkeypatch, TwoPods("Running"), "pod", "j", "--rank", "8") == 2
+    assert capsys.readouterr().err == "j has no rank 8; the ranks are 0 to 7\n"

@@ -258,3 +258,8 @@ def test_a_step_beyond_64_bits_is_no_step(step: int) -> None:
     series = read_metrics(f"{row('start', step)}\n{row('step', step, loss=0.5)}\n{row('eval', step, accuracy=0.5)}")
     assert series.steps == series.evaluations == {} and series.starts == [0]
     assert not series.after_last_loss()
+
+
+def test_a_picture_of_an_undocumented_kind_is_refused() -> None:
+    with pytest.raises(Mistake, match=r"--output x\.gif: must end in \.png, \.svg, \.pdf"):
+        draw("text", "j", Path("x.gif"))

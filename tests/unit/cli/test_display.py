@@ -113,3 +113,13 @@ def test_the_bar_has_the_whole_progress_in_each_phase_and_the_nodes_once(phase: 
     console.print(panel(shown(75, progress=PROGRESS, phase=phase)))
     text = console.export_text()
     assert all(text.count(word) == 1 for word in ("epoch 3/8 40 %", "loss 0.25", "nodes 2/2")), text
+
+
+def test_at_80_columns_no_line_of_the_panel_wraps() -> None:
+    """The epoch was broken over two lines, and each path of a log as well."""
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    long = {**PROGRESS, "display": "epoch 119/120 99 %", "speedDisplay": "1,224,595/s", "lossDisplay": "0.0000125"}
+    console.print(panel(shown(75, progress=long), console.width))
+    lines = console.export_text().rstrip("\n").split("\n")
+    assert len(lines) == 2 + 1 + 2 and all(len(line) <= 80 for line in lines)
+    assert "epoch 119/120 99 %" in lines[1] and ".log" not in "".join(lines)

@@ -85,3 +85,20 @@ def test_its_script_says_when_nothing_is_left_to_train(folder: Path) -> None:
     assert main(["init"]) == 0
     text = (folder / "train.py").read_text()
     assert text.index("if first >= args.epochs and rank == 0:") < text.index("for epoch in range(first")
+
+
+def test_a_script_for_one_gpu_is_read_and_not_executed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.py").write_text("import torch\nraise SystemExit(7)\nfor x in y:\n    x.backward()\n")
+    assert main(["init", "mine.py", "--check"]) == 1
+    said = capsys.readouterr().out
+    assert "written for one process" in said and "init_process_group" in said and list(folder.iterdir()) != [said]
+    assert not (folder / "job.yaml").exists()
+    assert main(["init", "mine.py"]) == 0
+    assert capsys.readouterr().out.endswith("\n\n" + said)
+    (folder / "mine.py").write_text("torch.distributed.init_process_group()\n")
+    assert main(["init", "mine.py", "--check"]) == 0
+    (folder / "mine.py").write_text("print 1\n")
+    assert main(["init", "mine.py", "--check"]) == 1
+    assert capsys.readouterr().out.count("mine.py, line 1:") == 1
+    assert main(["init", "none.py", "--check"]) == 2
+    assert "none.py" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_a_current_folder_that_was_removed_is_named(folder: Path, capsys: pytest
     assert shortest(folder / "runs") == str(folder / "runs"), "what --workdir and DDPJOB_RUNS make runnable"
 
 
-@pytest.mark.parametrize("words", [["get", "-A"], ["doctor"], ["dashboard", "-A"], ["validate", "--server", "-"]])
+@pytest.mark.parametrize("words", [["get", "-A"], ["dashboard", "-A"], ["validate", "--server", "-"]])
 def test_what_asks_a_cluster_says_so_of_this_machine(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--local"]) == 2
     said = capsys.readouterr().err

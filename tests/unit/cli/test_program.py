@@ -9,6 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
+from ddpjob.cli.main import root
+from ddpjob.cli.root import GROUPS
 from ddpjob.missing_package import INSTALL
 
 from scripts import demo
@@ -88,3 +91,18 @@ def test_ctrl_c_while_the_demo_is_judged_is_quiet(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "argv", ["demo", str(PYPROJECT.parent / "examples" / "digits.yaml")])
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     assert demo.main() == 130
+
+
+def test_no_help_is_wider_than_80_columns_and_no_summary_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("", *root.commands):
+        shown = CliRunner().invoke(root, [*filter(None, [name]), "--help"], prog_name="ddpjob").output
+        wide = [line for line in shown.splitlines() if len(line) > 80]
+        assert wide == [] and (name or "..." not in shown.partition("Begin:")[2]), (name, wide)
+
+
+def test_the_help_begins_with_examples_and_lists_each_command_once_in_a_group() -> None:
+    shown = CliRunner().invoke(root, ["--help"], prog_name="ddpjob").output
+    titles = [shown.index(f"\n{title}:") for title in ("Begin", "Watch", "Change", "Check")]
+    assert shown.index("ddpjob init train.py") < shown.index("Options:") < titles[0] and titles == sorted(titles)
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(root.commands)

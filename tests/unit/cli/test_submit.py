@@ -236,8 +236,12 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     )
     assert main(["convert", "job.sbatch"]) == 2
     assert "job.sbatch: contains none of PyTorchJob, TrainJob; for other kinds, conv" in capsys.readouterr().err
-    assert main(["convert", "--image", "i", "torchrun.yaml"]) == 2, "the option had no effect"
-    assert "--image, --name: only for a torchrun command line" in capsys.readouterr().err
+    assert main(["convert", "--name", "i", "torchrun.yaml"]) == 2, "the option had no effect"
+    assert "--name: only for a command line" in capsys.readouterr().err
+    assert main(["convert", "--image", "other:1", "torchrun.yaml"]) == 0
+    assert "image: other:1\n" in capsys.readouterr().out
+    assert main(["convert", "--script", "b.py", "torchrun.yaml"]) == 2
+    assert "--script b.py: the manifest already starts" in capsys.readouterr().err
 
 
 def test_notes_on_a_job_of_a_generated_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

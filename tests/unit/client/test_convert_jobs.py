@@ -205,7 +205,7 @@ def test_arguments_of_the_image_s_entry_point_are_no_command() -> None:
     container |= {"command": None, "args": ["--backend", "nccl"]}
     made = convert(job)
     assert "command" not in made.job["spec"] and made.job["spec"]["args"] == ["--backend", "nccl"]
-    assert any("entry point is not known" in note for note in made.notes)
+    assert any("the entry point is in the image" in note for note in made.notes)
     container["args"] = ["torchrun", "a.py", "--backend", "nccl"]
     assert valid(convert(job).job)["script"] == "a.py"
     container["args"] = ["a.py", "--backend", "nccl"]
@@ -281,7 +281,7 @@ def test_what_is_no_job_of_theirs() -> None:
     with pytest.raises(Mistake, match="is not a torchrun command line"):
         convert_command(["echo", "a"])
     with pytest.raises(Mistake, match=r"is not a torchrun command line; write it as one .* spec\.command"):
-        convert_command(["accelerate", "launch", "--multi_gpu", "a.py"])
+        convert_command(["accelerate", "launch", "--use_fsdp", "a.py"])
 
 
 def _of_four_gpus(command: list[str], **spec: Any) -> dict[str, Any]:
@@ -709,13 +709,13 @@ def test_arguments_of_an_entry_point_are_no_program() -> None:
     spec = {"runtimeRef": {"name": "torchtune-llama3.2-1b"}, "trainer": trainer}
     made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec})
     assert made.job["spec"]["args"] == ["dataset=tatsu-lab/alpaca"] and "command" not in made.job["spec"]
-    assert any(note.startswith("spec.script: the image's own entry point is not known") for note in made.notes)
+    assert any(note.startswith("spec.script: the entry point is in the image") for note in made.notes)
 
 
 def test_a_command_of_arguments_alone_is_noted() -> None:
-    job = _of_four_gpus(["accelerate", "launch", "a.py"])
+    job = _of_four_gpus(["horovodrun", "python", "a.py"])
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container["args"] = container.pop("command")
     made = convert(job)
-    assert valid(made.job)["command"] == ["accelerate", "launch", "a.py"]
-    assert made.notes[0].startswith("command: was taken from args, which the image's own entry point received as accel")
+    assert valid(made.job)["command"] == ["horovodrun", "python", "a.py"]
+    assert made.notes[0].startswith("command: was taken from args, which the image's own entry point received as horo")

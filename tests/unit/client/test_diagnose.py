@@ -8,7 +8,10 @@ from typing import Any, cast
 import pytest
 from ddpjob.cli.main import main
 from ddpjob.client.backends.api_server import ApiServer
+from ddpjob.client.texts import diagnose_machine
 from ddpjob.client.texts.diagnose import _operators, _rights
+from ddpjob.client.texts.diagnose_machine import checks_of_machine
+from ddpjob.local.local_platform import NoFreePorts
 from ddpjob.missing_package import installed_version
 
 
@@ -63,3 +66,41 @@ def test_a_cluster_that_cannot_be_reached_has_the_code_of_that(
     assert main(["--kubeconfig", str(tmp_path / "config"), "doctor"]) == 3
     out, err = capsys.readouterr()
     assert out.startswith("ok    client ") and "https://127.0.0.1:9 (context c) does not answer" in err
+
+
+def test_without_a_cluster_it_checks_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    monkeypatch.setattr(diagnose_machine, "_TORCH", 'print(\'["2.9", "", true, []]\')')
+    assert main(["doctor"]) == 0
+    out, err = capsys.readouterr()
+    assert "no cluster: " in err and "checking this machine" in err
+    assert [line.split()[1].rstrip(":") for line in out.splitlines()] == [
+        *("client", "system", "torch", "GPUs", "shared", "ports", "disk")
+    ]
+    assert "torch 2.9, without CUDA" in out and str(tmp_path) in out
+    assert main(["doctor", "--cluster"]) == 3
+
+
+def test_faults_of_a_machine_have_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPJOB_RUNS", "/proc/1/runs")
+    monkeypatch.setattr(diagnose_machine, "usable_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(diagnose_machine, "_LITTLE_DISK", 2**70)
+    monkeypatch.setattr(diagnose_machine, "free_ports", no_ports)
+    monkeypatch.setattr(diagnose_machine, "_TORCH", "import torch_that_is_not_there")
+    found = {check.what.split(":")[0]: check for check in checks_of_machine(tmp_path / "none")}
+    assert "No module named" in found["torch"].what and "pip install torch" in found["torch"].remedy
+    assert [found[what].ok for what in ("shared memory", "ports")] == [False, False]
+    assert "--shm-size" in found["shared memory"].remedy and "ss -ltn" in found["ports"].remedy
+    assert found["disk"].ok is False and "DDPJOB_RUNS" in found["disk"].remedy
+    monkeypatch.setattr(diagnose_machine, "_TORCH", 'print(\'["2.9", "12.8", true, []]\')')
+    (gpus,) = (check for check in checks_of_machine() if check.what.startswith("GPUs"))
+    assert gpus.ok is False and "nvidia-smi lists 2" in gpus.what and "driver" in gpus.remedy
+
+
+def no_ports() -> None:
+    raise NoFreePorts("end programs that listen there (`ss -ltn` lists them)")

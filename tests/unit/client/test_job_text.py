@@ -12,7 +12,7 @@ import pytest
 from ddpjob.cli.top import JobScreen
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.client.job_client import Job
-from ddpjob.client.texts.job_text import describe, remedies, row, table, why
+from ddpjob.client.texts.job_text import describe, remedies, row, table, warnings, why
 from rich.console import Console
 
 ROOT = Path(__file__).parents[3]
@@ -169,7 +169,7 @@ def test_a_spent_budget_is_explained_by_its_last_failure(reason: str, message: s
     body = job(phase="Failed", conditions=[failed], restarts={"recent": [{**last, "message": message}, eviction]})
     said = text(body)
     assert remedy in said and "recovery.maxRestarts" not in said
-    assert said.endswith("start the job again. It resumes from its last checkpoint.")
+    assert "Next: correct it, and `ddpjob rerun j`: it resumes from its last checkpoint." in said
 
 
 def test_no_slot_of_a_job_that_has_ended_is_shown_as_running() -> None:
@@ -336,3 +336,11 @@ def test_a_suspended_job_has_no_time_left() -> None:
     for conditions, shown in (([], "40 %, eta 3h05m"), ([condition("Suspended", True, "Suspended")], "40 %")):
         lines = list(describe(job(progress=progress, conditions=conditions), [], [], NOW))
         assert f"Progress:   {shown}" in lines
+
+
+def test_a_list_warns_of_jobs_whose_ranks_train_apart() -> None:
+    apart = job(phase="Running", conditions=[condition("Running", True, "NoGroup")])
+    ended = job(phase="Complete", conditions=[condition("Running", True, "NoGroup"), condition("Complete", True, "C")])
+    (line,) = warnings([apart, ended, job(), job(conditions=[condition("Running", True, "GroupRuns")])])
+    assert line.startswith("warning: j: NoGroup: each rank trains") and "ddpjob why j" in line
+    assert "init SCRIPT --check" in text(apart)

@@ -152,7 +152,7 @@ def test_a_rank_is_followed_to_the_pod_that_takes_it_over(
 def test_ranks_that_there_are_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TwoNodes()
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
-    assert main(["logs", "j", "--rank", "4"]) == 0
+    assert main(["logs", "j", "--rank", "4"]) == 2
     assert capsys.readouterr().err == "no logs of rank 4 of j; the ranks are 0 to 3\n"
     backend.body["spec"]["command"] = ["mpirun"]
     assert main(["logs", "j", "--rank", "0"]) == 2

@@ -146,6 +146,9 @@ def test_a_script_that_is_not_here(tmp_path: Path) -> None:
     Path("code/there.py").touch()
     [problem] = fitted(tmp_path, script="there.py").problems
     assert problem == f"spec.script: there.py is not in {tmp_path}; name its folder with --workdir DIR"
+    (tmp_path / "three.py").touch()
+    [problem] = fitted(tmp_path, script="there.py").problems
+    assert problem == f"spec.script: there.py is not in {tmp_path}; did you mean three.py?"
     assert not fitted(tmp_path, Options(working_dir=Path("code")), script="there.py").problems
     [problem] = fitted(tmp_path, script="/code/no/train.py").problems
     assert problem.startswith("spec.script: /code/no/train.py is not on this machine")

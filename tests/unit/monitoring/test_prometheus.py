@@ -165,7 +165,8 @@ def play_faults(fleet: Fleet) -> None:
         running(step=21, restarts=1, loss=0.5, epoch=2, stepsAtRisk=3, samplesPerSecond=100.0, metrics=copied(60)),
     )
     fleet.becomes("old", running(step=9, samplesPerSecond=100.0, metrics=saved(3 * 3600)))
-    fleet.becomes("slow", running(step=9, samplesPerSecond=10.0))
+    slow, pace = running(step=9, samplesPerSecond=10.0), {**condition("RanksKeepPace", "SlowRank"), "status": "False"}
+    fleet.becomes("slow", {**slow, "conditions": [*slow["conditions"], pace]})
     large = {**condition("SnapshotsHeld", "NoRoom"), "status": "False"}
     fleet.becomes("large", {**(plain := running()), "conditions": [*plain["conditions"], large]})
     fleet.becomes("stalled", running("StepOverdue"))
@@ -242,6 +243,7 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
         ("DDPJobWorkAtRisk", "large"),
         ("DDPJobPendingLong", "waits"),
         ("DDPJobStraggler", "slow"),
+        ("DDPJobSlowRank", "slow"),
         ("DDPJobCoordinatorUnreachable", "deaf"),
         ("DDPJobQueueSlow", ""),
     }

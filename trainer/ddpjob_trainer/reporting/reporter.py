@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.metrics_log import METRICS, MetricsLog, wall_clock
+from ddpjob_pod.stragglers import Straggler, Stragglers
 
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.distributed.process_group import Group
@@ -21,7 +22,6 @@ from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
 from ddpjob_trainer.reporting.progress_client import ProgressClient
 from ddpjob_trainer.reporting.sinks.background import Sinks, check_report, open_sinks
 from ddpjob_trainer.reporting.sinks.sink import Run
-from ddpjob_trainer.reporting.stragglers import Straggler, Stragglers
 from ddpjob_trainer.reporting.terminal import Display, ProgressLines, Silent, TrainingStatus, duration
 
 _ALIVE_SECONDS = 5.0
@@ -255,7 +255,8 @@ class Reporter:
         if machines is None:
             return
         before = {straggler.rank for straggler in self._lagging}
-        self._lagging = self._stragglers.add(time.monotonic(), machines.own, machines.even, machines.stages)
+        step = sum(machines.phases.values())
+        self._lagging = self._stragglers.add(time.monotonic(), machines.own, machines.even, machines.stages, step)
         for straggler in self._lagging:
             if straggler.rank not in before:
                 waits = machines.data[straggler.rank]
@@ -436,7 +437,7 @@ def _values_of(machines: Machines | None) -> dict[str, float | None]:
 
 
 def _as_numbers(stragglers: Sequence[Straggler]) -> list[dict[str, float]]:
-    return [{"rank": found.rank, "slowdown": found.slowdown} for found in stragglers]
+    return [found.as_figures() for found in stragglers]
 
 
 def open_display(first_rank: bool, interval: float, title: str) -> Display:

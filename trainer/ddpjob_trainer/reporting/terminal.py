@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ddpjob_trainer.reporting.stragglers import Straggler
+from ddpjob_pod.stragglers import Straggler
 
 
 @dataclass(frozen=True)

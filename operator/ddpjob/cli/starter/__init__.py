@@ -1,4 +1,4 @@
-"""The files that `ddpjob init` writes: a first manifest and script."""
+"""The files that `ddpjob init` writes, a first manifest and script, and its advice on a script."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import yaml
 
 from ddpjob.client.backends.backend import Mistake
 from ddpjob.client.manifests.manifest_sources import check_made
+from ddpjob.client.manifests.read_script import UnreadableScript, read_script
+from ddpjob.client.texts.ddp_lines import TUTORIAL, advice, general_form
 
 _MANIFEST = Path("job.yaml")
 _PLAIN = re.compile(r"[A-Za-z][-\w./:@]*\w")
@@ -43,7 +45,8 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     except OSError as error:
         raise Mistake(f"{_MANIFEST}: {error.strerror}") from error
     written = [str(_MANIFEST)]
-    if not script.exists():
+    is_theirs = script.exists()
+    if not is_theirs:
         try:
             script.parent.mkdir(parents=True, exist_ok=True)
             _create(script, _file("train.py"))
@@ -54,6 +57,24 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     yield f"on this machine:  ddpjob run {_MANIFEST}"
     words = ["--image", image, "--nodes", str(nodes), "--gpus", str(gpus), str(script)]
     yield f"on a cluster:     ddpjob submit {shlex.join(words)}"
+    if is_theirs:
+        yield ""
+        yield from check_script(script)[1]
+
+
+def check_script(script: Path) -> tuple[bool, list[str]]:
+    """Return whether the script's ranks form a group, and what to do about it.
+
+    The script is read and never executed. Raises Mistake if it cannot be opened.
+    """
+    try:
+        read = read_script(script)
+    except UnreadableScript as unreadable:
+        general = [f"{unreadable}. If its ranks form no group, it needs these lines ({TUTORIAL}):", *general_form()]
+        return False, general
+    except OSError as error:
+        raise Mistake(f"{script}: {error.strerror}") from error
+    return read.forms_group, list(advice(read, script))
 
 
 def _create(path: Path, text: str) -> None:

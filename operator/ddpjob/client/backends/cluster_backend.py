@@ -395,6 +395,14 @@ class ClusterBackend:
             raise
         return name
 
+    def code_of(self, body: Json) -> list[Json]:
+        """Return the ConfigMaps that the job mounts and owns."""
+        pod = ((body["spec"].get("podTemplate") or {}).get("spec")) or {}
+        names = [volume["configMap"].get("name") for volume in pod.get("volumes") or () if volume.get("configMap")]
+        found = [self.api.optional(self.path("configmaps", str(name))) for name in names]
+        owned = [m for m in found if m and body["metadata"]["uid"] in _owners(m)]
+        return [{"apiVersion": "v1", "kind": "ConfigMap", **m} for m in owned]
+
     def _create_map(self, body: Json) -> None:
         """Create a ConfigMap. Its name contains a digest of its content.
 
@@ -591,3 +599,7 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
     return PodLine(
         view.name, str(view.role), index, state, view.host, message, view.created, tuple(containers), view.ended
     )
+
+
+def _owners(body: Json) -> list[str]:
+    return [str(owner.get("uid")) for owner in body["metadata"].get("ownerReferences") or ()]

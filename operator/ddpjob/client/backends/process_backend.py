@@ -244,8 +244,8 @@ class ProcessBackend:
             raise Mistake(f"{', '.join(spec)}: cannot be changed in a job that runs on this machine; run it again")
 
     @_named
-    def create(self, manifests: list[Json]) -> str:
-        """Start `ddpjob run` in the background.
+    def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
+        """Start `ddpjob run` in the background, with --fresh from scratch.
 
         ConfigMaps before the job become files of its folder `code`.
         """
@@ -258,10 +258,10 @@ class ProcessBackend:
             with suppress(OSError):
                 # Jobs cannot run on a file system without locks, which `ddpjob run` reports.
                 fcntl.flock(lock, fcntl.LOCK_EX)  # A concurrent submission finds it running.
-            self._start(folder, code, job)
+            self._start(folder, code, job, fresh=fresh)
         return name
 
-    def _start(self, folder: JobFolder, code: list[Json], job: Json) -> None:
+    def _start(self, folder: JobFolder, code: list[Json], job: Json, *, fresh: bool) -> None:
         """Start `ddpjob run` in the background, and return once it has written its record."""
         if runner(folder) is not None:
             raise Mistake(f"job {folder.name} is running already; `ddpjob stop {folder.name}` stops it")
@@ -275,7 +275,7 @@ class ProcessBackend:
             run = subprocess.Popen(
                 # -P, because files in this folder belong to the job; the command `ddpjob` does the
                 # same.
-                [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest)],
+                [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest), *(["--fresh"] if fresh else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         deadline = time.monotonic() + _STARTED_SECONDS
@@ -285,6 +285,11 @@ class ProcessBackend:
             if time.monotonic() > deadline:
                 raise Mistake(f"`ddpjob run` (process {run.pid}) did not write a record; see {output}")
             time.sleep(0.1)
+
+    @_named
+    def resumes(self, name: str) -> bool:
+        """Whether the next run of this name would continue from a checkpoint."""
+        return job_folder(name).is_resumable()
 
     @_named
     def delete(self, name: str) -> None:

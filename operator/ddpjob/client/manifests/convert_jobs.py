@@ -13,8 +13,11 @@ from ddpjob.api.job import API_VERSION, KIND, QUEUE_LABEL
 from ddpjob.api.job_spec import Json
 from ddpjob.api.merging import mounted_at
 from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests.launcher_lines import as_torchrun
+from ddpjob.client.manifests.training_runtimes import complete, named_runtime
 from ddpjob.core.world import LABEL_JOB, TRAINER_CONTAINER
 from ddpjob.objects.pod_group import QUEUE_ANNOTATION
+from ddpjob.objects.pod_template import OWNED_VARIABLES
 
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
@@ -34,7 +37,8 @@ _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
 """Signs that a shell interprets even within double quotes."""
 _THEIRS = re.compile(
-    r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id))(=|\s+)["']?\$\S*(?=\s)"""
+    r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id)|machine_rank|"""
+    r"""num_(machines|nodes)|main_process_(ip|port))(=|\s+)["']?\$\S*(?=\s)"""
 )
 """torchrun options whose values are another operator's variables: the number of nodes and the
 rendezvous address."""
@@ -79,17 +83,50 @@ class Conversion:
     cannot change it."""
 
 
-def convert(manifest: Mapping[str, Any]) -> Conversion:
-    """Convert a manifest of another operator. Raises Mistake for an unknown kind."""
+def convert(
+    manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]] = (), *, script: str = "", image: str = ""
+) -> Conversion:
+    """Convert a manifest of another operator. Raises Mistake for an unknown kind.
+
+    `runtimes` are those that a TrainJob may name. `image` replaces the manifest's, and `script`
+    is for an entry point in the image.
+    """
+    made = _converted(manifest, runtimes)
+    _complete(made, script, image)
+    return made
+
+
+def _converted(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Conversion:
     kind = str(manifest.get("kind", ""))
     try:
         if kind == "PyTorchJob":
             return _pytorch_job(manifest)
         if kind == "TrainJob":
-            return _train_job(manifest)
+            return _train_job(manifest, named_runtime(manifest, runtimes))
     except (AttributeError, TypeError, ValueError) as error:
         raise Mistake(f"kind: {kind}: cannot be read: {error}") from error
     raise Mistake(f"kind: {kind or 'missing'}: cannot be converted; PyTorchJob and TrainJob can, and torchrun lines")
+
+
+def _complete(made: Conversion, script: str, image: str) -> None:
+    """Add the entry point and the image that the manifest does not have."""
+    spec = made.job["spec"]
+    if image:
+        spec["image"] = image
+        made.notes = [note for note in made.notes if not note.startswith("spec.image: ")]
+    if known := {"script", "module", "command"} & spec.keys():
+        if script:
+            raise Mistake(f"--script {script}: the manifest already starts {spec[known.pop()]}; leave --script out")
+        return
+    if script:
+        spec["script"] = script
+    else:
+        name = spec.get("image") or "IMAGE"
+        made.notes.append(
+            "spec.script: the entry point is in the image, and is not known here. "
+            f"`docker inspect -f '{{{{.Config.Entrypoint}}}} {{{{.Config.Cmd}}}}' {name}` shows it; convert again with "
+            "--script, or write script, module or command"
+        )
 
 
 def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
@@ -126,6 +163,8 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
         line = line[1:]
     if line:
         _entry_point(made, line, [])
+    known = as_torchrun(line) if line else None
+    line = known.words if known is not None else line
     if not {"script", "module"} & made.job["spec"].keys() and (not line or _after_launcher(line) is None):
         raise Mistake(
             f"{' '.join(words)}: is not a torchrun command line; write it as one (torchrun --nnodes=NODES "
@@ -253,32 +292,37 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
 # --- TrainJob ---------------------------------------------------------------------------------------------------
 
 
-def _train_job(manifest: Mapping[str, Any]) -> Conversion:
+def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -> Conversion:
     metadata, spec = manifest.get("metadata") or {}, manifest.get("spec") or {}
     made = _empty(metadata)
     target, notes, trainer = made.job["spec"], made.notes, spec.get("trainer") or {}
-    runtime = (spec.get("runtimeRef") or {}).get("name", "")
-    notes.append(f"runtimeRef {runtime}: what the runtime adds (image, volumes, environment) is not in this manifest")
-    target["nodes"] = trainer.get("numNodes") or 1
-    container = {"name": "node", "image": trainer.get("image", ""), "resources": trainer.get("resourcesPerNode") or {}}
-    container |= {key: trainer[key] for key in ("command", "args", "env") if trainer.get(key)}
-    _pod(made, {"spec": {"containers": [container]}}, "node")
-    for name, set_here in (("numNodes", "nodes"), ("resourcesPerNode", "gpusPerNode")):
-        if not trainer.get(name):
-            notes.append(f"trainer.{name}: comes from the runtime, which is not in this manifest; write {set_here}")
-    _procs(made, trainer.get("numProcPerNode"))
+    whole = complete(manifest, runtime or {})
+    if runtime is None:
+        name = (spec.get("runtimeRef") or {}).get("name", "")
+        notes.append(
+            f"runtimeRef {name}: its image, volumes and environment are not in this file; convert again with "
+            "--runtime FILE, or --runtime cluster"
+        )
+        for missing, set_here in (("numNodes", "nodes"), ("resourcesPerNode", "gpusPerNode")):
+            if not trainer.get(missing):
+                notes.append(f"trainer.{missing}: comes from the runtime; write {set_here}")
+    target["nodes"] = whole.nodes or 1
+    _pod(made, whole.template, whole.container)
+    notes += whole.notes
+    if whole.scheduling:
+        target["scheduling"] = {**whole.scheduling, **target.get("scheduling", {})}
+    _procs(made, whole.procs)
     policy = {key: spec[key] for key in ("suspend", "activeDeadlineSeconds") if spec.get(key)}
     if policy:
         target["runPolicy"] = policy
+    initializers = "" if runtime else "download data and models in an init container of podTemplate, or with the script"
     for name, remedy in (
-        ("initializer", "download data and models in an init container of podTemplate, or with the script"),
-        ("podTemplateOverrides", "write them in podTemplate"),
-        ("runtimePatches", "write them in podTemplate"),
+        ("initializer", initializers),
         ("labels", "belonged to the JobSet; write the ones that pods need in podTemplate.metadata"),
         ("annotations", "belonged to the JobSet; write the ones that pods need in podTemplate.metadata"),
         ("managedBy", "has no counterpart"),
     ):
-        if spec.get(name):
+        if spec.get(name) and remedy:
             notes.append(f"{name}: {remedy}")
     _sharing(made)
     _left_out(made, manifest, _OF_TRAIN_JOB)
@@ -344,6 +388,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     target["image"] = container.pop("image", "") or "IMAGE"
     if target["image"] == "IMAGE":
         notes.append("spec.image: the runtime's image is not in this manifest; write it")
+    _drop_owned(made, container)
     for field_name in ("imagePullPolicy", "env", "envFrom", "workingDir"):
         if container.get(field_name):
             target[field_name] = container[field_name]
@@ -395,6 +440,14 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
             f"env: reads {', '.join(theirs)}, which pods of a DDPJob do not have, so it is empty; torchrun sets RANK "
             f"and GROUP_RANK (the number of the node) for the script"
         )
+
+
+def _drop_owned(made: Conversion, container: Json) -> None:
+    """Leave out variables that the operator and torchrun set themselves."""
+    names = [str(variable.get("name")) for variable in container.get("env") or ()]
+    if owned := [name for name in names if OWNED_VARIABLES.fullmatch(name)]:
+        container["env"] = [v for v in container["env"] if v.get("name") not in owned]
+        made.notes.append(f"env {', '.join(owned)}: left out, because the operator and torchrun set them")
 
 
 def _their_labels(written: Any) -> list[str]:
@@ -517,13 +570,20 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         inner = words[2].replace("\\\n", " ").strip().removeprefix("exec ").strip()
         if inner and (not _SHELL.search(inner) or _reads_only_theirs(inner)):
             words = _shell_words(inner)
-    if not command and (not args or args[0].startswith("-") or "=" in args[0]):
+    line = as_torchrun(words) if words else None
+    if line is not None:
+        words = line.words
+        made.notes += line.notes
+        known = {variable.get("name") for variable in spec.get("env") or ()}
+        added = [{"name": name, "value": value} for name, value in line.env.items() if name not in known]
+        if added:
+            spec["env"] = [*(spec.get("env") or ()), *added]
+    elif not command and (not args or args[0].startswith("-") or "=" in args[0]):
         # torchtune: dataset=...
-        made.notes.append("spec.script: the image's own entry point is not known here; write script, module or command")
         if args:
             spec["args"] = list(args)
         return
-    if not command and args[0].endswith(".py"):
+    if line is None and not command and args[0].endswith(".py"):
         made.notes.append(f"script: {args[0]}, the first of args, which the image's own entry point was to run")
         words = ["torchrun", *words]
     launched = _after_launcher(words)
@@ -601,7 +661,9 @@ def _reads_only_theirs(line: str) -> bool:
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False
-    launched = _after_launcher(_shell_words(line))
+    words = _shell_words(line)
+    known = as_torchrun(words)
+    launched = _after_launcher(known.words if known is not None else words)
     return launched is not None and not any("$" in word for word in launched[_options(launched) :])
 
 

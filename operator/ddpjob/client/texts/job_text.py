@@ -26,6 +26,7 @@ from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.repeated import UNKNOWN, repeats
+from ddpjob.core.status.running import NO_GROUP
 from ddpjob.core.status.shown_progress import began_again, duration
 from ddpjob.core.view import is_number
 from ddpjob.local.environment import HOST
@@ -99,6 +100,16 @@ def readable(body: Json) -> Iterator[None]:
             f"this client cannot read {fields}, perhaps because the operator is newer; `ddpjob doctor` compares the two"
         )
         raise Mistake(f"{body['metadata']['name']}: {unread}") from error
+
+
+def warnings(bodies: Sequence[Json]) -> Iterator[str]:
+    """Yield a line for each job that trains without a group, which its row does not show."""
+    for body in bodies:
+        status = JobStatus.read(body.get("status") or {})
+        running = status.condition(ConditionType.RUNNING)
+        if running is not None and running.status and running.reason == NO_GROUP and not status.terminal:
+            name = body["metadata"]["name"]
+            yield f"warning: {name}: {NO_GROUP}: each rank trains a model of its own; see `ddpjob why {name}`"
 
 
 # --- describe ---------------------------------------------------------------------------------------------------
@@ -379,13 +390,14 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
-        yield f"Next: correct it, `ddpjob delete {name}`, and start the job again. It resumes from its last checkpoint."
+        yield f"Next: correct it, and `ddpjob rerun {name}`: it resumes from its last checkpoint."
+        yield f"If the manifest changes, `ddpjob delete {name}` and start the new one instead."
 
 
 _BESIDE = (
     *(ConditionType.FAST_RECOVERY, ConditionType.RANKS_ORDERED, ConditionType.ISOLATED, ConditionType.NODES_HEALTHY),
     *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.NOTIFIES),
-    ConditionType.CLASS_APPLIED,
+    *(ConditionType.CLASS_APPLIED, ConditionType.RANKS_KEEP_PACE),
 )
 """Conditions that may be false while a job trains."""
 

@@ -15,7 +15,7 @@ FAILURES = 3
 LOSSES = 2
 _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
 """Causes that are the job's own fault on any host."""
-_MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY})
+_MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
 """Faults of a host that hit a pod before its program runs or regardless of its program. One is
 enough."""

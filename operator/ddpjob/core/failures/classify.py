@@ -67,6 +67,7 @@ class Cause(StrEnum):
     NODE_FAULT = "NodeFault"
     NODE_UNHEALTHY = "NodeUnhealthy"
     POD_UNHEALTHY = "PodUnhealthy"
+    SLOW_RANK = "SlowRank"
     START_ERROR = "StartError"
     PREFLIGHT_FAILED = "PreflightFailed"
     PEER_LOST = "PeerLost"
@@ -154,7 +155,7 @@ class End:
     """Whether the exit code is an init container's, which says nothing about the program's
     configuration."""
     rank: int | None = None
-    """The failed rank that ended torchrun in a `command`, if any."""
+    """The failed rank that ended torchrun in a `command`, or the slow rank that moves, if any."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})

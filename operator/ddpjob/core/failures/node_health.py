@@ -95,7 +95,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     own = {host.name for _, _, host, _ in found}
     kin = [host for host in hosts.values() if not host.deleted and (host.name in own or wants.kind(host))]
     storm = sum(bool(host.unhealthy) for host in kin) > max(1, SHARE * len(kin))
-    spares, places = _spares(view), 0 if wants.more else _places(view, wants)
+    spares, places = len(ready_spares(view)), 0 if wants.more else _places(view, wants)
     verdicts = []
     for index, pod, host, end in found:
         if storm:
@@ -132,7 +132,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
 """Failures in a pod that stays alive and whose place may have caused them. Memory and storage are
 the job's own fault."""
-MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY)
+MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK)
 
 
 @dataclass(frozen=True)
@@ -256,13 +256,14 @@ def _came_after(pod: PodView, host: HostView) -> bool:
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
 
-def _spares(view: View) -> int:
-    """Return the number of ready members outside a complete group, on healthy nodes."""
+def ready_spares(view: View) -> list[PodView]:
+    """Return the pods of ready members outside a complete group, on healthy nodes."""
     report, hosts = view.report, view.world.hosts or {}
     if report is None or report.state != CoordinatorState.RUNNING or (report.world or 0) < view.job.spec.nodes:
-        return 0
-    well = {p.name for p in view.pods if p is not None and (p.host not in hosts or hosts[p.host].well)}
-    return sum(m.state is MemberState.READY and m.pod in well for m in report.members)
+        return []
+    ready = {m.pod for m in report.members if m.state is MemberState.READY}
+    pods = [p for p in view.pods if p is not None and p.name in ready]
+    return [p for p in pods if p.host not in hosts or hosts[p.host].well]
 
 
 def _places(view: View, wants: Wants) -> int:

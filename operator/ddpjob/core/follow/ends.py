@@ -26,6 +26,7 @@ from ddpjob.core.failures.classify import (
 )
 from ddpjob.core.failures.liveness import is_given_up, lost_since
 from ddpjob.core.failures.node_health import judge_nodes
+from ddpjob.core.failures.slow_ranks import judge_slow_ranks
 from ddpjob.core.plan.slots import QUICK
 from ddpjob.core.view import View
 from ddpjob.core.world import (
@@ -81,7 +82,8 @@ def find_ends(view: View) -> Ends:
 
 def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
     slots, ends = [], dict[int, Ended]()
-    leaving = {verdict.index: verdict.end for verdict in judge_nodes(view) if not verdict.reason}
+    slow = {verdict.index: verdict.end for verdict in judge_slow_ranks(view) if not verdict.why}
+    leaving = slow | {verdict.index: verdict.end for verdict in judge_nodes(view) if not verdict.reason}
     for index, (slot, pod) in enumerate(zip(view.status.slots, view.pods, strict=True)):
         since = _silent_since(view, slot, pod)
         state, end = _follow_slot(view, index, slot, pod)

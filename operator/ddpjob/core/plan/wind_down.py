@@ -106,7 +106,10 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
     for kind in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED):
         if status.holds(kind) or (kind is not ConditionType.SUSPENDED and status.condition(kind) is not None):
             status = with_condition(status, kind, False, reason, ended, now)
-    for kind in (ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED, ConditionType.SNAPSHOTS_HELD):
+    for kind in (
+        *(ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED),
+        *(ConditionType.RANKS_KEEP_PACE, ConditionType.SNAPSHOTS_HELD),
+    ):
         status = without_condition(status, kind)
     last = SlotState.SUCCEEDED if reason == "Complete" else SlotState.FAILED
     status = replace(

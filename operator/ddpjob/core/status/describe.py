@@ -10,7 +10,9 @@ from functools import partial
 from ddpjob_runtime.protocol import COPY_BEHIND, COPY_STEP
 
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart, SlotState
+from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.node_health import judge_nodes
+from ddpjob.core.failures.slow_ranks import is_named, judge_slow_ranks
 from ddpjob.core.rank_order import judge_order
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.group_counts import IN_GROUP, count_ready_spares, count_training_nodes
@@ -53,6 +55,7 @@ CONDITIONS: tuple[Callable[[Present], JobStatus], ...] = (
     lambda present: judge_fast_recovery(present.view),
     lambda present: _isolated(present.view),
     lambda present: _nodes_healthy(present.view),
+    lambda present: _ranks_keep_pace(present.view),
     lambda present: _checkpoints_copied(present.view),
     lambda present: judge_snapshots(present.view),
     lambda present: _ranks_ordered(present.view, present.training),
@@ -139,6 +142,21 @@ def _nodes_healthy(view: View) -> JobStatus:
     if status.holds(ConditionType.NODES_HEALTHY) or status.condition(ConditionType.NODES_HEALTHY) is None:
         return status
     return condition(True, "AllHealthy", "no pod runs on a Kubernetes node that is known to be unhealthy")
+
+
+def _ranks_keep_pace(view: View) -> JobStatus:
+    """Report which clearly slow rank stays in its place and why, once any has."""
+    status = view.status
+    staying = [verdict for verdict in judge_slow_ranks(view) if verdict.why]
+    condition = partial(with_condition, status, ConditionType.RANKS_KEEP_PACE, now=view.now)
+    if staying:
+        first, more = staying[0], len(staying) - 1
+        others = f" (and {count(more, 'more rank')})" if more else ""
+        return condition(False, Cause.SLOW_RANK, f"{first.what}; its pod stays: {first.why}{others}")
+    known = status.condition(ConditionType.RANKS_KEEP_PACE)
+    if known is None or known.status or is_named(view):
+        return status
+    return condition(True, "AllKeepPace", "no rank is known to be clearly slower than the others")
 
 
 def _ranks_ordered(view: View, training: int | None) -> JobStatus:

@@ -17,7 +17,7 @@ from ddpjob.core.world import node_pod_name
 
 _WARNED = (
     *(ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED),
-    *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD),
+    *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.RANKS_KEEP_PACE),
 )
 """Conditions that cause an event when they become false."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")

@@ -2,7 +2,7 @@
 
 A rank that is 30 % slower than the others makes the whole training 30 % slower. The training's
 figures do not show which one it is, because every rank's step takes equally long. The ranks
-therefore compare the time that they work without waiting (`distributed/step_clock.py`).
+therefore compare the time that they work without waiting (the trainer's `step_clock.py`).
 
 - A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline, a rank
   is compared only with ranks of the same stage, because stages have different work.
@@ -12,6 +12,9 @@ therefore compare the time that they work without waiting (`distributed/step_clo
 - A rank is named after its slowdown has exceeded `factor` for `seconds` and at least three reports.
   It is named until its excess has been below half of that for as long. A single slow batch
   therefore has no effect, and a rank at the limit does not flicker.
+- Its cost is the share of each step that would be saved if it kept pace. A rank may be twice as
+  slow as the others in work that is a hundredth of the step, or by less than a millisecond, which
+  is noise. The operator moves a rank only if that saves something (its `slow_ranks.py`).
 
 Example, with factor=1.2 and seconds=60, a report every 10 s, and 8 ranks of 100 ms:
 
@@ -32,7 +35,9 @@ NAMED = 8
 """
 _REPORTS = 3
 _RECENT = 0.3
-"""Weight of the newest report in a rank's slowdown."""
+"""Weight of the newest report in a rank's slowdown and cost."""
+_LEAST = 0.001
+"""Seconds per step by which a rank must exceed the median rank to have a cost."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,19 @@ class Straggler:
 
     rank: int
     slowdown: float
+    cost: float | None = None
+    """Share of the group's step that the rank's excess takes; None if that is unknown."""
+
+    def as_figures(self) -> dict[str, float]:
+        """Return the entry of a progress report."""
+        known = {} if self.cost is None else {"cost": self.cost}
+        return {"rank": self.rank, "slowdown": self.slowdown, **known}
 
 
 @dataclass
 class _Rank:
     slowdown: float = 1.0
+    cost: float = 0.0
     named: bool = False
     since: float | None = None
     """Since when its state contradicts `named`, because it is slow but not named, or fast but
@@ -67,13 +80,19 @@ class Stragglers:
         self._ranks: dict[int, _Rank] = {}
 
     def add(
-        self, now: float, own: Sequence[float], even: Sequence[float] | None = None, stages: int = 1
+        self,
+        now: float,
+        own: Sequence[float],
+        even: Sequence[float] | None = None,
+        stages: int = 1,
+        step: float = 0.0,
     ) -> tuple[Straggler, ...]:
         """Return the lagging ranks, given the times since the last call.
 
         `own` has each rank's own seconds per step, and `even` the same for equal shares of the
-        batch; 0 means unknown. Ranks r, r + stages, ... are compared only with each other. `now` is
-        a clock in seconds that never goes back.
+        batch; 0 means unknown. Ranks r, r + stages, ... are compared only with each other. `step`
+        has the seconds of a whole step, and 0 means unknown. `now` is a clock in seconds that never
+        goes back.
 
         The smaller slowdown counts. A rank with more samples is not lagging, and ranks do not wait
         for one with fewer samples, although each of its samples takes longer because of a pass's
@@ -82,12 +101,18 @@ class Stragglers:
         if not self._factor:
             return ()
         measures = [_slowdowns(times, stages) for times in ([own] if even is None else [own, even])]
-        for rank in range(len(own)):
+        for rank, seconds in enumerate(own):
             found = [measure[rank] for measure in measures if rank in measure]
             if len(found) == len(measures):
-                self._judge(self._ranks.setdefault(rank, _Rank()), now, min(found))
+                known = self._ranks.setdefault(rank, _Rank())
+                excess = seconds - seconds / measures[0][rank]
+                cost = min(1.0, excess / step) if step > 0 and excess >= _LEAST else 0.0
+                known.cost += _RECENT * (cost - known.cost)
+                self._judge(known, now, min(found))
         named = [
-            Straggler(rank, max(1.0, round(found.slowdown, 2))) for rank, found in self._ranks.items() if found.named
+            Straggler(rank, max(1.0, round(found.slowdown, 2)), round(found.cost, 2) if step > 0 else None)
+            for rank, found in self._ranks.items()
+            if found.named
         ]
         return tuple(sorted(named, key=lambda straggler: (-straggler.slowdown, straggler.rank))[:NAMED])
 

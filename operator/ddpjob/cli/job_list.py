@@ -1,0 +1,226 @@
+"""The list of `ddpjob top`: all jobs on a screen of any size, moved through by keys.
+
+Problem: with 60 old jobs the one that runs was below the screen's edge, and long names pushed the
+columns out.
+
+Rule: jobs that have not ended come first, the newest first. Ended jobs are folded into one line
+that counts them; `e` unfolds them. The list never has more lines or columns than the terminal:
+
+1. the wide columns are dropped until the rest fits (DURATION, ATRISK, REASON),
+2. then names are cut in their middle, to no fewer than 16 characters,
+3. then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
+
+At 80 columns names, states, nodes, progress, loss and restarts fit; at 200 all columns do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+from ddpjob.api.job_spec import Json
+from ddpjob.api.job_status import utc_now
+from ddpjob.cli.keys import PressedKeys
+from ddpjob.cli.output import STATE_COLOURS, printable
+from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.client.texts.job_text import header, phase, row
+
+_DROPPED = ("ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
+"""Columns in the order in which they are dropped; "" cuts the names."""
+_NAME, _GAP = 16, 2
+_FIXED = 4
+"""Lines around the jobs: the counts, the titles, the folded jobs, the keys."""
+_HELP = "up/down move   Enter open   / find   e ended jobs   q quit"
+_FILTER_CHARACTERS = 40
+
+
+class JobList:
+    """What the list shows and where its cursor is."""
+
+    def __init__(self) -> None:
+        self.selected = self.filter = ""
+        self.finding = self.unfolded = False
+        self._top = 0
+        self._names: list[str] = []
+        self._page = 10
+
+    def press(self, key: str) -> str:
+        """Apply a key. Return `quit` or `open` if that is what it asks for."""
+        if self.finding:
+            self._type(key)
+        elif key in ("q", "escape"):
+            return "quit"
+        elif key == "enter":
+            return "open" if self.selected else ""
+        elif key == "/":
+            self.finding, self.filter = True, ""
+        elif key == "e":
+            self.unfolded = not self.unfolded
+        else:
+            self._move(key)
+        return ""
+
+    def _type(self, key: str) -> None:
+        if key in ("enter", "escape"):
+            self.finding = False
+            self.filter = "" if key == "escape" else self.filter
+        elif key == "backspace":
+            self.filter = self.filter[:-1]
+        elif len(key) == 1:
+            self.filter = (self.filter + key)[:_FILTER_CHARACTERS]
+
+    def _move(self, key: str) -> None:
+        steps = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -self._page, "page down": self._page}
+        steps |= {"home": -len(self._names), "g": -len(self._names), "end": len(self._names), "G": len(self._names)}
+        if self._names and key in steps:
+            at = self._names.index(self.selected) if self.selected in self._names else 0
+            self.selected = self._names[min(max(at + steps[key], 0), len(self._names) - 1)]
+
+    def frame(self, bodies: Sequence[Json], now: datetime, width: int, height: int) -> list[Text]:
+        """Return at most `height` lines of at most `width` characters."""
+        found = [body for body in in_order(bodies) if self.filter in body["metadata"]["name"]]
+        shown = [body for body in found if self.unfolded or phase(body) not in ENDED]
+        folded = [body for body in found if phase(body) in ENDED] if not self.unfolded else []
+        self._names = [body["metadata"]["name"] for body in shown]
+        if self.selected not in self._names:
+            self.selected = self._names[0] if self._names else ""
+        self._page = max(1, height - _FIXED)
+        at = self._names.index(self.selected) if self.selected else 0
+        self._top = min(max(self._top, at - self._page + 1), at, max(0, len(shown) - self._page))
+        rows = fit([header(wide=True), *(row(body, now, wide=True) for body in shown)], width)
+        visible = rows[1:][self._top : self._top + self._page]
+        lines = [Text(_counts(bodies), style="bold"), Text(rows[0], style="dim")]
+        for line, name in zip(visible, self._names[self._top :], strict=False):
+            lines.append(_painted(line, selected=name == self.selected))
+        hidden = len(shown) - len(visible)
+        below = [f"{hidden} more above or below"] if hidden else []
+        below += [f"{_counts(folded)}: e shows them"] if folded else []
+        lines.append(Text("   ".join(below) or ("no jobs" if not shown else ""), style="dim"))
+        keys = f"find: {self.filter}_   Enter keep   Esc all" if self.finding else _HELP
+        lines.append(Text(keys + (f"   [{self.filter}]" if self.filter and not self.finding else ""), style="dim"))
+        for each in lines:
+            each.truncate(width, overflow="ellipsis")
+        return lines[:height]
+
+
+def in_order(bodies: Sequence[Json]) -> list[Json]:
+    """Return the jobs that have not ended first, and in both parts the newest first."""
+    newest = sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")), reverse=True)
+    return sorted(newest, key=lambda body: phase(body) in ENDED)
+
+
+def _counts(bodies: Sequence[Json]) -> str:
+    counted = Counter(phase(body) for body in bodies)
+    order = sorted(counted, key=lambda state: (state in ENDED, -counted[state]))
+    return ", ".join(f"{counted[state]} {state.lower()}" for state in order) or "no jobs"
+
+
+def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return the rows as lines with aligned columns, without the columns that do not fit.
+
+    The first row has the titles; the column NAME comes first.
+    """
+    columns = [[printable(cell) for cell in cells] for cells in zip(*rows, strict=True)]
+    for dropped in (None, *_DROPPED):
+        if dropped == "":
+            most = max(_NAME, width - sum(_wide(cells) + _GAP for cells in columns[1:]))
+            columns[0] = [_cut(cell, most) for cell in columns[0]]
+        elif dropped is not None:
+            columns = [cells for cells in columns if cells[0] != dropped]
+        if sum(map(_wide, columns)) + _GAP * (len(columns) - 1) <= width:
+            break
+    padded = ([cell.ljust(_wide(cells)) for cell in cells] for cells in columns)
+    return [(" " * _GAP).join(cells).rstrip() for cells in zip(*padded, strict=True)]
+
+
+def _cut(name: str, most: int) -> str:
+    """Cut the middle of a name, because names of one sweep differ at their ends."""
+    return name if len(name) <= most else f"{name[: most - _NAME // 2]}…{name[1 - _NAME // 2 :]}"
+
+
+def _wide(cells: Sequence[str]) -> int:
+    return max(map(len, cells))
+
+
+def _painted(line: str, *, selected: bool) -> Text:
+    text = Text(line, no_wrap=True)
+    for state, colour in STATE_COLOURS.items():
+        at = line.find(f"  {state}")
+        if at >= 0:
+            text.stylize(colour, at + 2, at + 2 + len(state))
+    if selected:
+        text.stylize("reverse")
+    return text
+
+
+class _Lines:
+    """Lines that were rendered before."""
+
+    def __init__(self, lines: list[list[Segment]]) -> None:
+        self._lines = lines
+
+    def __rich_console__(self, console: Console, options: object) -> list[Segment]:
+        return [segment for line in self._lines for segment in (*line, Segment.line())]
+
+
+def page(console: Console, frame: RenderableType, top: int) -> tuple[RenderableType, int]:
+    """Return the part of a frame from line `top` that fits, and `top` as far as it exists."""
+    lines = console.render_lines(frame, console.options, pad=False)
+    room = max(1, console.height - 1)
+    top = min(max(0, top), max(0, len(lines) - room))
+    more = f"   {len(lines) - top - room} lines below" if len(lines) > top + room else ""
+    keys = Text(f"Esc back   up/down scroll   q quit{more}", style="dim", no_wrap=True)
+    return Group(_Lines(lines[top : top + room]), keys), top
+
+
+OpenJob = Callable[[str], Callable[[], RenderableType]]
+"""Returns a function that draws a job's screen each time."""
+
+
+def show_list(backend: Backend, console: Console, open_job: OpenJob, seconds: float) -> None:
+    """Show the list until `q` or Ctrl-C; Enter shows a job, and Esc the list again."""
+    jobs, patience, top = JobList(), OutagePatience(), 0
+    draw_job: Callable[[], RenderableType] | None = None
+    bodies = backend.jobs()
+    frame: RenderableType = Text()
+    with PressedKeys() as keys, Live(console=console, auto_refresh=False, screen=True) as live:
+        looked = time.monotonic()
+        while True:
+            if draw_job is None:
+                live.update(Group(*jobs.frame(bodies, utc_now(), console.width, console.height)), refresh=True)
+            else:
+                shown, top = page(console, frame, top)
+                live.update(shown, refresh=True)
+            opened = draw_job
+            for key in keys.wait(max(0.05, looked + seconds - time.monotonic())):
+                if draw_job is not None:
+                    if key == "q":
+                        return
+                    draw_job = None if key in ("escape", "enter") else draw_job
+                    room = console.height - 2
+                    top += {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -room, "page down": room}.get(key, 0)
+                    continue
+                asked = jobs.press(key)
+                if asked == "quit":
+                    return
+                if asked == "open":
+                    draw_job, top = open_job(jobs.selected), 0
+            if time.monotonic() - looked >= seconds or draw_job is not opened:
+                try:
+                    if draw_job is None:
+                        bodies = backend.jobs()
+                    else:
+                        frame = draw_job()
+                    patience.answered()
+                except NoSuchJob:  # It was deleted while its screen was open.
+                    draw_job = None
+                except Mistake as mistake:
+                    patience.bear(mistake)
+                looked = time.monotonic()

@@ -1,0 +1,301 @@
+"""Reads a training script without running it: whether its ranks form a group, and its main names.
+
+Problem: a script written for one GPU also runs under torchrun. Each rank then trains its own model
+on all the data, and nothing fails. The user needs to know before the job starts, and needs the
+lines to add with the names of this script.
+
+Rule: the script is parsed with `ast`, never imported or executed. It forms a group if it, or a
+module beside it that it imports, calls a function in `_FORMS`, or creates the Trainer of Lightning
+or Hugging Face, or an Accelerator. Otherwise:
+
+- the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
+- the model is X in its argument `X.parameters()`;
+- the training loader is the DataLoader that a loop with `.backward()` iterates, or that is passed
+  to a function with such a loop, else the one that shuffles or has `train` in its name;
+- the epoch loop is the outermost loop in the optimizer's function that trains or calls a function
+  that trains.
+
+Example: `opt = torch.optim.SGD(net.parameters(), lr=0.1)` names the optimizer `opt` and the model
+`net`. If a name is missing or has two candidates, `doubts` says so, and callers fall back to the
+general form.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_FORMS = ("init_process_group", "init_device_mesh", "init_distributed")
+_OPTIMIZERS = (
+    *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
+    *("LBFGS", "Adafactor", "Muon", "Lion", "Adam8bit", "AdamW8bit"),
+)
+_TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "transformers": "huggingface"}
+_TRAINERS |= {"trl": "huggingface", "setfit": "huggingface", "sentence_transformers": "huggingface"}
+_MODULES = 50
+"""Maximum number of modules beside the script that are read too."""
+_Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class UnreadableScript(ValueError):
+    """The file is not Python that this version can parse."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A variable, and the statement that sets it."""
+
+    name: str
+    node: ast.stmt
+    call: ast.Call
+
+    @property
+    def line(self) -> int:
+        return self.node.lineno
+
+
+@dataclass
+class TrainingScript:
+    """What a script trains with, and how its ranks find each other."""
+
+    text: str
+    framework: str = ""
+    """huggingface, lightning or accelerate, if it forms the group."""
+    call: ast.Call | None = None
+    """The framework's object: its Trainer or Accelerator."""
+    group: str = ""
+    """The function that forms the group, otherwise."""
+    where: str = ""
+    """The module that does so, if it is not the script itself."""
+    trains: bool = False
+    """Whether the script calls `.backward()` or creates an optimizer."""
+    optimizer: Named | None = None
+    model: str = ""
+    loader: Named | None = None
+    scope: list[ast.stmt] = field(default_factory=list)
+    """The statements among which the optimizer is created."""
+    loop: ast.For | ast.While | None = None
+    """The epoch loop, if it is in the same scope."""
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def forms_group(self) -> bool:
+        return bool(self.framework or self.group)
+
+
+def read_script(path: Path) -> TrainingScript:
+    """Read a script and the modules beside it. Raises UnreadableScript, OSError."""
+    content = path.read_bytes()
+    tree = _parse(content, path)
+    script = TrainingScript(content.decode(errors="replace"))
+    for where, module in [("", tree), *_modules_beside(path, tree)]:
+        if _find_group(script, module):
+            script.where = where
+            return script
+    _find_names(script, tree)
+    return script
+
+
+def _parse(content: bytes, path: Path) -> ast.Module:
+    try:
+        return ast.parse(content)
+    except SyntaxError as error:
+        at = f", line {error.lineno}" if error.lineno else ""
+        raise UnreadableScript(f"{path}{at}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise UnreadableScript(f"{path}: is not Python text") from error
+
+
+def _modules_beside(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
+    """Yield the modules that the script imports from its own folder, and theirs."""
+    seen: set[Path] = {path}
+    waiting = [tree]
+    while waiting:
+        for name in _imported(waiting.pop()):
+            base = path.parent.joinpath(*name.split("."))
+            file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
+            if file is None or file in seen or len(seen) > _MODULES:
+                continue
+            seen.add(file)
+            try:
+                module = _parse(file.read_bytes(), file)
+            except (UnreadableScript, OSError):
+                continue
+            waiting.append(module)
+            yield str(file.relative_to(path.parent)), module
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or node.level):
+            base = node.module or ""
+            yield from filter(None, (base, *(f"{base}.{a.name}".strip(".") for a in node.names)))
+
+
+# --- the group ---------------------------------------------------------------------------------
+
+
+def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
+    """Set `framework`, `call` or `group`. Return whether this module forms a group."""
+    modules = {name.partition(".")[0] for name in _imported(tree)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    frameworks = {_TRAINERS[name] for name in modules & _TRAINERS.keys()}
+    for call in calls:
+        name = _last_name(call.func)
+        if name in _FORMS:
+            script.group = name
+            return True
+        if name == "Accelerator" and "accelerate" in modules:
+            script.framework, script.call = "accelerate", call
+        elif name.endswith("Trainer") and frameworks and not script.framework:
+            script.framework, script.call = sorted(frameworks, reverse=True)[0], call
+    if script.framework:
+        return True
+    if "ddpjob_trainer" in modules:
+        script.group = "ddpjob_trainer"
+    return bool(script.group)
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return the last part of a dotted name; empty for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+# --- a loop of one's own -----------------------------------------------------------------------
+
+
+def _find_names(script: TrainingScript, tree: ast.Module) -> None:
+    training = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _trains(node)}
+    assigned = list(_assigned(tree))
+    optimizers = [one for one in assigned if _is_optimizer(one.call)]
+    loaders = [one for one in assigned if _last_name(one.call.func) == "DataLoader"]
+    script.trains = bool(optimizers) or _trains(tree)
+    if len(optimizers) == 1:
+        script.optimizer = optimizers[0]
+        script.model = _model(optimizers[0].call)
+    if script.optimizer is None or not script.model:
+        found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer of a single model"
+        script.doubts.append(f"it has {found}")
+    script.loader = _training_loader(loaders, tree, training)
+    if script.loader is None:
+        script.doubts.append(f"it has {len(loaders)} DataLoaders" if loaders else "it has no DataLoader")
+    if script.optimizer is not None:
+        script.scope = _scope(tree, script.optimizer.node)
+        after = [node for node in script.scope if node.lineno > script.optimizer.line]
+        loops = (loop for node in after for loop in _loops(node) if _trains(loop) or _calls(loop) & training)
+        script.loop = next(loops, None)
+        if script.loop is None:
+            script.doubts.append("its optimizer and its loop are in different functions")
+        elif script.loader is not None and not _is_seen(script.loader.node, script.scope, tree):
+            script.doubts.append("its loader is set in a different function")
+
+
+def _trains(node: ast.AST) -> bool:
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(isinstance(func, ast.Attribute) and func.attr == "backward" for func in calls)
+
+
+def _calls(node: ast.AST) -> set[str]:
+    return {_last_name(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)}
+
+
+def _assigned(tree: ast.Module) -> Iterator[Named]:
+    """Yield each variable or attribute that is set to the result of a call."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if len(targets) == 1 and isinstance(targets[0], ast.Name | ast.Attribute):
+            yield Named(ast.unparse(targets[0]), node, node.value)
+
+
+def _is_optimizer(call: ast.Call) -> bool:
+    return _last_name(call.func) in _OPTIMIZERS
+
+
+def _model(call: ast.Call) -> str:
+    """Return X if the optimizer gets the parameters of X alone."""
+    names = {
+        ast.unparse(node.func.value)
+        for argument in [*call.args[:1], *(k.value for k in call.keywords if k.arg == "params")]
+        for node in ast.walk(argument)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("parameters", "named_parameters")
+    }  # fmt: skip
+    return names.pop() if len(names) == 1 else ""
+
+
+def _training_loader(loaders: list[Named], tree: ast.Module, training: set[str]) -> Named | None:
+    """Return the loader that training iterates; None if that is not certain."""
+    if len(loaders) == 1:
+        return loaders[0]
+    walked = {
+        ast.unparse(name)
+        for loop in ast.walk(tree)
+        if isinstance(loop, ast.For) and _trains(loop)
+        for name in ast.walk(loop.iter)
+        if isinstance(name, ast.Name | ast.Attribute)
+    }
+    passed = {
+        ast.unparse(name)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and _last_name(call.func) in training
+        for argument in [*call.args, *(k.value for k in call.keywords)]
+        for name in ast.walk(argument)
+        if isinstance(name, ast.Name | ast.Attribute)
+    }
+    for chosen in (
+        [one for one in loaders if one.name in walked],
+        [one for one in loaders if one.name in passed],
+        [one for one in loaders if any(k.arg == "shuffle" and _is_true(k.value) for k in one.call.keywords)],
+        [one for one in loaders if "train" in one.name.lower()],
+    ):
+        if len(chosen) == 1:
+            return chosen[0]
+    return None
+
+
+def _is_true(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
+    """Return the innermost function's statements that contain `wanted`, or the module's."""
+    body = tree.body
+    node: ast.AST = tree
+    while True:
+        inner = next((child for child in _statements(node) if _contains(child, wanted)), None)
+        if inner is None or inner is wanted:
+            return body
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = inner.body
+        elif isinstance(inner, ast.If) and isinstance(node, ast.Module):
+            body = inner.body if any(_contains(each, wanted) for each in inner.body) else body  # __main__
+        node = inner
+
+
+def _is_seen(wanted: ast.stmt, scope: list[ast.stmt], tree: ast.Module) -> bool:
+    """Return whether a variable that `wanted` sets is known among the statements of `scope`."""
+    return wanted in tree.body or any(_contains(node, wanted) for node in scope)
+
+
+def _statements(node: ast.AST) -> list[ast.stmt]:
+    return [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+
+
+def _contains(outer: ast.stmt, inner: ast.stmt) -> bool:
+    return any(node is inner for node in ast.walk(outer))
+
+
+def _loops(node: ast.stmt) -> Iterator[ast.For | ast.While]:
+    """Yield the loops in a statement, the outermost first, but not those in functions."""
+    if isinstance(node, ast.For | ast.While):
+        yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt):
+                yield from _loops(child)

@@ -1,0 +1,159 @@
+"""Completes a TrainJob of Kubeflow Trainer with the runtime that it names.
+
+A TrainJob of v2 says little: a runtime (TrainingRuntime or ClusterTrainingRuntime) has the image,
+the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of it. Its
+controller merges both in this order, and so does this module:
+
+1. the pod template of the runtime's replicated job `node`;
+2. `spec.trainer` over its container `node`: image, command, args, env, resources;
+3. `spec.podTemplateOverrides` and `spec.runtimePatches` for the job `node`, by strategic merge.
+
+`numNodes` and `numProcPerNode` of the TrainJob win over `mlPolicy`. An initializer becomes an init
+container, because a DDPJob has no other jobs; its `storageUri` becomes its variable STORAGE_URI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpjob.api.job_spec import Json
+from ddpjob.api.merging import merge
+
+KINDS = ("ClusterTrainingRuntime", "TrainingRuntime")
+TRAINER_GROUP = "/apis/trainer.kubeflow.org/v1alpha1"
+_NODE = "node"
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_INITIALIZERS = {"dataset-initializer": "dataset", "model-initializer": "model"}
+
+
+@dataclass
+class CompletedTrainJob:
+    """The pod template of a TrainJob's nodes, and what else its runtime says."""
+
+    template: Json
+    container: str = _NODE
+    nodes: Any = None
+    procs: Any = None
+    scheduling: Json = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def named_runtime(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the runtime that the TrainJob refers to, if it is among `runtimes`."""
+    reference = (manifest.get("spec") or {}).get("runtimeRef") or {}
+    kind, name = reference.get("kind") or KINDS[0], reference.get("name")
+    found = (r for r in runtimes if r.get("kind") == kind and (r.get("metadata") or {}).get("name") == name)
+    return next(found, None)
+
+
+def runtime_paths(manifest: Mapping[str, Any], namespace: str) -> Iterator[tuple[str, str]]:
+    """Yield (kind, path on the API server) of the runtime that a TrainJob names."""
+    reference = (manifest.get("spec") or {}).get("runtimeRef") or {}
+    namespace = (manifest.get("metadata") or {}).get("namespace") or namespace
+    if manifest.get("kind") == "TrainJob" and reference.get("name"):
+        kind = reference.get("kind") or KINDS[0]
+        below = "" if kind == KINDS[0] else f"/namespaces/{namespace}"
+        yield kind, f"{TRAINER_GROUP}{below}/{kind.lower()}s/{reference['name']}"
+
+
+def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> CompletedTrainJob:
+    """Merge a TrainJob and its runtime. Raises AttributeError, TypeError for wrong shapes."""
+    spec, theirs = manifest.get("spec") or {}, runtime.get("spec") or {}
+    trainer, policy = spec.get("trainer") or {}, theirs.get("mlPolicy") or {}
+    jobs = {
+        str(job.get("name")): job for job in (theirs.get("template") or {}).get("spec", {}).get("replicatedJobs") or ()
+    }
+    node = next((job for job in jobs.values() if _step(job) == "trainer"), jobs.get(_NODE)) or {}
+    made = CompletedTrainJob(deepcopy(_pod_template(node)))
+    pod = made.template.setdefault("spec", {})
+    containers = pod.setdefault("containers", [{"name": _NODE}])
+    main = next((c for c in containers if c.get("name") == _NODE), containers[0])
+    made.container = main.setdefault("name", _NODE)
+    main |= {key: trainer[key] for key in ("image", "command", "args") if trainer.get(key)}
+    if trainer.get("resourcesPerNode"):
+        main["resources"] = trainer["resourcesPerNode"]
+    if trainer.get("env"):
+        names = {variable.get("name") for variable in trainer["env"]}
+        main["env"] = [v for v in main.get("env") or () if v.get("name") not in names] + list(trainer["env"])
+    name = str(node.get("name") or _NODE)
+    for override in (*_overrides(spec, name), *_patches(spec, name)):
+        made.template = merge(made.template, override)
+    _add_initializers(made, spec.get("initializer") or {}, jobs)
+    made.nodes = trainer.get("numNodes") or policy.get("numNodes")
+    torch = policy.get("torch") or {}
+    procs = trainer.get("numProcPerNode")
+    made.procs = torch.get("numProcPerNode") if procs is None else procs
+    made.procs = None if made.procs == "auto" else made.procs
+    if torch.get("elasticPolicy"):
+        made.notes.append("mlPolicy.torch.elasticPolicy of the runtime: write spec.elastic")
+    if other := [name for name in policy if name not in ("numNodes", "torch")]:
+        made.notes.append(f"mlPolicy.{other[0]} of the runtime: only torch can be converted; the command decides")
+    _gang(made, theirs.get("podGroupPolicy") or {})
+    return made
+
+
+def _step(job: Mapping[str, Any]) -> str:
+    labels = ((job.get("template") or {}).get("metadata") or {}).get("labels") or {}
+    return str(labels.get(_STEP, ""))
+
+
+def _pod_template(job: Mapping[str, Any]) -> Json:
+    template = ((job.get("template") or {}).get("spec") or {}).get("template") or {}
+    return {key: template[key] for key in ("metadata", "spec") if template.get(key)}
+
+
+def _overrides(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
+    """Yield the overrides that apply to the training pods."""
+    for override in spec.get("podTemplateOverrides") or ():
+        targets = [target.get("name") for target in override.get("targetJobs") or ()]
+        if not targets or node in targets or _NODE in targets:
+            yield {key: override[key] for key in ("metadata", "spec") if override.get(key)}
+
+
+def _patches(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
+    """Yield what spec.runtimePatches changes in the training pods."""
+    for patch in spec.get("runtimePatches") or ():
+        template = (patch.get("trainingRuntimeSpec") or {}).get("template") or {}
+        for job in (template.get("spec") or {}).get("replicatedJobs") or ():
+            if job.get("name") in (node, _NODE):
+                yield _pod_template(job)
+
+
+def _add_initializers(made: CompletedTrainJob, wanted: Mapping[str, Any], jobs: Mapping[str, Json]) -> None:
+    pod = made.template["spec"]
+    for job in jobs.values():
+        name = str(job.get("name"))
+        part = _INITIALIZERS.get(_step(job)) or _INITIALIZERS.get(name)
+        given = wanted.get(part or "") or {}
+        if part is None or not given:
+            continue
+        theirs = _pod_template(job).get("spec") or {}
+        container: Json = deepcopy(next(iter(theirs.get("containers") or ()), {"name": name}))
+        env = {v.get("name"): v for v in (*(container.get("env") or ()), *(given.get("env") or ()))}
+        if given.get("storageUri"):
+            env["STORAGE_URI"] = {"name": "STORAGE_URI", "value": given["storageUri"]}
+        container["env"] = list(env.values())
+        if given.get("secretRef"):
+            container["envFrom"] = [{"secretRef": given["secretRef"]}]
+        pod["initContainers"] = [*(pod.get("initContainers") or ()), container]
+        known = {volume.get("name") for volume in pod.get("volumes") or ()}
+        pod["volumes"] = [
+            *(pod.get("volumes") or ()),
+            *(v for v in theirs.get("volumes") or () if v.get("name") not in known),
+        ]
+        made.notes.append(
+            f"initializer.{part}: runs as an init container of every pod; storage.data.url fetches from s3://"
+        )
+
+
+def _gang(made: CompletedTrainJob, policy: Mapping[str, Any]) -> None:
+    if "volcano" in policy:
+        made.scheduling["schedulerName"] = "volcano"
+    elif "coscheduling" in policy:
+        made.notes.append(
+            "podGroupPolicy.coscheduling of the runtime: the operator places gangs by Kubernetes' own PodGroups, where "
+            "the cluster serves them (scheduling.gang)"
+        )

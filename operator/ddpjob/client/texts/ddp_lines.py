@@ -1,0 +1,263 @@
+"""The lines that turn a script for one GPU into one whose ranks train together.
+
+For a loop of its own these are eight: `import os`, the group, this rank's GPU, the sampler, the
+model, the sampler's epoch, saving on one rank, and the end of the group. They work with and
+without GPUs, under torchrun of any kind, and change no other line. Example of one:
+
+    line 31      loader = DataLoader(data, sampler=torch.utils.data.DistributedSampler(data))
+
+Each has a place, either before a line or instead of it, so that a test can apply them to a script
+and run it. If the script's names or places are not certain, the general form says in words where
+each line belongs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob.client.manifests.read_script import TrainingScript
+
+TUTORIAL = "docs/one-gpu-to-two-nodes.md"
+_INIT = 'torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")'
+_DEVICE = 'if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+_SAMPLER = "torch.utils.data.DistributedSampler"
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_FIRST = "if torch.distributed.get_rank() == 0:"
+_END = "torch.distributed.destroy_process_group()"
+_OF_FRAMEWORK = {
+    "huggingface": (
+        "callbacks=[ddpjob_report.huggingface.DDPJobCallback()]",
+        "Hugging Face's Trainer forms the group itself. Without GPUs it also needs TrainingArguments(use_cpu=True).",
+        ("import ddpjob_report.huggingface", "DDPJobCallback", "docs/own-scripts.md#hugging-faces-trainer"),
+    ),
+    "lightning": (
+        'strategy="ddp", num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])',
+        "Lightning's Trainer forms the group itself, if it gets the number of nodes and processes.",
+        ("import os", "num_nodes", "docs/own-scripts.md#lightning"),
+    ),
+    "accelerate": (
+        "log_with=ddpjob_report.accelerate.DDPJobTracker()",
+        "Accelerate forms the group itself, without `accelerate launch`. Without GPUs it also needs cpu=True.",
+        ("import ddpjob_report.accelerate", "DDPJobTracker", "docs/own-scripts.md#accelerate"),
+    ),
+}
+"""Maps a framework to the arguments to add, what it does itself, and (the import, a word that a
+script with these arguments has, the page)."""
+
+
+@dataclass(frozen=True)
+class AddedLine:
+    """Text to put before line `line` or, if `replaces`, in its place up to line `last`."""
+
+    line: int
+    text: str
+    replaces: bool = False
+    last: int = 0
+
+
+def advice(script: TrainingScript, path: Path) -> Iterator[str]:
+    """Yield what to do with a script so that its ranks train together."""
+    if script.framework:
+        arguments, does, (needed, word, page) = _OF_FRAMEWORK[script.framework]
+        at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
+        yield does
+        if word in script.text:
+            yield f"{at}: has {word}, so nothing is missing"
+        else:
+            yield f"{at}: add {arguments}"
+            yield f"at the top: {needed}"
+        yield f"To resume as well: {page}"
+        return
+    if script.group:
+        yield f"{path} forms a group ({script.group}{f' in {script.where}' if script.where else ''})."
+        yield "To resume and to show its loss: docs/own-scripts.md"
+        return
+    if not script.trains:
+        yield f"{path}: no training loop was found, so it is not certain that its ranks form a group."
+        yield f"If they do not, it needs these lines ({TUTORIAL}):"
+        yield from general_form()
+        return
+    yield f"{path} is written for one process. In a job, each rank would train a model of its own."
+    lines = added_lines(script)
+    if not lines:
+        yield f"It needs these lines ({TUTORIAL}). Their places are not certain, because {' and '.join(script.doubts)}:"
+        yield from general_form(script)
+        return
+    yield f"With these lines the ranks train one model ({TUTORIAL}):"
+    yield from _shown(lines)
+    yield from _remarks(script)
+
+
+def general_form(script: TrainingScript | None = None) -> Iterator[str]:
+    """Yield the lines and where they belong, with the names that are known."""
+    model = (script and script.model) or "model"
+    loader, data = "loader", "data"
+    if script and script.loader:
+        loader, data = script.loader.name, _dataset(script.loader.call)
+    rows = (
+        ("at the top", "import os, torch"),
+        ("first of all", _INIT),
+        ("after it", _DEVICE),
+        ("training loader", f"{loader} = DataLoader({data}, ..., sampler={_SAMPLER}({data}))  # without shuffle"),
+        ("before the epochs", f"{model} = {_DDP}({model})"),
+        ("in each epoch", f"{loader}.sampler.set_epoch(epoch)"),
+        ("where it saves", f"{_FIRST} torch.save({model}.module.state_dict(), ...)"),
+        ("at the end", _END),
+    )
+    for where, text in rows:
+        yield f"  {where:<19}{text}"
+
+
+def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
+    for added in lines:
+        is_end = added.text.strip() == _END and added is lines[-1]
+        where = f"before line {added.line}" if not is_end else f"after line {added.line - 1}"
+        where = f"line {added.line}" if added.replaces else where
+        yield f"  {where:<17}{added.text.strip()}"
+
+
+def added_lines(script: TrainingScript) -> list[AddedLine]:
+    """Return the lines in their order in the script; empty if their places are not certain."""
+    optimizer, loader, loop = script.optimizer, script.loader, script.loop
+    if optimizer is None or loader is None or loop is None or script.doubts:
+        return []
+    tree = ast.parse(script.text)
+    begin, first_import, last = _first_statement(script.scope), _first_import(tree), script.scope[-1]
+    if not first_import <= begin.lineno <= min(optimizer.line, loader.line):
+        return []
+    inner = " " * begin.col_offset
+    missing = [name for name in ("os", "torch") if name not in _bound(tree)]
+    made = [AddedLine(first_import, f"import {', '.join(missing)}")] if missing else []
+    made += [AddedLine(begin.lineno, inner + _INIT), AddedLine(begin.lineno, inner + _DEVICE)]
+    made.append(_sampled(loader.node, loader.call))
+    made.append(AddedLine(loop.lineno, f"{' ' * loop.col_offset}{script.model} = {_DDP}({script.model})"))
+    if isinstance(loop, ast.For) and loader.name not in ast.unparse(loop.iter):
+        inside = loop.body[0]
+        set_epoch = f"{loader.name}.sampler.set_epoch({ast.unparse(loop.target)})"
+        made.append(AddedLine(inside.lineno, " " * inside.col_offset + set_epoch))
+    made += _saves(tree, script)
+    end = last.lineno if isinstance(last, ast.Return) else (last.end_lineno or last.lineno) + 1
+    made.append(AddedLine(end, inner + _END))
+    return sorted(made, key=lambda added: added.line)
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Return the names that imports at the top of the module bind."""
+    imports = (node for node in tree.body if isinstance(node, ast.Import))
+    return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+
+
+def _first_import(tree: ast.Module) -> int:
+    """Return the first line of an import that is not of __future__."""
+    for node in tree.body:
+        future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        if isinstance(node, ast.Import | ast.ImportFrom) and not future:
+            return node.lineno
+    return 1
+
+
+def _first_statement(scope: Sequence[ast.stmt]) -> ast.stmt:
+    """Return the first statement that does something, after imports and definitions."""
+    imports = [at for at, node in enumerate(scope) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in scope[imports[-1] + 1 if imports else 0 :]:
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_text and not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            return node
+    return scope[-1]
+
+
+def _dataset(call: ast.Call) -> str:
+    found = next((k.value for k in call.keywords if k.arg == "dataset"), call.args[0] if call.args else None)
+    return "data" if found is None else ast.unparse(found)
+
+
+def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
+    """Return the loader's statement with a sampler in place of `shuffle`."""
+    copy = deepcopy(node)
+    assert isinstance(copy, ast.Assign | ast.AnnAssign) and isinstance(copy.value, ast.Call)
+    changed = copy.value
+    shuffle = next((ast.unparse(k.value) for k in call.keywords if k.arg == "shuffle"), "")
+    spread = any(k.arg is None for k in call.keywords)  # **kwargs, which may have it
+    order = "" if spread or shuffle == "True" else f", shuffle={shuffle or 'False'}"
+    sampler = f"{_SAMPLER}({_dataset(call)}{order})"
+    given = [k for k in changed.keywords if k.arg not in ("shuffle", "sampler")]
+    position = next((at for at, k in enumerate(given) if k.arg is None), len(given))
+    given.insert(position, ast.keyword("sampler", ast.parse(sampler, mode="eval").body))
+    changed.keywords = given
+    text = " " * node.col_offset + ast.unparse(ast.fix_missing_locations(copy))
+    return AddedLine(node.lineno, text, replaces=True, last=node.end_lineno or node.lineno)
+
+
+def _saves(tree: ast.Module, script: TrainingScript) -> Iterator[AddedLine]:
+    """Yield each statement that saves, for rank 0 only and with the model itself."""
+    for node in ast.walk(tree):
+        if _is_save(node):
+            copy = deepcopy(node)
+            assert isinstance(copy, ast.Expr) and isinstance(copy.value, ast.Call)
+            if copy.value.args and ast.unparse(copy.value.args[0]) == script.model:
+                copy.value.args[0] = ast.parse(f"{script.model}.module", mode="eval").body
+            text = ast.unparse(copy).replace(f"{script.model}.state_dict()", f"{script.model}.module.state_dict()")
+            line = f"{' ' * copy.col_offset}{_FIRST} {text}"
+            yield AddedLine(copy.lineno, line, replaces=True, last=copy.end_lineno or copy.lineno)
+
+
+def _is_save(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "torch.save"
+    )
+
+
+_OF_BOTH = ("train", "eval", "to", "cuda", "cpu", "parameters", "named_parameters", "zero_grad", "buffers", "modules")
+"""Methods that DistributedDataParallel has itself, as every module."""
+
+
+def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
+    """Yield remarks on the model's methods that its wrapper lacks, or that differ there."""
+    loop = script.loop
+    assert loop is not None
+    raw = [node for node in script.scope if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    lines = (each.lineno for node in raw for each in ast.walk(node) if isinstance(each, ast.expr))
+    before = {line for line in lines if line < loop.lineno}
+    tree = ast.parse(script.text)
+    saved = {id(each) for node in ast.walk(tree) if _is_save(node) for each in ast.walk(node)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or id(node) in saved:
+            continue
+        own = ast.unparse(node.func.value) == script.model and node.func.attr not in _OF_BOTH
+        if own and node.lineno not in before:
+            yield f"line {node.lineno}: write {script.model}.module.{node.func.attr}, if the model is wrapped there"
+
+
+def _remarks(script: TrainingScript) -> Iterator[str]:
+    """Yield what the lines cannot say."""
+    assert script.optimizer is not None and script.loader is not None
+    yield "Each process reads its own batch, so the global batch is larger. Divide the"
+    yield f"batch size, or adapt the learning rate of {script.optimizer.name} (line {script.optimizer.line})."
+    yield from dict.fromkeys(_behind_the_wrapper(script))
+    spread = any(k.arg is None for k in script.loader.call.keywords)
+    for node in ast.walk(ast.parse(script.text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.startswith("cuda:"):
+                yield f'line {node.lineno}: write "cuda" instead of "{node.value}": each process has a GPU of its own'
+            elif node.value == "shuffle" and spread:
+                yield f"line {node.lineno}: remove shuffle, because the sampler replaces it"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "DataParallel":
+            yield f"line {node.lineno}: remove DataParallel, because each process trains on one GPU"
+        elif isinstance(node, ast.Call) and any(
+            k.arg == "download" and isinstance(k.value, ast.Constant) and k.value.value is True for k in node.keywords
+        ):
+            yield f"line {node.lineno}: download the data before the job, because otherwise all ranks do so at once"
+
+
+def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:
+    """Return the script with the lines in it."""
+    rows = text.splitlines()
+    in_order = sorted(lines, key=lambda each: each.line)
+    for added in in_order[::-1]:  # Of several before the same line, the last one first.
+        stop = added.last if added.replaces else added.line - 1
+        rows[added.line - 1 : stop] = added.text.splitlines()
+    return "\n".join(rows) + "\n"

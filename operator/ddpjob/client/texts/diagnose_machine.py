@@ -1,0 +1,98 @@
+"""`ddpjob doctor` without a cluster: whether this machine can run jobs with `ddpjob run`.
+
+torch is asked in a process of its own, because the operator's package never imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddpjob.client.texts.diagnose import Diagnosis
+from ddpjob.local.adapt_spec import usable_gpus
+from ddpjob.local.local_platform import NoFreePorts, free_ports
+from ddpjob.local.paths import RUNS_VARIABLE, runs_folder
+from ddpjob.missing_package import installed_version
+
+_TORCH_SECONDS = 120.0
+_TORCH = """
+import json, torch
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([torch.__version__, torch.version.cuda or "", torch.distributed.is_available(), gpus]))
+"""
+_LITTLE_SHARED_MEMORY, _LITTLE_DISK = 256 * 2**20, 2**30
+"""Bytes below which a data loader with workers, or a checkpoint, soon finds no room. Docker gives a
+container 64 MiB of shared memory."""
+
+
+def checks_of_machine(shared_memory: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
+    """Yield the checks of this machine, ordered so that the first failure explains the others."""
+    yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()} ({sys.executable})")
+    linux = platform.system() == "Linux"
+    yield Diagnosis(linux, f"system: {platform.system()}", "jobs run on Linux; on Windows use WSL 2")
+    yield from _torch_and_gpus()
+    yield _room("shared memory", shared_memory, _LITTLE_SHARED_MEMORY, "in a container: docker run --shm-size=1g")
+    yield _ports()
+    yield _disk()
+
+
+def _torch_and_gpus() -> Iterator[Diagnosis]:
+    install = "pip install torch, into the Python named above"
+    said = ""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False
+        )
+        said = asked.stderr.strip()
+        version, cuda, distributed, gpus = json.loads(asked.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        yield Diagnosis(False, f"torch: its import took longer than {_TORCH_SECONDS:.0f} s", install)
+        return
+    except (OSError, ValueError, IndexError):
+        why = said.splitlines()[-1] if said else "it cannot be imported"
+        yield Diagnosis(False, f"torch: {why}", install)
+        return
+    built = f"CUDA {cuda}" if cuda else "without CUDA"
+    remedy = "this torch has no torch.distributed; install another build"
+    yield Diagnosis(bool(distributed), f"torch {version}, {built}", remedy)
+    listed = len(usable_gpus())
+    if gpus:
+        yield Diagnosis(True, f"GPUs: {len(gpus)} ({', '.join(dict.fromkeys(gpus))})")
+    elif listed:
+        remedy = "the driver is too old for this torch" if cuda else "install a torch with CUDA"
+        yield Diagnosis(False, f"GPUs: nvidia-smi lists {listed}, torch finds none", f"{remedy} (see pytorch.org)")
+    else:
+        yield Diagnosis(True, "GPUs: none; jobs train on the CPU (gpusPerNode: 0)")
+
+
+def _room(what: str, folder: Path, least: int, remedy: str) -> Diagnosis:
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Diagnosis(False, f"{what}: {folder}: {error.strerror}", remedy)
+    return Diagnosis(free >= least, f"{what}: {free / 2**30:.1f} GiB free in {folder}", remedy)
+
+
+def _ports() -> Diagnosis:
+    try:
+        free_ports()[1].close()
+    except NoFreePorts as error:
+        return Diagnosis(False, "ports: none are free", str(error))
+    except OSError as error:
+        return Diagnosis(False, f"ports: {error.strerror}", "a job needs TCP ports of 127.0.0.1")
+    return Diagnosis(True, "ports: free on 127.0.0.1")
+
+
+def _disk() -> Diagnosis:
+    """Judge the place where runs are kept, which may not exist yet."""
+    runs = runs_folder()
+    there = next(folder for folder in (runs, *runs.parents) if folder.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Diagnosis(False, f"disk: {there} cannot be written", f"{RUNS_VARIABLE} names another folder for runs")
+    return _room("disk", there, _LITTLE_DISK, f"free some space; {RUNS_VARIABLE} names another folder for runs")

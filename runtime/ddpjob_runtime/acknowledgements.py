@@ -1,0 +1,42 @@
+"""What a connection's kernel knows of its peer's kernel: whether it has acknowledged what was sent.
+
+The kernel acknowledges bytes for a process that is stopped or has no processor time. A host that
+has no power or no network acknowledges nothing. Only Linux shows this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+
+_UNACKED = slice(24, 28)
+"""The position of tcpi_unacked in Linux's struct tcp_info."""
+_THIN_LINEAR_TIMEOUTS = 16
+"""TCP_THIN_LINEAR_TIMEOUTS of Linux, which Python does not name."""
+
+
+def shows_acknowledgements() -> bool:
+    """Whether this system shows what was acknowledged."""
+    return sys.platform == "linux" and hasattr(socket, "TCP_INFO")
+
+
+def is_acknowledged(stream: socket.socket) -> bool:
+    """Whether the peer's kernel has acknowledged all bytes that were sent to it.
+
+    False if the system does not show it. Raises OSError if the connection is closed here.
+    """
+    if not shows_acknowledgements():
+        return False
+    info = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    return int.from_bytes(info[_UNACKED], sys.byteorder) == 0
+
+
+def resend_often(stream: socket.socket) -> None:
+    """Have the kernel resend single bytes every 0.2 s, instead of after 0.2, 0.4, 0.8 s and so on.
+
+    Otherwise a link that was down for 0.5 s could look dead for 0.8 s.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # An old kernel.
+            stream.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)

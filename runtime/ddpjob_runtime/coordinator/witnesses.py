@@ -1,0 +1,121 @@
+"""Decides early that a member's host is cut off, if two witnesses agree and a spare is ready.
+
+The server waits 6 s for a silent member, because a network may fail briefly and restarts cost work.
+With a ready spare, little is at stake: the spare takes over, and the silent member becomes the
+spare when it comes back. So a loss is decided within a second if two witnesses saw it:
+
+- a neighbour in the ring of the round (`launcher/neighbours.py`) has reported that its last byte
+  was not acknowledged for 0.5 s, and has not withdrawn that;
+- this coordinator's own connection does not acknowledge a heartbeat within CONFIRM_SECONDS.
+
+A report makes the coordinator look at all members, not only at the reported one. If most of them
+are silent, this coordinator is the one that is cut off, and nobody is lost. A spare counts only if
+it acknowledges the heartbeat too. There must be a spare for each lost member; otherwise the
+server's limits decide.
+
+A link that is down for less than 0.5 s cannot cause a loss. Both kernels resend every 0.2 s
+(`resend_often`), so the heartbeat is acknowledged 0.7 s after the beginning of the outage at the
+latest, and the coordinator looks after 0.85 s at the earliest.
+
+Example with 8 nodes and a spare. The host of rank 3 loses its network at 0.0 s:
+
+    0.60  ranks 2 and 4 report rank 3; this coordinator sends all 9 members a heartbeat
+    0.95  only rank 3 has not acknowledged it: rank 3 is lost, and the spare takes its place
+    5.00  the network is back. The member reports with its old round, ends its workers, and is ready
+
+Why: docs/decisions/0025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddpjob_runtime.coordinator.loop import Loop
+from ddpjob_runtime.coordinator.members import Member, Members
+from ddpjob_runtime.coordinator.round_sequence import Rounds
+from ddpjob_runtime.protocol import MemberState, ToMember
+
+CONFIRM_SECONDS = 0.35
+"""How long members' kernels may take to acknowledge a heartbeat."""
+LATE_SECONDS = 0.3
+"""If a look is this late, this process or its host was stopped, and the look is repeated."""
+PAUSE_SECONDS = 1.0
+"""Minimum time between looks that find no loss."""
+
+
+class Witnesses:
+    """Collects the neighbours' reports, and compares them with this coordinator's connections.
+
+    `acknowledges(member)` is whether the member's kernel has acknowledged everything that was sent.
+    """
+
+    def __init__(self, rounds: Rounds, members: Members, loop: Loop, acknowledges: Callable[[Member], bool]) -> None:
+        self._rounds, self._members, self._loop = rounds, members, loop
+        self._acknowledges = acknowledges
+        self._number = 0
+        self._reports: set[tuple[int, int]] = set()  # (reporting rank, silent rank)
+        self._looked_at: float | None = None  # when the look under way began
+        self._rests_until = 0.0
+
+    def report(self, member: Member, number: int, rank: int, silent: bool) -> None:
+        """Record that a neighbour of this member is silent, or no longer is.
+
+        Raises:
+            ValueError: the rank is not a neighbour's.
+        """
+        current = self._rounds.current
+        if current is None or number != current.number or not current.holds(member) or member.rank is None:
+            return
+        if (rank - member.rank) % current.world not in (1, current.world - 1):
+            raise ValueError(f"rank: must be a neighbour of rank {member.rank} of {current.world}, not {rank}")
+        if number != self._number:
+            self._number, self._reports = number, set()
+        if silent:
+            self._reports.add((member.rank, rank))
+        else:
+            self._reports.discard((member.rank, rank))
+        self._look()
+
+    def _look(self) -> None:
+        """Ask all members' kernels for an acknowledgement, if anything depends on it."""
+        now = self._loop.now()
+        if self._looked_at is not None or now < self._rests_until:
+            return
+        if self._reported() and self._members.ready_count:
+            self._looked_at = now
+            for member in self._members:
+                member.send(ToMember.HEARTBEAT, {})
+            self._loop.later(CONFIRM_SECONDS, self._judge)
+
+    def _reported(self) -> list[Member]:
+        """Return the training members that a neighbour has reported."""
+        current = self._rounds.current
+        if current is None or current.number != self._number or current.broken or self._rounds.over:
+            return []
+        if self._rounds.held:
+            return []
+        ranks = {rank for _, rank in self._reports}
+        found = (current.members[rank] for rank in ranks if rank in current.members)
+        return [m for m in found if current.holds(m) and m.state == MemberState.RUNNING]
+
+    def _judge(self) -> None:
+        began, now = self._looked_at or 0.0, self._loop.now()
+        self._looked_at = None
+        if now > began + CONFIRM_SECONDS + LATE_SECONDS:
+            self._look()
+            return
+        silent = [m for m in self._members if m.heard <= began and not self._acknowledges(m)]
+        lost = [m for m in self._reported() if m in silent]
+        spares = [m for m in self._members if m.state == MemberState.READY and m not in silent]
+        if not lost or 2 * len(silent) > len(list(self._members)) or len(spares) < len(lost):
+            self._rests_until = now + PAUSE_SECONDS
+            return
+        for member in lost:
+            member.give_up()
+        for member in lost:
+            reporters = sorted(by for by, rank in self._reports if rank == member.rank)
+            by = f"rank {reporters[0]}"
+            why = f"its host does not acknowledge bytes, neither to {by} nor to the coordinator"
+            self._loop.log(f"node {member.pod} ({member.state}): {why}; a spare is ready")
+            self._rounds.lose(member, why)
+        self._rounds.advance()

@@ -1,0 +1,336 @@
+"""Each node watches the nodes next to it in rank order, to notice a host that is cut off.
+
+A host without power or network sends nothing, and neither does a process that is stopped for a few
+seconds. To wait and see makes all other nodes wait. But the kernel of a living host acknowledges
+bytes even for a stopped process (`acknowledgements`), and that shows the difference at once.
+
+So the nodes of a round form a ring. Each connects to the next one, and both ends of a connection
+send a byte every TICK_SECONDS, once the last one is acknowledged. An end whose byte is not
+acknowledged for SILENT_SECONDS reports that to the coordinator. It reports again when the byte is.
+A node has two such connections in a job of any size, and the coordinator has no work with them.
+
+A single connection may break for other reasons. So the coordinator also asks its own connection to
+the member before it decides (`coordinator/witnesses.py`).
+
+Example with 8 nodes, when the host of rank 3 loses its network:
+
+    0.06  ranks 2 and 4 have sent the next byte
+    0.60  both report to the coordinator that rank 3 is silent
+    0.95  the coordinator's own byte is not acknowledged either: rank 3 is lost
+
+A connection begins with one line from each side, which proves that the sender knows the job's token
+and is in the same round. A copy of such a line could only replace one of the two witnesses.
+
+Without POD_IP, as under `ddpjob run`, all nodes share a host and nothing is watched. Why:
+docs/decisions/0025.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.acknowledgements import is_acknowledged, resend_often, shows_acknowledgements
+from ddpjob_runtime.launcher.shutdown import log
+
+TICK_SECONDS = 0.1
+SILENT_SECONDS = 0.5
+"""A neighbour whose kernel has acknowledged nothing for this long is reported."""
+REPEAT_SECONDS = 1.0
+"""How often it is reported again, in case a report was lost."""
+STALL_SECONDS = 0.5
+"""If a tick is this late, this process or its host was stopped, and the measurement begins again.
+"""
+GREETING_SECONDS = 2.0
+"""How long both sides of a connection may take to prove themselves."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Pauses between attempts to connect."""
+GIVEN_UP_SECONDS = 30.0
+"""When the kernel closes a connection whose bytes are not acknowledged."""
+MAX_GREETING = 512
+MAX_STRANGERS = 8
+"""Maximum number of connections whose peers have not proved themselves yet."""
+BEAT = b"."
+GREETING = "neighbour"
+"""Verb of the lines that begin a connection."""
+
+
+@dataclass(frozen=True)
+class RingPlace:
+    """This node's place in a round, and the next node's address (None: unknown)."""
+
+    generation: int
+    round: int
+    rank: int
+    world: int
+    next: tuple[str, int] | None
+
+    @property
+    def before(self) -> int:
+        """The rank whose node connects to this one."""
+        return (self.rank - 1) % self.world
+
+    @property
+    def after(self) -> int:
+        """The rank whose node this one connects to."""
+        return (self.rank + 1) % self.world
+
+    @property
+    def connects(self) -> bool:
+        """Whether this node opens a connection. Two nodes need only one."""
+        return self.next is not None and (self.world > 2 or self.rank == 0)
+
+    @classmethod
+    def read(cls, generation: int, go: dict[str, Any]) -> RingPlace | None:
+        """Read the coordinator's `go`. Return None if this node has no neighbours.
+
+        Raises:
+            ValueError: the message names the field.
+        """
+        number = protocol.whole_number(go.get("round"), "round")
+        world = protocol.whole_number(go.get("world"), "world", 1, protocol.MAX_PODS)
+        rank = protocol.whole_number(go.get("rank"), "rank", 0, world - 1)
+        return cls(generation, number, rank, world, _read_address(go.get("next"))) if world > 1 else None
+
+    def seal(self, token: str, side: str, rank: int, nonce: str) -> str:
+        """Return the proof of the node with this rank. `side`: whether it connects or accepts."""
+        return protocol.seal(token, *self._parts(side, rank, nonce))
+
+    def is_sealed(self, proof: Any, token: str, side: str, rank: int, nonce: str) -> bool:
+        """Whether `proof` is what `seal` returns."""
+        return protocol.is_sealed(proof, token, *self._parts(side, rank, nonce))
+
+    def _parts(self, side: str, rank: int, nonce: str) -> tuple[str, ...]:
+        return GREETING, side, f"{self.generation}.{self.round}", f"{rank}/{self.world}", nonce
+
+
+def _read_address(given: Any) -> tuple[str, int] | None:
+    """Return an address to connect to. Names are ignored, because a lookup could take long."""
+    if not isinstance(given, dict):
+        return None
+    try:
+        host = str(ipaddress.ip_address(str(given.get("host"))))
+        return host, protocol.whole_number(given.get("port"), "port", 1, 2**16 - 1)
+    except ValueError:
+        return None
+
+
+class _Link:
+    """One connection. `rank` is None until the neighbour has proved itself.
+
+    `nonce`: what this node sends when it is connected; empty if the other node connects.
+    """
+
+    def __init__(self, stream: socket.socket, until: float, nonce: str = "") -> None:
+        self.stream, self.until, self.nonce = stream, until, nonce
+        self.rank: int | None = None
+        self.has_greeted = not nonce
+        self.received = b""
+        self.sent_at: float | None = None
+
+
+class Neighbours:
+    """Watches the neighbours of one round after the other.
+
+    `report(round, rank, silent)` is called when a neighbour has become silent, every REPEAT_SECONDS
+    while it is, and when it no longer is. `host`: the address to listen on. Raises OSError.
+    """
+
+    def __init__(self, host: str, token: str, report: Callable[[int, int, bool], None]) -> None:
+        self._token, self._report = token, report
+        self._listener = socket.create_server((host, 0), family=_family(host), backlog=16)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._wanted: RingPlace | None = None  # Set by other threads.
+        self._place: RingPlace | None = None
+        self._links: list[_Link] = []
+        self._reported: dict[int, float] = {}  # silent rank -> when it was last reported
+        self._connect_at, self._pause = 0.0, FIRST_PAUSE
+        self._ticked: float | None = None
+
+    def enter(self, place: RingPlace | None) -> None:
+        """Watch the neighbours of this round from the next tick on. May be called by any thread."""
+        self._wanted = place
+
+    def run(self) -> None:
+        """Tick until this process ends. A defect ends the watch and nothing else."""
+        try:
+            while True:
+                time.sleep(TICK_SECONDS)
+                self.tick(time.monotonic())
+        except Exception:
+            log(f"this node no longer watches its neighbours:\n{traceback.format_exc()}")
+            self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._listener.close()
+        for link in self._links:
+            link.stream.close()
+        self._links = []
+
+    def tick(self, now: float) -> None:
+        """Do whatever is due at `now` (monotonic seconds), without waiting for anything."""
+        place = self._wanted
+        if place != self._place:
+            for link in self._links:
+                link.stream.close()
+            self._place, self._links, self._reported = place, [], {}
+            self._connect_at, self._pause = now, FIRST_PAUSE
+        stalled, self._ticked = self._ticked is None or now - self._ticked > STALL_SECONDS, now
+        self._accept(now)
+        if place is None:
+            return
+        with contextlib.suppress(OSError):  # Such as too many open files.
+            self._connect(place, now)
+        for link in list(self._links):
+            if link in self._links:  # It has not been replaced in this tick.
+                self._attend(link, place, now, stalled)
+
+    def _attend(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> None:
+        """Serve a connection, and close it if it is of no use."""
+        try:
+            if self._serve(link, place, now, stalled):
+                return
+        except BlockingIOError:
+            return
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        except OSError:  # The kernel has given up. The neighbour remains as silent as reported.
+            self._drop(link)
+            return
+        self._drop(link)
+        if link.rank is not None:  # The other side has ended the connection, so its host is alive.
+            self._withdraw(place, link.rank)
+
+    def _accept(self, now: float) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                stream, _ = self._listener.accept()
+                if self._place is None or sum(link.rank is None for link in self._links) >= MAX_STRANGERS:
+                    stream.close()
+                else:
+                    self._links.append(_Link(_prepared(stream), now + GREETING_SECONDS))
+
+    def _connect(self, place: RingPlace, now: float) -> None:
+        if not place.connects or place.next is None or now < self._connect_at or any(x.nonce for x in self._links):
+            return
+        self._connect_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        stream = _prepared(socket.socket(_family(place.next[0])))
+        stream.connect_ex(place.next)  # An error is found when the greeting is sent.
+        self._links.append(_Link(stream, now + GREETING_SECONDS, secrets.token_hex(16)))
+
+    def _drop(self, link: _Link) -> None:
+        self._links.remove(link)
+        link.stream.close()
+
+    def _withdraw(self, place: RingPlace, rank: int) -> None:
+        if self._reported.pop(rank, None) is not None:
+            self._report(place.round, rank, False)
+
+    # ---- one connection
+
+    def _serve(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> bool:
+        """Read, greet and beat. Return False if the connection is of no use. Raises OSError."""
+        if not link.has_greeted:
+            return self._greet(link, place) or now < link.until
+        with contextlib.suppress(BlockingIOError):
+            data = link.stream.recv(4096)
+            if not data:
+                return False
+            if link.rank is None:
+                link.received += data
+        if link.rank is None:
+            return self._read_greeting(link, place) and now < link.until
+        self._beat(link, place, link.rank, now, stalled)
+        return True
+
+    def _greet(self, link: _Link, place: RingPlace) -> bool:
+        """Send the first line. Return False if the connection is not made yet. Raises OSError."""
+        problem = link.stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            raise OSError(problem, "cannot connect")
+        try:
+            link.stream.getpeername()
+        except OSError:
+            return False
+        proof = place.seal(self._token, "connects", place.rank, link.nonce)
+        link.stream.send(protocol.encode(GREETING, rank=place.rank, nonce=link.nonce, proof=proof))
+        link.has_greeted = True
+        return True
+
+    def _read_greeting(self, link: _Link, place: RingPlace) -> bool:
+        """Check the other side's line once it is complete. Return False if it is wrong."""
+        line, newline, _ = link.received.partition(b"\n")
+        if len(line) > MAX_GREETING:
+            return False
+        if not newline:
+            return True
+        try:
+            said = protocol.decode(line)
+        except ValueError:
+            return False
+        if link.nonce:
+            rank = place.after
+            if not place.is_sealed(said.get("proof"), self._token, "accepts", rank, link.nonce):
+                return False
+            self._pause = FIRST_PAUSE
+        else:
+            rank, nonce = place.before, said.get("nonce")
+            if not isinstance(nonce, str) or len(nonce) > protocol.MAX_NONCE:
+                return False
+            if not place.is_sealed(said.get("proof"), self._token, "connects", rank, nonce):
+                return False
+            proof = place.seal(self._token, "accepts", place.rank, nonce)
+            link.stream.send(protocol.encode(GREETING, proof=proof))
+            for other in [o for o in self._links if not o.nonce and o.rank == rank]:
+                self._drop(other)  # The neighbour has connected again.
+        link.rank = rank
+        return True
+
+    def _beat(self, link: _Link, place: RingPlace, rank: int, now: float, stalled: bool) -> None:
+        """Send the next byte, or report that the last one is not acknowledged."""
+        if is_acknowledged(link.stream):
+            self._withdraw(place, rank)
+            link.stream.send(BEAT)
+            link.sent_at = now
+        elif stalled or link.sent_at is None:
+            link.sent_at = now
+        elif now >= link.sent_at + SILENT_SECONDS and now >= self._reported.get(rank, 0.0) + REPEAT_SECONDS:
+            self._reported[rank] = now
+            self._report(place.round, rank, True)
+
+
+def watch_neighbours(host: str, token: str, report: Callable[[int, int, bool], None]) -> Neighbours | None:
+    """Watch neighbours with a thread. Return None where that is impossible."""
+    if not host or not shows_acknowledgements():
+        return None
+    try:
+        neighbours = Neighbours(host, token, report)
+    except OSError as error:
+        log(f"this node does not watch its neighbours, because it cannot listen on {host}: {error}")
+        return None
+    threading.Thread(target=neighbours.run, name="ddpjob-neighbours", daemon=True).start()
+    return neighbours
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _prepared(stream: socket.socket) -> socket.socket:
+    """Set the options of a connection between neighbours. Raises OSError."""
+    stream.setblocking(False)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GIVEN_UP_SECONDS * 1000))
+    resend_often(stream)
+    return stream

@@ -1,0 +1,154 @@
+"""What `ddpjob init` reads from a script, and the lines that it advises: they are applied here, and must be right."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from ddpjob.client.manifests.read_script import TrainingScript, UnreadableScript, read_script
+from ddpjob.client.texts.ddp_lines import added_lines, advice, apply_lines
+
+PAGE = Path(__file__).parents[3] / "docs" / "one-gpu-to-two-nodes.md"
+MAIN = """\
+from __future__ import annotations
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+def train(net, loader, opt):
+    for x, y in loader:
+        nn.functional.mse_loss(net(x), y).backward()
+        opt.step()
+
+def main():
+    import argparse
+    options = {"batch_size": 8, "shuffle": True}
+    device = torch.device("cuda:0")
+    train_set, test_set = make(True, download=True), make(False)
+    fed = DataLoader(train_set, num_workers=2, **options)
+    checked = DataLoader(test_set)
+    net = Net().to(device)
+    opt = optim.SGD(net.parameters(), lr=0.1)
+    if old:
+        net.load_state_dict(torch.load("old.pt"))
+    for number in range(3):
+        train(net, fed, opt)
+        torch.save({"net": net.state_dict()}, "net.pt")
+    return net
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def read(folder: Path, text: str) -> TrainingScript:
+    (folder / "train.py").write_text(text)
+    return read_script(folder / "train.py")
+
+
+def advised(folder: Path, text: str) -> str:
+    return "\n".join(advice(read(folder, text), Path("train.py")))
+
+
+def blocks(language: str = "python") -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [text for named, text in found if named == language]
+
+
+def test_the_page_shows_what_the_command_prints_and_the_script_with_it(tmp_path: Path) -> None:
+    before, after = blocks()
+    script = read(tmp_path, before)
+    applied = apply_lines(before, added_lines(script))
+    assert ast.unparse(ast.parse(applied)) == ast.unparse(ast.parse(after))
+    assert len(added_lines(script)) == 8
+    shown = next(block for block in blocks("") if "--check" in block)
+    assert shown.splitlines()[1:] == list(advice(script, Path("train.py")))
+
+
+def test_the_lines_have_the_names_and_places_of_a_script_with_functions(tmp_path: Path) -> None:
+    script = read(tmp_path, MAIN)
+    after = apply_lines(MAIN, added_lines(script))
+    ast.parse(after)
+    rows = [row.strip() for row in after.splitlines()]
+    assert rows[:3] == ["from __future__ import annotations", "import os", "import torch"]
+    begin = rows.index("import argparse")
+    assert rows[begin + 1].startswith("torch.distributed.init_process_group(")
+    assert (
+        "fed = DataLoader(train_set, num_workers=2, sampler=torch.utils.data.DistributedSampler(train_set), **options)"
+        in rows
+    )
+    wrapped = rows.index("net = torch.nn.parallel.DistributedDataParallel(net)")
+    assert rows[wrapped + 1 : wrapped + 3] == ["for number in range(3):", "fed.sampler.set_epoch(number)"]
+    assert "if torch.distributed.get_rank() == 0: torch.save({'net': net.module.state_dict()}, 'net.pt')" in rows
+    assert rows[rows.index("return net") - 1] == "torch.distributed.destroy_process_group()"
+
+
+def test_what_the_lines_cannot_say_is_said_with_its_line(tmp_path: Path) -> None:
+    said = advised(tmp_path, MAIN)
+    for line in ("line 13: remove shuffle", 'line 14: write "cuda" instead', "line 15: download the data before"):
+        assert line in said
+    assert "learning rate of opt (line 19)" in said
+
+
+def test_methods_behind_the_wrapper_are_named_and_models_saved_without_it(tmp_path: Path) -> None:
+    changed = MAIN.replace("    return net\n", "    net.decode(1)\n    torch.save(net, 'n')\n    return net\n")
+    said = advised(tmp_path, changed)
+    assert "write net.module.decode" in said and "net.module.load_state_dict" not in said
+    assert "torch.save(net.module, 'n')" in said and "net.module.parameters" not in said
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (("    opt = optim", "    other = optim.SGD(net.head.parameters())\n    opt = optim"), "2 optimizers"),
+        (("    for number in range(3):\n", "    if True:\n"), "in different functions"),
+        (("fed = DataLoader", "fed = make_loader"), ""),
+        (("train(net, fed, opt)", "train(net, chain(fed, checked), opt)"), "2 DataLoaders"),
+        (("net.parameters()", "params"), "no optimizer of a single model"),
+    ],
+)
+def test_if_it_is_not_certain_it_gives_the_general_form(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+    text = MAIN.replace(*change)
+    assert text != MAIN
+    printed = advised(tmp_path, text)
+    if said:
+        assert "not certain, because it" in printed and said in printed and "without shuffle" in printed
+    else:  # The only DataLoader that is left is taken.
+        assert "checked = DataLoader(test_set, sampler=" in printed
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("import torch.distributed as d\nd.init_process_group()\n", "forms a group (init_process_group)"),
+        ("from torch.distributed.device_mesh import init_device_mesh as m\nfrom x import init_device_mesh\n"
+         "init_device_mesh('cuda', (2,))\n", "forms a group (init_device_mesh)"),
+        ("from transformers import Trainer\nTrainer(model=m).train()\n", "line 2: add callbacks=[ddpjob_report.hugg"),
+        ("import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n", 'line 3: add strategy="ddp", num_nodes='),
+        ("import lightning as L\n\nL.Trainer(num_nodes=2).fit(m)\n", "has num_nodes, so nothing is missing"),
+        ("from transformers import Trainer\nTrainer(model=m).train()\n", "top: import ddpjob_report.huggingface"),
+        ("from accelerate import Accelerator\na = Accelerator()\n", "line 2: add log_with="),
+        ("from ddpjob_trainer.api import Group\nGroup.from_env()\n", "forms a group (ddpjob_trainer)"),
+        ("print(1)\n", "no training loop was found"),
+        ("# init_process_group()\nimport torch\nfor x in y:\n    loss(x).backward()\n", "for one process"),
+    ],
+)  # fmt: skip
+def test_who_forms_the_group_is_read_from_the_script(text: str, said: str, tmp_path: Path) -> None:
+    assert said in advised(tmp_path, text)
+
+
+def test_a_module_beside_the_script_may_form_the_group(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__init__.py").write_text("from tools import net\n")
+    (tmp_path / "tools" / "net.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
+    script = read(tmp_path, "import tools\nraise SystemExit('it must not be executed')\n")
+    assert script.forms_group and script.where == "tools/net.py"
+
+
+@pytest.mark.parametrize("text", ["print 1\n", "a\0b", "(" * 3000 + ")" * 3000])
+def test_what_is_not_python_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    with pytest.raises(UnreadableScript, match=r"train\.py"):
+        read_script(tmp_path / "train.py")
