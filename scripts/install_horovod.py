@@ -115,7 +115,7 @@ def wheel_folder(facts: dict[str, object]) -> Path:
 
 
 def cached_wheel(facts: dict[str, object]) -> Path | None:
-    """Return the wheel of an earlier build for the same versions; None if there is none."""
+    """Return the wheel of an earlier build for the same versions, or None."""
     return next(wheel_folder(facts).glob("horovod-*.whl"), None)
 
 

@@ -136,7 +136,7 @@ class Result:
 
 
 def main() -> int:
-    """Run the rows that the arguments choose, and return the exit code."""
+    """Run the rows selected by the arguments, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every Python with each torch, and all tests")
     parser.add_argument("--python", action="append", help="only this Python (3.9); repeatable")
@@ -244,7 +244,7 @@ def index(variable: str = "TORCH_INDEX_URL") -> list[str]:
 
 
 def interpreter(python: str) -> str | None:
-    """Return an interpreter of a version, such as 3.11 or 3.11.2; None if there is none.
+    """Return an interpreter of a version, such as 3.11 or 3.11.2, or None.
 
     That is pythonX.Y on PATH, otherwise pyenv's newest, otherwise the system's python3.
     """
@@ -410,7 +410,7 @@ def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Re
 def run_trainer(row: Row, tests: Sequence[str]) -> Result:
     """Run the trainer's tests with the row's interpreter and this environment's packages.
 
-    The packages fit its minor version.
+    Both must have the same minor version of Python.
 
     Raises:
         NotHere: there is no such interpreter, or this environment's packages are for a different

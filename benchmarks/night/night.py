@@ -1,4 +1,4 @@
-"""One night: jobs run, nodes are lost, and each second shows which jobs wait despite room."""
+"""Runs one night. Jobs run, nodes are lost, and each second shows which jobs wait despite room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measured cases: each starts a group, breaks it, and times the next step of all ranks."""
+"""The measured cases. Each starts a group, breaks it, and times the next step of all ranks."""
 
 from __future__ import annotations
 

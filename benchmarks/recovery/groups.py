@@ -275,7 +275,7 @@ class Coordinated(Group):
         return report.get("attempt", 0) > 0 and report["state"] == "Running"
 
     def _report(self) -> dict[str, Any]:
-        """Return the coordinator's report; empty if there is none yet."""
+        """Return the coordinator's report; empty if it has not responded yet."""
         try:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{self.port}/status", headers={"Authorization": f"Bearer {self._token}"}

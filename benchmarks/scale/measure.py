@@ -39,7 +39,7 @@ class Figure:
     value: float
     unit: str
     aim: str = ""
-    """The aim, such as `<= 1.5` or `>= 1.5`; empty if there is none."""
+    """The aim, such as `<= 1.5` or `>= 1.5`; empty for figures without an aim."""
     beside: str = ""
     """The programs that kept the CPUs busy, or the components of the value."""
 

@@ -64,7 +64,7 @@ def call_after_backward(act: Callable[[], None]) -> None:
 
 
 def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return a flag per device: whether unscaling found a non-finite gradient.
+    """Return, per device, whether unscaling found a non-finite gradient.
 
     The optimizer then leaves skipping to the scaler. A fused optimizer would itself skip the step,
     leaving SGD's momentum uninitialized if it is the first step.

@@ -46,7 +46,7 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
         return seen[0]
     names = f" ({', '.join(data.class_names[:5])}{', ...' * (data.classes > 5)})" if data.class_names else ""
     where, things = config.data.url or config.data.dir or config.data.name, "images"
-    of, remedy = "names of classes and files, of sizes and of labels", "make data.dir the same on all nodes"
+    of, remedy = "names of classes and files, sizes and labels", "make data.dir the same on all nodes"
     if ":" in config.data.name:
         where, things = config.data.name, "samples"
         of = "sizes, shapes, classes, targets and some inputs"
@@ -63,7 +63,7 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
         described = group.broadcast_bytes(sent, rank).decode(errors="replace")
         which.append(f"rank {rank}{' and others' if seen.count(seen[rank]) > 1 else ''}: {described}")
     raise DataError(
-        f"the ranks see different data in {where} ({'; '.join(which)}): {remedy}. The fingerprint is of the {of}"
+        f"the ranks see different data in {where} ({'; '.join(which)}): {remedy}. The fingerprint covers {of}"
     )
 
 

@@ -250,7 +250,7 @@ def _limits(name: str, limits: Any) -> ClassLimits:
             raise ValueError(f"{name}.limits.{key}: {value!r} is not an integer from {least} to {_MOST}")
     for image in _texts(limits.get("images", []), f"{name}.limits.images"):
         if "*" in image[:-1] or image in ("", "*"):
-            raise ValueError(f"{name}.limits.images: {image!r}; write an image, or a prefix that ends with *")
+            raise ValueError(f"{name}.limits.images={image!r}: must be an image, or a prefix that ends with *")
     return ClassLimits(
         max_nodes=limits.get("maxNodes"),
         max_gpus_per_node=limits.get("maxGpusPerNode"),

@@ -342,12 +342,12 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Begin a term: export its jobs."""
+        """Begin a term by exporting its jobs."""
         with self._lock:
             self._terms.append(accounts)
 
     def end(self, accounts: JobAccounts) -> None:
-        """End a term: from now on another replica exports its jobs."""
+        """End a term. From now on, another replica exports its jobs."""
         with self._lock:
             self._terms.remove(accounts)
 

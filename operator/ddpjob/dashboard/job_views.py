@@ -42,7 +42,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which jobs the list shows and in which order: the query in its address."""
+    """The list's selection and order of jobs, as given by the query in its address."""
 
     words: str = ""
     state: str = ""

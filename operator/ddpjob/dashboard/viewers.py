@@ -70,7 +70,7 @@ class _Session:
 
 @dataclass
 class _Opened:
-    """A view, and when its token was last checked. `scope`: its namespaces; empty: all."""
+    """A view, and when its token was last checked. `scope` has its namespaces; empty means all."""
 
     view: FleetView
     api: BearerServer

@@ -166,8 +166,7 @@ async def _create(
     The first batch is one pod, and each later batch is twice as large, until a pod is rejected,
     because a quota or a webhook that rejects one pod usually rejects all of them. Coordinators are
     not counted. A coordinator is created with the first node, since each is useless without the
-    other. Return the rejections sorted by name, so that their order is not random: a condition
-    shows the first.
+    other. Return the rejections sorted by name, because a condition shows the first one.
     """
     rejections: list[Rejection] = []
     granted = job.granted(status)

@@ -1,4 +1,4 @@
-"""One reconcile of one job: observe, decide, apply."""
+"""Reconciles one job: observe, decide, apply."""
 
 from __future__ import annotations
 

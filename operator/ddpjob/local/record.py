@@ -85,7 +85,7 @@ def _unlocked_runner(folder: JobFolder) -> int | None:
 
 
 def runner(folder: JobFolder) -> int | None:
-    """Return the id of the `ddpjob run` process that holds the job; None if there is none.
+    """Return the id of the `ddpjob run` process that holds the job, or None.
 
     Raises an OSError that names a file.
     """

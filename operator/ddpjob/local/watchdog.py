@@ -1,4 +1,4 @@
-"""Watchdog: kills leftover processes of a job, and deletes its memory, when its stdin closes.
+"""Kills leftover processes of a job, and deletes its memory, when stdin closes.
 
 stdin closes when `ddpjob run` has exited or crashed.
 

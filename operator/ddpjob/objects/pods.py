@@ -292,7 +292,7 @@ def _resources(job: DDPJob) -> Json:
 def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
     """Return torchrun's options without their dashes.
 
-    Reasons: docs/architecture.md, "Rendezvous settings".
+    The reasons are in docs/architecture.md, "Rendezvous settings".
     """
     spec = job.spec
     store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")

@@ -147,7 +147,9 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
 
 
 def trainer_of(spec: Mapping[str, Any]) -> Json:
-    """Return the trainer's container in the template's `spec`; empty if there is none."""
+    """Return the trainer's container in the template's `spec`; empty if the template does not have
+    it.
+    """
     return next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
 
 

@@ -422,9 +422,9 @@ class CheckpointFolder:
     # ------------------------------------------------------------ resuming
 
     def newest(self, layout: Layout | None = None, newer_than: int = NOTHING) -> Snapshot | None:
-        """Return the newest whole checkpoint that any writing rank holds, on every rank.
+        """Return, on every rank, the newest intact checkpoint that any writing rank has.
 
-        None if there is none of a later step than `newer_than`.
+        Return None if there is no checkpoint of a later step than `newer_than`.
 
         `layout` determines for which tensors a rank needs only its shard (format dcp). A rank never
         has a tensor in memory twice. A checkpoint that any rank cannot read is broken, and is named
@@ -539,7 +539,7 @@ class CheckpointFolder:
         try:
             snapshot = reading.result()
             if snapshot.get("step") != step:
-                problem = "from a different step than its name says"
+                problem = "saved at a different step than its name says"
         except FetchError as error:
             unfetched = error
         except Exception as error:  # Reading a file that this trainer did not write can fail in any way.

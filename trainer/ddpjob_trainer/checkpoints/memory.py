@@ -38,7 +38,7 @@ class NodeMemory:
             )
 
     def restore(self) -> Snapshot | None:
-        """Return the newest state in the memory of all nodes together, or None if there is none."""
+        """Return the newest state in the memory of all nodes together, or None."""
         if self._snapshots is None:
             return None
         found = self._snapshots.restore(self._rebuild)

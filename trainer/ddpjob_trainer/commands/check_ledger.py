@@ -76,7 +76,7 @@ class LedgerSummary:
 def read(folders: list[Path]) -> list[Incarnation]:
     """Return the incarnations in the ledgers under `folders`, oldest first.
 
-    Raises LedgerError if there is none or a line is damaged.
+    Raises LedgerError if there are no incarnations or a line is damaged.
     """
     files = sorted({path for folder in folders for path in folder.rglob("rank-*.jsonl") if path.parent.name == FOLDER})
     if not files:

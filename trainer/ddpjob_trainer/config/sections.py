@@ -699,11 +699,11 @@ class DdpConfig:
     an all-gather of data.micro_batches gradients instead of one all-reduce.
     """
     comm_hook: CommHook = CommHook.NONE
-    """What ranks send. none: whole gradients. fp16, bf16: gradients of half the length. powersgd:
-    products of two narrow matrices (Vogels et al., 2019), whose error is added to the next step's
-    gradients. Results then depend on the number of ranks, because of rounding or, more strongly,
-    with powersgd. Checkpoints do not include powersgd's error memory, so a restart begins without
-    it.
+    """The form in which ranks send gradients. none: whole gradients. fp16, bf16: gradients of half
+    the length. powersgd: products of two narrow matrices (Vogels et al., 2019), whose error is
+    added to the next step's gradients. Results then depend on the number of ranks, because of
+    rounding or, more strongly, with powersgd. Checkpoints do not include powersgd's error memory,
+    so a restart begins without it.
     """
     powersgd_rank: int = 1
     """powersgd: number of columns of the matrices. More columns approximate better but take longer

@@ -52,7 +52,9 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
-        raise DataError("data.name=digits needs the data file that ships in scikit-learn: pip install scikit-learn")
+        raise DataError(
+            "data.name=digits needs the data file that ships with scikit-learn; run pip install scikit-learn"
+        )
     path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     if not path.is_file():
         raise DataError(

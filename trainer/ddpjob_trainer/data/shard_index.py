@@ -1,4 +1,4 @@
-"""The index of a folder of tar shards: where each image is.
+"""The index of a folder of tar shards, which locates each image.
 
 The index is built once from the tars' headers, kept in a file, and rebuilt when shards change.
 """

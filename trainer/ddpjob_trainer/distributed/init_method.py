@@ -1,4 +1,4 @@
-"""How ranks find each other: the store and the process group.
+"""Lets ranks find each other through a store, and form a process group.
 
 The store is reached through env://, tcp://HOST:PORT or file:///PATH.
 """

@@ -1,4 +1,6 @@
-"""Evaluation that is exact on any number of ranks: each test sample is counted on only one rank."""
+"""Evaluation that is exact on any number of ranks, because each test sample is counted on only one
+rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Decides who may write to a shared checkpoint folder: one job, and only its newest incarnation.
+"""Decides which process may write to a shared checkpoint folder. Only the newest incarnation of one
+job may.
 
 Leftover processes of older incarnations are fenced.
 """

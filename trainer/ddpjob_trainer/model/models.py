@@ -236,7 +236,7 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
 def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
     """Raise ConfigError if a model from torchvision or timm fails on images of `shape`.
 
-    `key` names the setting of the image size; empty if there is none.
+    `key` names the setting of the image size; empty without such a setting.
     """
     if is_own(config) or ":" not in config.name:
         return

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: the step is skipped on all ranks, with a warning.
+"""Skips steps whose loss or gradient is not finite, on all ranks and with a warning.
 
 Too many consecutive skipped steps end the training. If the loss is not finite on one rank, the
 summed gradient is not finite on all ranks, so every rank skips the step without any communication.

@@ -176,7 +176,7 @@ def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float
         far = max(apart.values()) > _KERBEROS_SECONDS
         harm = "Kerberos and S3 refuse requests" if far else "log lines of different nodes cannot be put in order"
         culprit = tuple(f"{layout.name[leader]} ({ahead[leader][0] - middle:+.1f} s)" for leader in wrong)
-        remedy = f"run NTP there (chronyc tracking, timedatectl): {harm}"
+        remedy = f"run NTP there (check chronyc tracking or timedatectl), because {harm}"
         return Result("clocks", _FAIL if far else _WARN, value, culprit, remedy)
     if unknown:
         return Result("clocks", _SKIPPED, "not measured: no connection with rank 0's node", layout.nodes(unknown))

@@ -36,7 +36,8 @@ not seen."""
 
 
 def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:
-    """Check all ranks together. Returns the worst failure in one sentence; empty if there is none.
+    """Check all ranks together. Returns the worst failure in one sentence; empty if no check
+    failed.
 
     The result is the same on every rank. The check ends within seconds, whatever happens. Rank 0
     calls `publish` before any rank knows the outcome, because a launcher ends all ranks when the

@@ -74,7 +74,7 @@ def versions(_: Context) -> RankFinding:
 
 
 def _implementation() -> str:
-    """Return which of torch's two backends "nccl" means: nccl2 from torch 2.15 on.
+    """Return which of torch's two backends "nccl" means. From torch 2.15 on, it is nccl2.
 
     All ranks need the same backend.
     """
@@ -85,7 +85,7 @@ def _implementation() -> str:
 def device(context: Context) -> RankFinding:
     """Open the device that training would choose.
 
-    Raises ConfigError or RuntimeError if there is none.
+    Raises ConfigError or RuntimeError if that is not possible.
     """
     placement = devices.choose_for(context.config, context.group.local_rank)
     kind = placement.device.type

@@ -1,4 +1,4 @@
-"""The ledger: each rank records the samples of each step, one JSON line per step.
+"""The ledger, in which each rank records the samples of each step as one JSON line.
 
 The line is flushed before gradients are exchanged. So a step executed on any rank is recorded on
 all ranks, even if a rank is killed in the middle of the step.

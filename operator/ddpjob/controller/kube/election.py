@@ -1,4 +1,4 @@
-"""Leader election with client-go's algorithm: only the replica that holds a Lease acts.
+"""Leader election with client-go's algorithm. Only the replica that holds a Lease acts.
 
 Two replicas must never act at the same time, and a replica that dies must be replaced soon. Nothing
 may depend on the clocks of two machines, because they differ.
@@ -234,7 +234,7 @@ async def _try(lease: Lease, seconds: float) -> bool:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # KeyError: the response is a different server's object.
+        # A KeyError means that the response is a different server's object.
         log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no response in time")
         return False
 
@@ -244,7 +244,7 @@ async def _release(lease: Lease) -> None:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # KeyError: the response is a different server's object.
+        # A KeyError means that the response is a different server's object.
         log.warning(
             "the Lease %s/%s was not released and expires in %s s: %s",
             lease.namespace,

@@ -177,7 +177,12 @@ class Cache(Generic[View]):
         object in the store.
         """
         if version < self._latest:
-            log.warning("%s is at version %s after %s: restored from a backup?", self.path, version, self._latest)
+            log.warning(
+                "%s went back to version %s from %s; it may have been restored from a backup",
+                self.path,
+                version,
+                self._latest,
+            )
             self._versions, self._floor = dict.fromkeys(self._versions, 0), 0
         self._latest = version
 

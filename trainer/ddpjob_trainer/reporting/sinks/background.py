@@ -1,4 +1,6 @@
-"""Keeps sinks from disturbing training: each has its own thread, and errors end only the sink."""
+"""Keeps sinks from disturbing training. Each sink has its own thread, and its errors end only the
+sink.
+"""
 
 from __future__ import annotations
 
