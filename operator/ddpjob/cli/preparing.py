@@ -147,6 +147,9 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
             asked = f", also to {_ask_server(cluster, place, manifest, body)}" if cluster is not None else ""
             if not quiet:
                 click.echo(f"{manifest.source}: ddpjob {body['metadata']['name']} is valid{asked}")
+                if cluster is not None and body["spec"].get("className"):
+                    named = body["spec"]["className"]
+                    print_note(f"{manifest.source}: note: class {named} is checked only when the job starts")
                 if _keeps_sigterm(body["spec"]):
                     print_note(f"{manifest.source}: note: {_NO_SIGTERM}")
         except BadInput as error:

@@ -636,7 +636,7 @@ class ReportConfig:
     straggler_factor: float = 1.5
     """Report a rank as a straggler if it works this many times as long per step as the median rank
     (waiting for data, forward and backward pass, but not waiting for others). strategy=ddp, fsdp
-    and pipeline; on GPUs, only ddp without model.sync_batchnorm. 0: off.
+    and pipeline; 0: off.
     """
     straggler_seconds: float = 30.0
     """Number of seconds for which a rank must lag to be reported as a straggler, and keep up to be
