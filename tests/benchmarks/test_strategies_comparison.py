@@ -62,4 +62,4 @@ def test_what_cannot_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "DeepSpeed is not installed" in lacks["deepspeed ZeRO-3"]
     assert lacks["single"] == lacks["ddp"] == lacks["ddp O2"] == ""
     monkeypatch.setattr(cases, "accelerators", lambda: 1)
-    assert "needs 2 devices, and 1 are visible" in {case.name: case.lacks(2) for case in cases.CASES}["ddp"]
+    assert "needs 2 devices, but 1 are visible" in {case.name: case.lacks(2) for case in cases.CASES}["ddp"]

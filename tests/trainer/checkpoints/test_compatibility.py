@@ -222,7 +222,9 @@ def test_while_rank_0_reads_the_ranks_agree_that_it_takes_longer(
 
 def test_a_best_one_that_is_gone_is_named(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "best.json").write_bytes((trained / "best.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"best\.json names step-000000008\.pt, which is gone; give another"):
+    with pytest.raises(
+        CheckpointError, match=r"best\.json names step-000000008\.pt, which is gone; choose a different"
+    ):
         read_whole(tmp_path)
 
 

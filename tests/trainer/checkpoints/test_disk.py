@@ -73,7 +73,7 @@ def test_a_full_disk(format: str, volume: Path, capsys: pytest.CaptureFixture[st
     assert (
         "No space left on device" in warning
         and "failure 1 of 2 in a row; training continues until the next save" in warning
-        and "Free space" in warning
+        and "Free some space" in warning
     )
     save(checkpoints, 3)
     assert len(names(volume)) == 2 and checkpoints._writer.failure is None

@@ -82,7 +82,7 @@ def test_a_resume_from_an_older_checkpoint_than_the_newest_is_found(tmp_path: Pa
     (tmp_path / "step-000000005.pt").unlink()
     good(1, arguments)
     # Step 4 has no checkpoint where that of step 2 was still being written.
-    with pytest.raises(LedgerError, match=r"resumed after step [24], though step 5 was in a checkpoint"):
+    with pytest.raises(LedgerError, match=r"resumed after step [24], although step 5 was in a checkpoint"):
         verify(read([tmp_path]))
 
 

@@ -244,7 +244,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data_batch_3.bin is truncated"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
     path.write_bytes(b"\xff" + whole[1:])
-    with pytest.raises(DataError, match=r"label 255, outside of 0\.\.9"):
+    with pytest.raises(DataError, match=r"label 255, outside 0\.\.9"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
     path.unlink()
     with pytest.raises(DataError, match=r"lacks data_batch_3.bin"):

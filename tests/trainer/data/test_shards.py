@@ -296,11 +296,11 @@ def test_bad_shards_are_named_with_the_remedy(folder: Path, tmp_path: Path) -> N
     )
     fails(r"s.tar: a.cls has b'cat' instead of a class number", {"a.jpg": jpeg, "a.cls": b"cat"})
     fails(
-        r"train holds label -1, outside of 0\.\.0 \(1 images, the first at byte \d+ of .*s.tar\)",
+        r"train has label -1, outside 0\.\.0 \(1 images, the first at byte \d+ of .*s.tar\)",
         {"a.jpg": jpeg, "a.cls": b"-1"},
         "cat\n",
     )
-    fails(r"train holds label 7, outside of 0\.\.1 .*classes.txt", {"a.jpg": jpeg, "a.cls": b"7"}, "cat\ndog\n")
+    fails(r"train has label 7, outside 0\.\.1 .*classes.txt", {"a.jpg": jpeg, "a.cls": b"7"}, "cat\ndog\n")
     fails(r"has no images \(jpg", {"a.txt": b""})
     (root / "train" / "s.tar").write_bytes(b"no tar" * 1000)
     with pytest.raises(DataError, match=r"s.tar cannot be read"):

@@ -300,13 +300,13 @@ def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: 
         ("nobodys_models:net", r"No module named 'nobodys_models'; put its folder on PYTHONPATH"),
         ("torchvison:resnet18", r"No module named 'torchvison'; did you mean torchvision:resnet18\?"),
         ("somebodys_models:nett", r"has no function 'nett'; did you mean somebodys_models:net\?"),
-        ("somebodys_models:nothing", r"it returned str; return a torch.nn.Module from function\(shape, classes\)"),
+        ("somebodys_models:nothing", r"returned str; return a torch.nn.Module from function\(shape, classes\)"),
         (
             "somebodys_models:lazy",
             r"1.weight has no shape before the first forward pass .*; call the model once before",
         ),
         ("timm:resnet18", r"timm cannot be imported .*; pip install timm"),
-        ("smallcnn", r"write small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
+        ("smallcnn", r"use small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
     ],
 )
 def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,7 +234,7 @@ def test_one_direction_that_is_blocked(world: int, pairs: str, tmp_path: Path) -
     """What a host's firewall does: connections that begin here are let out, none is let in. The store works."""
     flown = fly(tmp_path, world, prepare=listener_loses(1))
     value = f"{pairs} directed pairs fail; node-a -> node-b ("
-    remedy = "let in TCP ports 1024-65535 on lo at node-b from the other nodes"
+    remedy = "allow incoming TCP ports 1024-65535 on lo at node-b from the other nodes"
     flown.assert_only("reachability", "FAIL", "node-b (in)", value, remedy)
     assert "no response: blocked" in flown.results["reachability"]["value"]
     assert flown.results["all-reduce"]["value"] == "not tried: reachability"
@@ -440,7 +440,7 @@ def test_space_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
         (tmp_path / "c" / "step-000000008.pt").write_bytes(bytes(2**23))
 
     flown = fly(tmp_path, 2, "checkpoint.shared=false", "preflight.free_gb=0.001", prepare=on(1, mount_and_fill))
-    flown.assert_only("checkpoint folder", "WARN", "node-b", "12 MiB free", "16 MiB are wanted")
+    flown.assert_only("checkpoint folder", "WARN", "node-b", "12 MiB free", "16 MiB are needed")
 
 
 def test_generated_data_and_those_of_a_store_need_no_folder() -> None:

@@ -276,7 +276,7 @@ def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_address_that_others_cannot_use() -> None:
     good, bad = NodeAddress("one", "10.0.0.1", "10.0.0.1", "eth0"), NodeAddress("two", "10.0.0.2", "127.0.1.1", "ib0")
     row = checks.own_address({0: good, 1: bad}, {}, layout(2))
-    assert (row.status, row.culprit) == (Status.FAIL, ("b",)) and "GLOO_SOCKET_IFNAME (to ib0" in row.remedy
+    assert (row.status, row.culprit) == (Status.FAIL, ("b",)) and "GLOO_SOCKET_IFNAME (probably to ib0" in row.remedy
     assert checks.own_address({0: bad, 1: bad}, {}, layout(2)).value == "10.0.0.2 (ib0)", "one machine"
     assert checks.own_address({0: good}, {1: "interface x has no address"}, layout(2)).culprit == ("b",)
 
@@ -331,11 +331,13 @@ def test_reachability_names_direction_and_remedy() -> None:
     lost = {0: {1: Contact("no response: blocked")}, 1: {0: Contact("")}}
     row = checks.reachability(lost, NODES, layout(2))
     assert row.culprit == ("b (in)",) and row.value.endswith("a -> b (10.0.0.2, port 2): no response: blocked")
-    assert row.remedy == "let in TCP ports 1024-65535 on eth1 at b from the other nodes"
+    assert row.remedy == "allow incoming TCP ports 1024-65535 on eth1 at b from the other nodes"
     third = {**NODES, 2: NodeAddress("u", "10.0.0.3", "", "eth2", 3)}
     out = {0: {1: Contact("Connection refused"), 2: Contact("Connection refused")}, 1: {}, 2: {}}
     row = checks.reachability(out, third, layout(3))
-    assert row.culprit == ("a (out)",) and row.remedy.startswith("let out TCP ports 1024-65535 at a; if the address")
+    assert row.culprit == ("a (out)",) and row.remedy.startswith(
+        "allow outgoing TCP ports 1024-65535 at a; if the address"
+    )
     row = checks.reachability({0: {1: Contact("")}}, NODES, layout(2))
     assert (row.status, row.culprit, row.value) == (Status.FAIL, ("b",), "no report")
 

@@ -214,7 +214,7 @@ def test_values_that_make_no_sense_are_named(tmp_path: Path, capfd: Any) -> None
         background.check_report(replace(ReportConfig(), **{key: 1.01}))
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on port {port} .*give another"):
+        with pytest.raises(ConfigError, match=f"cannot listen on port {port} .*set a different port"):
             open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path))
         open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path, step=4)).close(complete=True)
     assert f"cannot listen on port {port}" in capfd.readouterr().err, "a restart is not ended by it"
