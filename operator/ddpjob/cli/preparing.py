@@ -348,6 +348,8 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
     from ddpjob.client.manifests.manifest_sources import BadInput, check_made, checked, manifests
 
     if _is_manifest(program):
+        if program != "-" and not _exists(program):
+            raise Mistake(f"{program}: No such file or directory")
         if args:
             raise click.UsageError("a manifest has its arguments in spec.args")
         _refuse_options_of_scripts()

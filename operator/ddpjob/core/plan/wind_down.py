@@ -84,7 +84,10 @@ def complete(view: View, events: list[Event]) -> Decision:
         # The group may have been smaller, or a suspension may have removed it.
         message = "all nodes have finished"
     if _trained_apart(view):
-        message += ", but the ranks formed no group, so each of them trained a separate model"
+        message += (
+            ", but the ranks formed no group, so each of them trained a separate model: `ddpjob init SCRIPT` shows "
+            "the missing lines"
+        )
     progress = show_progress(view.status.progress, view.reported_progress, view.now, at_once=True)
     if progress.get("resumed") == NO:
         message += f", but {began_again(progress)}"
