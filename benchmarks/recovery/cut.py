@@ -36,8 +36,13 @@ class Hosts:
         return f"10.78.0.{host + 1}"
 
     def command(self, host: int, command: list[str]) -> list[str]:
-        """Return the command that runs another one on the host."""
-        return ["ip", "netns", "exec", f"{self._prefix}h{host}", *command]
+        """Return the command that runs another one on the host.
+
+        The host's name is its address, because torchft publishes the name.
+        """
+        enter = ["ip", "netns", "exec", f"{self._prefix}h{host}", "unshare", "--uts"]
+        named = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+        return [*enter, "sh", "-c", named, self.address(host), *command]
 
     def cut(self, host: int) -> None:
         """Have the bridge drop the host's packets. Neither side notices it.
@@ -142,9 +147,15 @@ class TorchFTOnHosts(OnHosts, TorchFT):
 
 
 class TunedTorchFTOnHosts(TorchFTOnHosts):
-    """torchft on hosts with a lighthouse that notices a loss ten times as fast."""
+    """torchft on hosts with a lighthouse that notices a loss ten times as fast.
+
+    Its collectives time out after a second, because they do not notice a silent peer.
+    """
 
     settings = TUNED
+
+    def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
+        super().__init__(folder, shape, (*options, "--timeout", "1"))
 
 
 KINDS: dict[str, type[OnHosts]] = {

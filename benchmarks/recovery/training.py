@@ -43,6 +43,7 @@ def arguments():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--torchft", action="store_true")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds of torchft's collectives")
     return parser.parse_args()
 
 
@@ -162,7 +163,7 @@ def train_with_torchft(options):
         plain.load_state_dict(saved["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, load_state_dict=restore,
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=options.timeout)), min_replica_size=1, load_state_dict=restore,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": plain.state_dict()}, hostname=host,
         rank=0, world_size=1, store_addr=host, store_port=store.port, replica_id=os.environ["DDPJOB_POD"],
     )  # fmt: skip
