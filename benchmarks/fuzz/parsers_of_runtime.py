@@ -121,7 +121,7 @@ def _members() -> Target:
                 elif row["t"] == "lost" and members.get(who):
                     coordinator.lost(members[who], "its connection ended")
                 elif row["t"] == "stop":
-                    coordinator.stop(row.get("ok") is True, "the operator says so")
+                    coordinator.stop(row.get("ok") is True, "the operator reports it")
                 elif members.get(who):
                     members[who].hear(time.now)
                     server._on_message(members[who], row, lambda verb, fields: protocol.encode(verb, **fields))
@@ -337,7 +337,7 @@ def _answer(body: bytes, status: str = "200 OK", more: str = "") -> bytes:
 
 
 def _listings() -> Target:
-    """Fuzz the same with a correct response header."""
+    """Fuzz a bucket's responses with a correct header."""
     answers = _answers()
     return replace(answers, read=lambda data: answers.read(_answer(data)), seeds=[_LISTING])
 
@@ -349,7 +349,7 @@ def _bucket_manifests() -> Target:
     def read(data: bytes) -> None:
         found = CopyManifest.read(data, Stored(1, 7))
         if found is None:
-            raise ValueError("nobody wrote it so")
+            raise ValueError("no writer produces this")
         for file in found.files:
             assert ".." not in file.path.split("/") and not file.path.startswith("/"), file
 
@@ -382,11 +382,11 @@ def _script_indexes() -> Target:
 
 
 PARSERS = (
-    Parser("members", "lines of pods that know the token, and the report after them", Form.LINES, _members),
-    Parser("connections", "HTTP and lines of anybody at the coordinator's port", Form.TEXT, _connections),
+    Parser("members", "lines from pods that know the token, and the resulting report", Form.LINES, _members),
+    Parser("connections", "HTTP and lines from anybody on the coordinator's port", Form.TEXT, _connections),
     Parser("greetings", "the first line of a connection between neighbours", Form.LINES, _greetings),
     Parser("progress", "POST /v1/progress", Form.JSON, _progress),
-    Parser("bucket-answers", "HTTP answers of a bucket of data, from their heads on", Form.TEXT, _answers),
+    Parser("bucket-answers", "a data bucket's HTTP responses, including headers", Form.TEXT, _answers),
     Parser("bucket-listings", "the listing of such a bucket", Form.TEXT, _listings),
     Parser("bucket-manifests", "the list of a checkpoint in a bucket", Form.JSON, _bucket_manifests),
     Parser("script-indexes", "torch's index of a script's checkpoint", Form.PICKLE, _script_indexes),

@@ -1,4 +1,5 @@
-"""A host that loses its network: groups whose nodes have network namespaces of their own.
+"""Simulates a host that loses its network, with groups whose nodes have their own network
+namespaces.
 
 Needs root, `ip` and `bridge`. All namespaces are on one bridge, which has a namespace too, so that this
 machine's network is left alone. The machine's clock is the same everywhere.
@@ -46,7 +47,8 @@ class Hosts:
     def cut(self, host: int) -> None:
         """Have the bridge drop the host's packets. Neither side notices it.
 
-        Taking the link down would not do: the kernel reports a link as up only once a second.
+        Taking the link down is not an option, because the kernel reports a link as up only once a
+        second.
         """
         _run(f"bridge -n {self._prefix}b link set dev port{host} state 0")
 
