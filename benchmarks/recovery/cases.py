@@ -14,6 +14,7 @@ from typing import Protocol
 
 from benchmarks.recovery.groups import Fast, Group, NotRecovered, Shape, Standard, Stock, training
 from benchmarks.recovery.phases import phases
+from benchmarks.recovery.slow_rank import SlowRankJob
 from benchmarks.recovery.tables import FLOOR, Sample
 
 KILLS_IN_A_ROW = 10
@@ -196,6 +197,19 @@ def coordinator_new_generation(case: Case, backend: Backend, round_: int) -> Ite
         yield case.sample(backend, "coordinator", round_, seconds, phases=where)
 
 
+def slow_rank(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Make a rank twice as slow, and yield the time until the job has its pace again.
+
+    Whatever the backend, the job runs under `ddpjob run`, because the operator moves the rank.
+    """
+    with training(lambda folder: SlowRankJob(folder, case.shape)) as job:
+        try:
+            seconds, repeated = job.cure()
+            yield case.sample(backend, "nothing", round_, seconds, outcome=f"{repeated} steps repeated")
+        except NotRecovered as error:
+            yield case.sample(backend, "nothing", round_, None, outcome=str(error))
+
+
 def floor(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
     """Kill nothing: start a node that only imports torch."""
     yield case.sample(backend, "nothing", round_, backend.floor(), outcome="torch imported")
@@ -223,6 +237,7 @@ CASES = (
     Case("fast-coordinator", None, coordinator_unnoticed, System.FAST),
     Case("fast-hang", None, hang, System.FAST, slow=True),
     Case("fast-row", None, in_a_row, System.FAST, SPARE, slow=True),
+    Case("fast-slow-rank", 90.0, slow_rank, System.FAST, Shape(nodes=4, spares=1), slow=True),
     Case("standard-replaced", 7.0, replaced, System.STANDARD),
     Case("standard-spare", None, spare, System.STANDARD, SPARE),
     Case("standard-shrink", None, shrink, System.STANDARD, ELASTIC),

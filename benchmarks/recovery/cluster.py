@@ -225,8 +225,9 @@ def network_cut(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 
 
 # In Standard, a replacement pod is ready before the group would continue without it.
+ELSEWHERE = ("standard-shrink", "fast-slow-rank")
 ON_CLUSTER = tuple(
-    case for case in CASES if case.name == FLOOR or (case.system is not System.STOCK and case.name != "standard-shrink")
+    case for case in CASES if case.name == FLOOR or (case.system is not System.STOCK and case.name not in ELSEWHERE)
 )
 CUT = Case("fast-network-cut", NODE_LOST_AFTER + 4.0, network_cut, System.FAST, slow=True)
 

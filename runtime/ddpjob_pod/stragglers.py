@@ -2,7 +2,8 @@
 
 A rank that is 30 % slower than the others makes the whole training 30 % slower. The training's
 figures do not show which one it is, because every rank's step takes equally long. So the ranks
-compare their own work, which is the time without waiting (the trainer's `step_clock.py`).
+compare their own work, which is the time without waiting (the trainer's `step_clock.py`, and
+`own_work.py` for scripts).
 
 - A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline, a rank
   is compared only with ranks of the same stage, because stages have different work.

@@ -13,7 +13,8 @@
             ddpjob_report.saved_and_leave()
 
 Job pods have it next to the runtime; elsewhere the package `ddpjob` contains it.
-`ddpjob_report.huggingface`, `.lightning` and `.accelerate` do the same for those frameworks.
+`ddpjob_report.huggingface`, `.lightning` and `.accelerate` do the same for those frameworks. If all
+ranks import it, slow ranks are found (`ddpjob_pod/own_work.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpjob_pod import own_work
 from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_runtime import protocol
 
@@ -42,6 +44,15 @@ __all__ = [
         "should_stop",
     ),
 ]
+
+
+def _measure_own_work() -> None:
+    """Find slow ranks from now on, in a job."""
+    if JobEnvironment.read().coordinator:
+        own_work.begin(lambda stragglers: link.post({protocol.STRAGGLERS: stragglers}))
+
+
+_measure_own_work()
 
 _NUMBERS = {"samples_per_second": "samplesPerSecond"}
 """Figures that the protocol spells differently from Python."""
@@ -98,6 +109,7 @@ def report(
     known = {name: value for name, value in read.items() if value is not None}
     if known:
         figures["metrics"] = known
+    _measure_own_work()  # The module may have been imported before the worker was forked.
     if figures:
         link.post(figures)
         curve_file.add(figures)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_pod.outbox import INTERVAL_SECONDS, Outbox, merged, next_pause
+from ddpjob_pod.pace import Pace
 from ddpjob_pod.posting import Poster
 from ddpjob_runtime import protocol
 
@@ -22,9 +23,18 @@ class Link(Outbox):
     def __init__(self, address: str, token: str) -> None:
         self._poster = Poster(address, token)
         self._refused = False
-        self._counted: tuple[float, float] | None = None  # (step, time) as last posted
-        self._seen: tuple[float, float] | None = None  # as last seen; for a failed post, the time of its first attempt
+        self._pace = Pace()
         super().__init__("ddpjob-report")
+
+    def add(self, figures: dict[str, Any]) -> None:
+        """Queue figures, and note when their step was made, which is before they are posted."""
+        self._note_step(figures)
+        super().add(figures)
+
+    def _note_step(self, figures: dict[str, Any]) -> None:
+        step = figures.get("step")
+        if step is not None:
+            self._pace.add(step, time.monotonic())
 
     def _work(self) -> None:
         pause = INTERVAL_SECONDS
@@ -51,7 +61,6 @@ class Link(Outbox):
         status, answer = self._poster.post(self._with_speed(figures))
         if not status:
             return False
-        self._counted = self._seen
         if status == 400 and not self._refused:
             self._refused = True
             with contextlib.suppress(OSError):  # The disk may be full; the next report may be accepted.
@@ -59,16 +68,14 @@ class Link(Outbox):
         return status in (200, 400)
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Add speed and remaining time, computed from the steps, unless the script reports them."""
-        step, now = figures.get("step"), time.monotonic()
-        if step is None or (self._counted is not None and step == self._counted[0]):
-            return figures  # More figures of a counted step, such as its evaluation.
-        if self._seen is None or step != self._seen[0]:
-            self._seen = step, now
-        before = self._counted
-        if before is None or step <= before[0]:
+        """Add speed and remaining time, computed from the steps, unless the script reports them.
+
+        The last report before the end gets neither, because its time is that of the end.
+        """
+        step, speed = figures.get("step"), self._pace.per_second
+        if step is None or not speed or self._closing:
             return figures
-        speed, more = (step - before[0]) / (self._seen[1] - before[1]), dict(figures)
+        more = dict(figures)
         if "samplesPerSecond" not in figures:
             metrics = [(protocol.COUNTED_SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
             more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # prefer the script's if too many

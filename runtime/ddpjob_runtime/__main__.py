@@ -8,9 +8,16 @@ inherits both.
 
 from __future__ import annotations
 
-import importlib
+import os
+import signal
 import sys
-import zipimport
+
+if os.getpid() == 1 and {"launcher", "coordinator"} & set(sys.argv[1:2]):
+    # The kernel drops signals for PID 1 until it has a handler, unless they are blocked. A pod that
+    # was deleted while its programs were imported would stay for its whole grace period.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+import importlib
 from pathlib import Path
 
 PROGRAMS = {
@@ -26,23 +33,13 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in PROGRAMS:
         sys.exit(f"usage: python3 {sys.argv[0]} {'|'.join(PROGRAMS)} ARGUMENTS")
+    from ddpjob_runtime.archive import Archive
+
     del sys.argv[1]
     sys.path_hooks.insert(0, Archive)
     program = importlib.import_module(PROGRAMS[name])
     sys.path_hooks.remove(Archive)
     program.main()
-
-
-class Archive(zipimport.zipimporter):
-    """Finds a module's file name without compiling it.
-
-    zipimport's own loader compiles each module twice.
-    """
-
-    def get_filename(self, fullname: str) -> str:
-        """Return the path of the module's source in the archive."""
-        path = f"{self.archive}/{self.prefix}{fullname.rpartition('.')[2]}"
-        return path + ("/__init__.py" if self.is_package(fullname) else ".py")
 
 
 def find_package() -> None:

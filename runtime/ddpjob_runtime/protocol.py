@@ -398,6 +398,7 @@ class Command(Word):
 
     PROGRESS = "progress"
     GONE = "gone"
+    LEAVE = "leave"
     SIZE = "size"
     PATIENCE = "patience"
     ORDER = "order"

@@ -44,7 +44,6 @@ MARK = b"ddpjob\n"
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
 """Maximum number of causes recorded for an exception, and maximum characters of each."""
 POST_SECONDS = 0.5
-POSTS_OF_SPEED = 10
 STEPS_WITHOUT_GROUP = 10
 """Number of steps after which a program without a group is assumed not to form one."""
 STEPS_OF_EXCHANGE = 3
@@ -223,14 +222,19 @@ class CompilerImport:
         sys.meta_path.remove(self)
         if getattr(sys.modules["torch"].__spec__, "_initializing", False):
             return None  # This version of torch needs it for its own import.
-        import os
-        from importlib.machinery import PathFinder
-        from types import ModuleType
+        return load_of_pod("late_dynamo").find()
 
-        spec: Any = PathFinder.find_spec("late_dynamo", [os.path.join(packages(), "ddpjob_pod")])  # noqa: PTH118
-        late_dynamo = ModuleType("__ddpjob_late_dynamo__")
-        exec(spec.loader.get_code("late_dynamo"), vars(late_dynamo))
-        return late_dynamo.find()
+
+def load_of_pod(name: str) -> Any:
+    """Return a module of ddpjob_pod that imports no other one. The program does not see it."""
+    import os
+    from importlib.machinery import PathFinder
+    from types import ModuleType
+
+    spec: Any = PathFinder.find_spec(name, [os.path.join(packages(), "ddpjob_pod")])  # noqa: PTH118
+    module = ModuleType(f"__ddpjob_{name}__")
+    exec(spec.loader.get_code(name), vars(module))
+    return module
 
 
 def build_again() -> None:
@@ -773,15 +777,14 @@ class StepCounter:
         """Post the count while it grows."""
         import time
 
-        posts: list[tuple[int, float]] = []  # the last ones: steps and moment
+        pace, last = load_of_pod("pace").Pace(), 0
         while True:
-            time.sleep(POST_SECONDS if posts else 0.01)
+            time.sleep(POST_SECONDS if last else 0.01)
             steps, now = max(self.counts.values(), default=0), time.monotonic()
-            if steps > (posts[-1][0] if posts else 0):
-                # The first steps' time is unknown. Later, measure over several posts, because one
-                # post covers few steps.
-                self.post((steps - posts[0][0]) / (now - posts[0][1]) if posts else 0.0)
-                posts = [*posts[-POSTS_OF_SPEED + 1 :], (steps, now)]
+            if steps > last:
+                pace.add(steps, now)
+                last = steps
+                self.post(pace.per_second or 0.0)
             elif not self.said_uncountable and self.is_uncountable():
                 self.posted, self.said_uncountable = -1, True
                 self.post(0.0)

@@ -559,3 +559,21 @@ async def test_a_deleted_token_is_made_once_until_the_kubelet_looks_again(c: Cas
         assert len(list(c.server.store.all("Secret"))) == 1
         assert sum("/secrets" in path for _, path, _ in c.server.requests) == 1 + restarted
         await asyncio.sleep(FOUND_FOR)
+
+
+@in_case()
+async def test_the_jobs_of_a_namespace_know_who_has_a_folder_and_who_waits_for_room(c: Case) -> None:
+    storage = {"checkpoints": {"claimName": "c", "subPath": "same"}}
+    waits = {"type": "Scheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes",
+             "lastTransitionTime": c.server.store.clock.stamp()}  # fmt: skip
+    c.add("first", storage=storage, status={"slots": [{"state": "Running"}], "conditions": [waits]})
+    c.add("second", storage=storage)
+    c.add("third", storage={"checkpoints": {"claimName": "c"}}, status={"conditions": [waits]})
+    await seen()
+    worlds = {}
+    for name in ("first", "second", "third"):
+        observed = await c.cluster.observe(JobKey("space", name))
+        assert observed is not None
+        worlds[name] = (observed.world.folder_user, observed.world.others_wait)
+    assert worlds["first"] == ("", True) and worlds["third"] == ("", True), "each sees the other wait"
+    assert worlds["second"][0].startswith("first, which is ") and not worlds["second"][1], "it does not wait itself"

@@ -191,6 +191,18 @@ async def test_no_error_ends_an_informer() -> None:
     await asyncio.gather(following, return_exceptions=True)
 
 
+def test_the_server_s_audit_names_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager in managedFields has the name in front of the slash of the user agent."""
+    sent: list[str] = []
+
+    async def main() -> None:
+        async with api_server() as server, connected(server) as rest:
+            sent.append(rest.api.user_agent)
+
+    run(main())
+    assert sent == ["ddpjob-operator"]
+
+
 def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """aiohttp reads it in a thread for each request, with the user's ~/.netrc, whose passwords are for others."""
     reads: list[str] = []

@@ -439,6 +439,17 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
     assert world.try_hello(1) is None
 
 
+def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
+    """Its launcher has not heard of its deletion. One that trains has, and may be saving."""
+    world, *members = formed(2)
+    spare = world.hello(2)
+    for pod in ("job-0-0", "job-2-0", "job-3-0"):
+        world.coordinator.send_away(pod, "deleted")
+    assert world.last(spare) == ("stop", {"ok": False, "why": "deleted", "fenced": True})
+    assert all(world.last(member)[0] != "stop" for member in members) and world.ranks() == [0, 1]
+    assert world.try_hello(3) is None, "it comes after the message"
+
+
 def test_an_empty_note_takes_the_one_before_back() -> None:
     """A hundred notes are reported at most: those of pods that have fetched their data hid others."""
     world, first, second = formed(2)

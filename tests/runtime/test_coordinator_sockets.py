@@ -592,6 +592,22 @@ def test_the_silence_of_a_host_is_death(job: Job) -> None:
     assert lost["pod"] == "job-0-0" and lost["why"].startswith("silent for ")
 
 
+def test_sigterm_after_the_group_has_finished_is_no_error(tmp_path: Path) -> None:
+    """kubectl showed the coordinator's pod of a job that had succeeded as an error."""
+    job = Job(tmp_path, nodes=1, store=False, mode="Fast")
+    job.start_coordinator()
+    job.wait_until(lambda r: r["state"] == "Forming", 10)
+    wire = member(job, 0)
+    assert wire.hear()["t"] == "welcome"
+    ready(wire)
+    assert wire.hear()["t"] == "go"
+    wire.say("joined", round=1)
+    wire.say("finished", round=1)
+    assert wire.hear() == {"t": "done"}
+    job.kill("coordinator", signal.SIGTERM)
+    assert job.wait_exit("coordinator", 2 * slowness()) == 0
+
+
 def test_sigterm_ends_it_at_once_and_a_dead_store_takes_it_along(tmp_path: Path) -> None:
     job = Job(tmp_path, store=False)
     job.start_coordinator()

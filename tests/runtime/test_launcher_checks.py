@@ -623,3 +623,29 @@ def test_a_failed_fetch_ends_the_launcher_with_the_code_for_its_reason(
     with pytest.raises((InitFailure, SystemExit)) as raised:
         launcher.fetch_data(None, client, shutdown)  # type: ignore[arg-type]
     assert f"{raised.type.__name__}: {raised.value}" == ends
+
+
+@pytest.mark.parametrize("program", ["launcher", "coordinator"])
+def test_a_signal_before_pid_1_has_imported_anything_is_not_lost(program: str) -> None:
+    """The kernel drops signals without a handler for PID 1, so the pod stayed for its whole grace period."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this user cannot create a PID namespace")
+    code = (
+        "import importlib, os, runpy, signal, sys\n"
+        "real = importlib.import_module\n"
+        "def slow(name):\n"
+        "    if 'ddpjob_runtime.' in name:\n"
+        "        os.kill(1, signal.SIGTERM)\n"
+        "    return real(name)\n"
+        "importlib.import_module = slow\n"
+        f"sys.argv = [{str(RUNTIME)!r}, {program!r}, '--port=0', '--nodes=2']\n"
+        "sys.path.insert(0, '')\n"
+        f"runpy.run_path({str(RUNTIME)!r}, run_name='__main__')\n"
+    )
+    # Nobody answers at this address, so the launcher would wait for minutes.
+    env = {**os.environ, "DDPJOB_COORDINATOR": "127.0.0.1:1", "DDPJOB_TOKEN": "t", "DDPJOB_POD": "job-0-0"}
+    env |= {"DDPJOB_INDEX": "0", "DDPJOB_ATTEMPT": "0", "DDPJOB_GENERATION": "0", "DDPJOB_RECOVERY": "Standard"}
+    command = [*unshare, sys.executable, "-c", code]
+    ended = subprocess.run(command, env=env, capture_output=True, timeout=60 * slowness())
+    assert ended.returncode == 143, ended.stderr

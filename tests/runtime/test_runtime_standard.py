@@ -86,8 +86,12 @@ def test_a_killed_node_is_replaced_and_the_job_continues(job: Job) -> None:
     job.start_coordinator()
     job.start_node(0, *script)
     job.start_node(1, *script)
-    report = job.wait_until(lambda r: (r["progress"].get("step") or 0) >= 3)
-    assert report["state"] == "Running" and report["progress"]["metrics"]["stepsPerSecond"] > 0
+    report = job.wait_until(
+        lambda r: (
+            (r["progress"].get("step") or 0) >= 3 and r["progress"].get("metrics", {}).get("stepsPerSecond", 0) > 0
+        )
+    )
+    assert report["state"] == "Running"
     assert sorted((m["pod"], m["state"], m["round"]) for m in report["members"]) == [
         ("job-0-0", "Running", 1),
         ("job-1-0", "Running", 1),

@@ -128,7 +128,9 @@ class Invariants:
         if known and nodes.get("active", 0) > spec["nodes"]:
             self._fail(f"nodes.active is {nodes['active']} of {spec['nodes']}")
         restarts = status.get("restarts", {})
-        if restarts and restarts["counted"] + restarts["uncounted"] > restarts["total"]:
+        # Failures that ended the job count against its budget, and restarted nothing.
+        ended = status.get("phase") == "Failed"
+        if restarts and not ended and restarts["counted"] + restarts["uncounted"] > restarts["total"]:
             self._fail("more restarts than there were in total")
         woken = self.s.phase in ("Suspended", "Queued") or (spec.get("managedBy") and not status.get("phase"))
         if self.s.wake is None and self.s.job is not None and not _ended(status) and not woken:

@@ -87,6 +87,7 @@ class MemoryCluster:
         self._token = ""
         """Name of the Secret that this life of the operator has created, or found."""
         self.classes = JobClasses()
+        self.others_wait = False
         self.events: list[Event] = []
         self.writes = 0
         self.actions: list[str] = []
@@ -152,6 +153,7 @@ class MemoryCluster:
             has_token=self._token == self.platform.token_secret(job),
             receivers=frozenset({"team"}),
             offer=self.classes.offer(job),
+            others_wait=self.others_wait,
             outcomes=dict(self.outcomes),
             claims=tuple(self._claim(name) for name in list_claims_to_read(job, pods)),
             claim_template=template_mark(job),

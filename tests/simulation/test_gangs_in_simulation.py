@@ -23,11 +23,11 @@ SEEDS = int(os.environ.get("DDPJOB_SEEDS", "500")) // 20
 
 
 class WithGangs(Simulation):
-    """A cluster that serves PodGroups."""
+    """A cluster that serves PodGroups, and in which other jobs wait for room."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
-        self.cluster.serves_gangs = True
+        self.cluster.serves_gangs = self.cluster.others_wait = True
 
 
 def bound(s: Simulation) -> list[Pod]:
@@ -214,6 +214,55 @@ async def test_what_cannot_train_gives_up_its_nodes_and_waits_as_a_gang(mode: st
     s.machines.capacity = 3
     await s.until_phase("Complete")
     assert s.status["restarts"]["counted"] == 0
+
+
+@pytest.mark.parametrize("mode", ["Standard", "Fast"])
+async def test_nobody_s_need_for_room_destroys_no_only_copy(mode: str) -> None:
+    """30 s after a cordon the only copy of a job's progress was deleted, and nobody wanted its node."""
+    s = await WithGangs({"nodes": 2, "recovery": {"mode": mode}}, steps=10**6).begun()
+    await s.until(lambda: s.status.get("trained"))
+    s.cluster.others_wait = False
+    s.machines.capacity = 1
+    s.force_delete("job-1-0")
+    await s.passes(300)
+    assert [p.name for p in bound(s)] == ["job-0-0"]
+    assert "because only they hold the newest state" in conditions(s)["Scheduled"]["message"]
+    assert [e.reason for e in s.cluster.events].count("OnlyCopy") == 1
+    s.machines.capacity = 2
+    await s.until_phase("Running")
+    assert "job-0-0" in s.pods and s.status["restarts"]["recent"][-1]["reason"] != "Yielded"
+
+
+@pytest.mark.parametrize(
+    ("waits", "spec"),
+    [(True, {}), (False, {"storage": {"checkpoints": {"claimName": "c"}}})],
+    ids=["another job waits for room", "checkpoints are elsewhere"],
+)
+async def test_a_copy_elsewhere_or_another_s_need_lets_a_job_yield(waits: bool, spec: Json) -> None:
+    s = WithGangs({"nodes": 2, **spec}, steps=10**6)
+    if spec:
+        s.store.create("PersistentVolumeClaim", {"metadata": {"name": "c"}, "spec": {"accessModes": ["ReadWriteMany"]}})
+    await s.begun()
+    await s.until(lambda: s.status.get("trained"))
+    s.cluster.others_wait = waits
+    s.machines.capacity = 1
+    s.force_delete("job-1-0")
+    await s.until(lambda: not bound(s))
+    last = s.status["restarts"]["recent"][-1]
+    assert last["reason"] == "Yielded" and waits == ("the only copy of the newest state" in last["message"])
+
+
+async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
+    """The last slots are dropped, of which one may be all that is left of a job's progress."""
+    s = await WithGangs({"nodes": 2, "scheduling": {"gang": False}}, steps=10**6).begun()
+    await s.until(lambda: s.status.get("trained"))
+    s.machines.capacity = 1
+    s.force_delete("job-0-0")
+    await s.passes(10)
+    s.change_spec({"nodes": 1})
+    await s.until_phase("Running")
+    assert [p.name for p in bound(s)] == ["job-1-0"], "it trains alone"
+    assert "job-1-0 would go" in conditions(s)["Scheduled"]["message"]
 
 
 async def test_yields_are_not_limited_by_what_the_status_remembers() -> None:

@@ -365,15 +365,35 @@ async def test_more_spares_disturb_nobody() -> None:
     assert s.coordinator().real.rounds == rounds
 
 
-async def test_fewer_spares_are_a_restart_where_one_that_goes_has_taken_over() -> None:
-    s = Simulation({"nodes": 2, "spares": 1}, steps=1000)
-    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+@pytest.mark.parametrize("spares", [1, 2])
+async def test_fewer_spares_take_the_idle_ones_and_interrupt_nobody(spares: int) -> None:
+    """The highest slots went, of which one trained, and an idle replacement was kept."""
+    s = Simulation({"nodes": 2, "spares": spares}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == f"2/2 +{spares}")
     s.force_delete("job-0-0")
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == f"2/2 +{spares}")
+    await s.passes(3)
+    rounds, trains = s.coordinator().real.rounds, {p.name for p in s.nodes() if p.role is Role.NODE and p.running}
+    assert len(trains) == 2 and "job-0-1" not in trains
+    s.change_spec({"spares": 0})
+    await s.until(lambda: s.status["nodes"]["display"] == "2/2" and len(running(s)) == 2)
+    await s.passes(30)
+    assert s.coordinator().real.rounds == rounds and {p.name for p in running(s)} == trains
+    assert [e.reason for e in s.cluster.events].count("Scaled") == 1 and reasons(s) == [("Deleted", False)]
+    s.force_delete(max(trains))
+    await s.until(lambda: s.phase == "Running" and {p.name for p in running(s)} == {"job-0-2", "job-1-0"})
+    assert len(s.status["slots"]) == 2, "the loss dropped the last slot"
+
+
+async def test_fewer_spares_are_a_restart_where_one_that_goes_has_taken_over() -> None:
+    s = Simulation({"nodes": 2, "spares": 1, "rendezvous": {"placement": "Master"}}, steps=1000)
+    await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
+    s.force_delete("job-1-0")
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     s.change_spec({"spares": 0})
     await s.until(lambda: s.phase == "Restarting", limit=5)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2")
-    assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-0"]
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-1"]
     assert reasons(s) == [("Deleted", False), ("Scaled", False)]
 
 

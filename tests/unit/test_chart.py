@@ -395,6 +395,17 @@ def test_the_operator_may_delete_config_maps_only_where_the_values_say_so(
     assert verbs == ["get", "list", "watch", "create", "patch", *(["delete"] if delete else [])]
 
 
+@needs_helm
+@pytest.mark.parametrize(("name", "group"), [("kueue", "kueue.x-k8s.io"), ("volcano", "scheduling.volcano.sh")])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_role_grants_rights_to_queues_only_where_the_values_say_so(name: str, group: str, wanted: bool) -> None:
+    """An administrator of a namespace may not create a Role with rights that they do not hold."""
+    values = f"key.existingSecret=given,watchNamespaces={{one}},queues.{name}={str(wanted).lower()}"
+    rendered = yaml.safe_load_all(template("--set", values))
+    (role,) = [b for b in rendered if b and (b["kind"], b["metadata"]["name"]) == ("Role", "ddpjob-operator")]
+    assert any(group in rule["apiGroups"] for rule in role["rules"]) is wanted
+
+
 def operators_policy(*values: str) -> dict[str, Any] | None:
     """The spec of the NetworkPolicy that the chart renders for the operator's pods."""
     words = (word for value in values for word in ("--set-json" if "[" in value else "--set", value))

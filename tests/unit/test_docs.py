@@ -325,7 +325,7 @@ EXPLAINED = (
             *("launcher/forkserver", "launcher/rendezvous"),
         )
     ),
-    *(f"runtime/ddpjob_pod/{module}.py" for module in ("stragglers",)),
+    *(f"runtime/ddpjob_pod/{module}.py" for module in ("own_work", "stragglers")),
     *(f"trainer/ddpjob_trainer/{module}.py" for module in ("data/sampler", "model/shared_parts")),
 )
 """Modules that hold a policy or an algorithm."""

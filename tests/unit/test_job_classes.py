@@ -11,6 +11,7 @@ from ddpjob.api.job_classes import LARGEST_CLASS, JobClasses
 from ddpjob.api.job_status import JobStatus
 from ddpjob.api.merging import CLASS_FIELDS, with_class
 from ddpjob.api.schema import schema_of
+from ddpjob.api.submitted_code import mount_code
 from ddpjob.controller.operator_settings import Settings, SettingsError
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pod_template import problems
@@ -320,6 +321,43 @@ def test_devices_that_are_no_gpus_do_not_count() -> None:
 
 def _without_script(body: Json) -> Json:
     return {**body, "spec": {name: value for name, value in body["spec"].items() if value is not None}}
+
+
+def submitted(**pod: Any) -> Json:
+    """What `ddpjob submit train.py` writes, and more."""
+    volume, mount = mount_code("job-code-12345678", [{"key": "train.py", "path": "train.py"}])
+    trainer = {"name": "trainer", "volumeMounts": [mount]}
+    return {"podTemplate": {"spec": {"volumes": [volume], "containers": [trainer], **pod}}}
+
+
+def test_submitted_code_is_no_template_of_the_users() -> None:
+    """A class that fixed podTemplate refused `ddpjob submit train.py`, whose user had written none."""
+    given = {"spec": {"image": "i", "podTemplate": {"spec": {"nodeSelector": {"gpu": "a"}}}}, "fixed": ["podTemplate"]}
+    assert problems_of(submitted(), given) == () and problems_of(submitted(), {"fixed": ["podTemplate"]}) != ()
+    assert problems_of({**submitted(), "image": "i"}, {"fixed": ["podTemplate"]}) == ()
+    pod = taken(submitted(), given).spec.pod_template["spec"]
+    assert pod["nodeSelector"] == {"gpu": "a"} and pod["volumes"][0]["configMap"]["name"] == "job-code-12345678"
+    assert pod["containers"][0]["volumeMounts"][0]["mountPath"] == "/ddpjob-code"
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        {"hostNetwork": True},
+        {"volumes": [{"name": "code", "hostPath": {"path": "/"}}]},
+        {"volumes": [{"name": "code", "configMap": {"name": "a"}}, {"name": "x", "hostPath": {"path": "/"}}]},
+        {"containers": [{"name": "trainer", "volumeMounts": [{"name": "code", "mountPath": "/etc"}]}]},
+        {"containers": [{"name": "side", "image": "i"}]},
+        {"containers": [3], "volumes": "x"},
+    ],
+)
+def test_nothing_else_passes_with_submitted_code(pod: Json) -> None:
+    given = {"spec": {"image": "i", "podTemplate": {"spec": {"nodeSelector": {"gpu": "a"}}}}, "fixed": ["podTemplate"]}
+    assert "spec.podTemplate: is set by class c" in problems_of(submitted(**pod), given)[0]
+    whole = taken(submitted(**pod), given).spec.pod_template["spec"]
+    assert "hostPath" not in json.dumps(whole) and "hostNetwork" not in whole
+    own = {"podTemplate": {"spec": {"volumes": [{"name": "code", "emptyDir": {}}]}}}
+    assert problems_of(submitted(), {"spec": {"image": "i", **own}, "fixed": ["podTemplate"]}), "it is the class's name"
 
 
 def test_fixed_variables_leave_others_to_the_job() -> None:

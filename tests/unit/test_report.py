@@ -412,7 +412,9 @@ def measured(*reports: dict[str, Any]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
         patch.setattr(sender._poster, "post", post)
-        assert all(sender._send(figures) for figures in reports)
+        for figures in reports:
+            sender._note_step(figures)
+            assert sender._send(figures)
     return sent[-1]
 
 

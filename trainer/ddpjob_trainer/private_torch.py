@@ -6,7 +6,8 @@ to install. Otherwise there would be an AttributeError or, worse, nothing would 
     replaced (all since torch 2.6, the oldest supported)
         torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of
                                                         checkpoints/torch_file.py
-        torch.distributed.Work.wait                     by one that is timed, on the CPU
+        torch.distributed.Work.wait                     by one that is timed
+        ProcessGroup._allgather_base and the like       by ones that are timed, on GPUs
     called
         Variable._execution_engine.queue_callback       marks the end of a rank's own backward pass
         GradScaler._found_inf_per_device                shares overflow between stages of a pipeline
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ddpjob_pod.own_work import COLLECTIVES
 
 from ddpjob_trainer.errors import TrainingError
 
@@ -56,6 +58,13 @@ def shorten_unpickling_errors() -> None:
 def wrap_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the method by which a rank waits for a collective, for the rest of the process."""
     _replace(dist.Work, "wait", wrap)
+
+
+def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the methods that begin a collective, where this torch has them."""
+    for name in COLLECTIVES:
+        if hasattr(dist.ProcessGroup, name):
+            _replace(dist.ProcessGroup, name, wrap)
 
 
 def call_after_backward(act: Callable[[], None]) -> None:

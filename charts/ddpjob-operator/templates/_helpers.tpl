@@ -99,7 +99,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create]
 # Gangs, where the cluster serves them: Kubernetes' own, and Volcano's.
-- apiGroups: [scheduling.k8s.io, scheduling.volcano.sh]
+- apiGroups: [scheduling.k8s.io{{ if .Values.queues.volcano }}, scheduling.volcano.sh{{ end }}]
   resources: [podgroups]
   verbs: [get, list, watch, create, delete]
 {{- if .Values.queues.kueue }}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -89,6 +90,21 @@ class DDPJob:
         Empty if it makes none.
         """
         return f"{self.name}-checkpoints" if self.spec.storage.claim_template else ""
+
+    @property
+    def checkpoint_folder(self) -> str:
+        """The job's folder in its checkpoint volume; empty for the root.
+
+        It is named like the job in a volume that several jobs may name, unless the job began under
+        an operator that mounted the root. Why: docs/decisions/0027.
+        """
+        volume = self.spec.storage.checkpoints
+        if volume is None:
+            return ""
+        if volume.sub_path:
+            return posixpath.normpath(volume.sub_path).removeprefix(".")
+        of_many = bool(volume.claim_name or volume.nfs) and not volume.read_only
+        return self.name if of_many and self.status.own_folder else ""
 
     @property
     def claims(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from ddpjob.api.job_status import ClassLimits, ConditionType, JobClass
 from ddpjob.api.merging import CLASS_FIELDS, QUEUE, at, is_empty
 from ddpjob.api.reader import validate, with_defaults
 from ddpjob.api.schema import Json, without_nulls
+from ddpjob.api.submitted_code import split_code
 
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
@@ -101,6 +102,8 @@ def _fixed(job: DDPJob, given: JobClass) -> Iterator[str]:
     remedy = f"remove it, or ask the platform team to remove it from fixed in class {given.name}"
     for path in given.fixed:
         mine = at(job.written, path)
+        if path == "podTemplate":
+            mine = split_code(mine, at(given.spec, path))[1]
         if path == "env":
             names = {variable["name"] for variable in given.spec.get("env", ())}
             for variable in mine or ():

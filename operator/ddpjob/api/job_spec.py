@@ -137,6 +137,7 @@ class CheckpointVolume(BucketVolume):
     """
 
     shared: bool
+    exclusive: bool
     claim_template: ClaimTemplate | None = None
 
     @property

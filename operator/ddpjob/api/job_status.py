@@ -371,6 +371,8 @@ class JobStatus:
     restarts: Restarts = field(default_factory=Restarts)
     notifications: Annotated[tuple[Notification, ...], _OMIT_EMPTY] = ()
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
+    own_folder: Annotated[bool, _OMIT_EMPTY] = False
+    """Whether the job began under an operator that gives each job a checkpoint folder."""
     trained: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the job has made a step, or has run so long that it must be assumed to have made
     one."""

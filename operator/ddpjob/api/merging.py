@@ -11,6 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from ddpjob.api.schema import Json, without_nulls
+from ddpjob.api.submitted_code import split_code
 
 CLASS_FIELDS = (
     *("image", "imagePullPolicy", "imagePullSecrets", "env", "envFrom", "workingDir", "resources", "preflight"),
@@ -56,6 +57,8 @@ def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collecti
         if path == "env":
             first, second = (mine, theirs) if path in fixed else (theirs, mine)
             value: Any = _by_name(first or [], second or []) if theirs else mine
+        elif path == "podTemplate" and path in fixed:
+            value = merge(theirs or {}, split_code(mine, theirs)[0]) or theirs
         elif path in fixed:
             value = theirs
         elif theirs is None:

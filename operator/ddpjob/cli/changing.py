@@ -27,7 +27,35 @@ def scale(backend: Backend, job: str, nodes: int) -> None:
     from ddpjob.client.job_client import change
 
     change(backend, job, {"nodes": nodes})
-    say(f"ddpjob {job} scaled to {nodes} {'node' if nodes == 1 else 'nodes'}", backend)
+    done = "scaled" if _is_acted_on(backend, job) else "requested to scale"
+    say(f"ddpjob {job} {done} to {nodes} {'node' if nodes == 1 else 'nodes'}", backend)
+
+
+ACT_SECONDS = 5.0
+"""How long a command waits for an operator to act on a change; usually it takes a fraction of a
+second."""
+
+
+def _is_acted_on(backend: Backend, job: str) -> bool:
+    """Wait for an operator to act on the job's newest spec, and return whether one has.
+
+    If none has, say so: the command has only written what is wanted.
+    """
+    end = time.monotonic() + ACT_SECONDS
+    while True:
+        try:
+            body = backend.job(job)
+        except Mistake:
+            return True  # It is gone, or must not be read. The change itself was accepted.
+        wanted, seen = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
+        if wanted is None or (isinstance(seen, int) and seen >= wanted):
+            return True
+        if time.monotonic() > end:
+            print_note(
+                f"no operator has acted on {job} within {ACT_SECONDS:.0f} s; `ddpjob doctor` checks the operator"
+            )
+            return False
+        time.sleep(0.1)
 
 
 def _suspend(backend: Backend, job: str, wanted: bool) -> None:
@@ -45,7 +73,8 @@ def suspend(backend: Backend, job: str) -> None:
     Example: ddpjob suspend first
     """
     _suspend(backend, job, True)
-    say(f"ddpjob {job} suspended; `ddpjob resume {job}` continues it", backend)
+    done = "suspended" if _is_acted_on(backend, job) else "requested to be suspended"
+    say(f"ddpjob {job} {done}; `ddpjob resume {job}` continues it", backend)
 
 
 @command_of_job
@@ -57,7 +86,8 @@ def resume(backend: Backend, job: str) -> None:
     Example: ddpjob resume first
     """
     _suspend(backend, job, False)
-    say(f"ddpjob {job} resumed", backend)
+    done = "resumed" if _is_acted_on(backend, job) else "requested to be resumed"
+    say(f"ddpjob {job} {done}", backend)
 
 
 class _Ended(Mistake):
@@ -95,6 +125,7 @@ def restart(backend: Backend, job: str, timeout: int) -> None:
     \b
     Example: ddpjob restart first
     """
+    backend.pods(job)  # Without the right to list them, the job would be suspended and not resumed.
     _suspend(backend, job, True)
     try:
         _wait_until_suspended(backend, job, timeout)

@@ -147,6 +147,9 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
             asked = f", also to {_ask_server(cluster, place, manifest, body)}" if cluster is not None else ""
             if not quiet:
                 click.echo(f"{manifest.source}: ddpjob {body['metadata']['name']} is valid{asked}")
+                if cluster is not None and body["spec"].get("className"):
+                    named = body["spec"]["className"]
+                    print_note(f"{manifest.source}: note: class {named} is checked only when the job starts")
                 if _keeps_sigterm(body["spec"]):
                     print_note(f"{manifest.source}: note: {_NO_SIGTERM}")
         except BadInput as error:
@@ -345,6 +348,8 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
     from ddpjob.client.manifests.manifest_sources import BadInput, check_made, checked, manifests
 
     if _is_manifest(program):
+        if program != "-" and not _exists(program):
+            raise Mistake(f"{program}: No such file or directory")
         if args:
             raise click.UsageError("a manifest has its arguments in spec.args")
         _refuse_options_of_scripts()

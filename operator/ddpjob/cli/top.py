@@ -25,6 +25,7 @@ from ddpjob.client.backends.backend import Backend, Mistake, OutagePatience, Pod
 from ddpjob.client.logs.log_follower import ranks_of_pods
 from ddpjob.client.texts.job_text import (
     at_risk,
+    missing_pod,
     phase,
     readable,
     restart_counts,
@@ -118,6 +119,9 @@ class JobScreen:
             yield Text()
             yield from (_text(line) for line in why(body, pods, now))
         status = job.status
+        if phase(body) == "Running" and (missing := list(missing_pod(status, job.name, pods))):
+            yield Text()
+            yield from map(_text, missing)
         if status.restarts.recent:
             counts = restart_counts(status, job.spec.recovery.max_restarts)
             yield Text()

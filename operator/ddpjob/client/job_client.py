@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,9 +85,11 @@ class Job:
     """Conditions, slots, restarts with their causes, ..."""
     body: Json = field(repr=False)
     """The whole object, as `kubectl get -o json` prints it."""
+    returned_by: Client | None = field(default=None, repr=False, compare=False)
+    """Its Client, which `wait`, `logs` and `metrics` ask."""
 
     @classmethod
-    def read(cls, body: Json) -> Job:
+    def read(cls, body: Json, client: Client | None = None) -> Job:
         """Read a DDPJob from the API's object. Raises Mistake if a newer release wrote it in a way
         that this client cannot read.
         """
@@ -94,7 +97,37 @@ class Job:
         with readable(body):
             spec = JobSpec.read(body["spec"])
         status = JobStatus.read(body.get("status") or {})
-        return cls(meta["name"], str(meta.get("namespace", "")), phase(body), spec, status, body)
+        return cls(meta["name"], str(meta.get("namespace", "")), phase(body), spec, status, body, client)
+
+    def wait(self, **options: Any) -> Job:
+        """Waits as `Client.wait` does, with its options."""
+        return self._asked().wait(self, **options)
+
+    def logs(self, **options: Any) -> Iterator[tuple[str, str]]:
+        """Reads the logs as `Client.logs` does, with its options."""
+        return self._asked().logs(self, **options)
+
+    def metrics(self) -> Sequence[Mapping[str, float]]:
+        """Reads the metrics as `Client.metrics` does."""
+        return self._asked().metrics(self)
+
+    def _asked(self) -> Client:
+        if self.returned_by is None:
+            raise Mistake(f"{self.name} was not returned by a Client; use Client.get(name)")
+        return self.returned_by
+
+    def _repr_html_(self) -> str:
+        """Show the job as it is now in a notebook, with the curve of its loss."""
+        from ddpjob.client.job_html import job_html
+
+        try:
+            now = self._asked().get(self).body
+        except Mistake:  # It was deleted, or its cluster cannot be reached.
+            return job_html(self.body, [])
+        try:
+            return job_html(now, self.metrics())
+        except Mistake:  # It has no metrics yet.
+            return job_html(now, [])
 
     @property
     def progress(self) -> Progress:
@@ -249,11 +282,11 @@ class Client:
 
     def list(self) -> tuple[Job, ...]:
         """All jobs, the oldest first."""
-        return tuple(map(Job.read, self._backend.jobs()))
+        return tuple(Job.read(body, self) for body in self._backend.jobs())
 
     def get(self, job: str | Job) -> Job:
         """The job as it is now. Raises NoSuchJob."""
-        return Job.read(self._backend.job(_name(job)))
+        return Job.read(self._backend.job(_name(job)), self)
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
         """The job now, and again at each change of its status, until it has ended or for `timeout`
@@ -262,7 +295,7 @@ class Client:
         Raises NoSuchJob when there is no such job, JobFailed when it is deleted.
         """
         for body, gone in self._backend.changes(_name(job), timeout):
-            seen = Job.read(body)
+            seen = Job.read(body, self)
             if gone:
                 raise JobFailed(f"{seen.name} was deleted", seen)
             yield seen
@@ -275,15 +308,19 @@ class Client:
         *,
         goal: Literal["Complete", "Running", "Suspended"] = "Complete",
         timeout: float | None = None,
+        progress: bool | None = None,
     ) -> Job:
         """Waits until the job is in the phase `goal`.
 
+        `progress`: shows state, step, loss and speed in one line meanwhile; default: in a notebook.
         Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds,
         ValueError for another `goal`.
         """
         if goal not in ("Complete", "Running", "Suspended"):
             raise ValueError(f"goal {goal!r}: write 'Complete', 'Running' or 'Suspended'")
+        line = ProgressLine(_in_notebook() if progress is None else progress)
         for seen in itertools.chain(self.watch(job, timeout=timeout), map(self.get, (job,))):  # a last look
+            line.show(seen)
             if seen.phase == goal:
                 return seen
             if seen.ended:
@@ -316,6 +353,32 @@ class Client:
         options = LogOptions(follow=follow, tail=tail, stop=stop)
         follower = LogFollower(self._backend, self._backend.job(_name(job)), options, chosen)
         return _read(follower, stop, named=rank is not None)
+
+    def metrics(self, job: str | Job) -> Sequence[Mapping[str, float]]:
+        """A row for each reported step: `step`, `loss`, ...; numbers of the test set begin with
+        `eval_`. `pandas.DataFrame(client.metrics(job)).plot("step", "loss")` draws the loss.
+
+        Raises Mistake if the job has reported no steps, or on a cluster if no pod runs.
+        """
+        from ddpjob.client.texts.metric_series import read_metrics, rows_of
+
+        return rows_of(read_metrics(self._backend.metrics(self.get(job).name)))
+
+    def stacks(self, job: str | Job) -> Mapping[str, str]:
+        """What the ranks of each running pod are doing, by the pod's name. Training continues."""
+        from ddpjob.client.logs.worker_stacks import stacks
+
+        running = [pod for pod in self.pods(job) if pod.index is not None and pod.state == "Running"]
+        return {pod.name: text for pod, text in stacks(self._backend, running)}
+
+    def rerun(self, job: str | Job, *, fresh: bool = False) -> Job:
+        """Starts an ended job again, from its last checkpoint; `fresh`: from scratch, only on this
+        machine.
+        """
+        from ddpjob.client.rerun_jobs import rerun
+
+        rerun(self._backend, _name(job), fresh=fresh)
+        return self.get(job)
 
     def events(self, job: str | Job) -> Sequence[Happened]:
         """The job's events, the oldest first; a cluster keeps them for an hour."""
@@ -356,6 +419,26 @@ class Client:
         RUNS/JOB/checkpoints.
         """
         self._backend.delete(_name(job))
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+class ProgressLine:
+    """One line of output that is replaced at each change, if it is wanted."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted, self._width, self._last = wanted, 0, ""
+
+    def show(self, job: Job) -> None:
+        status = job.status.progress
+        figures = (status.get(name) for name in ("display", "lossDisplay", "speedDisplay", "eta"))
+        text = "  ".join([job.name, job.phase, *(str(figure) for figure in figures if figure)])
+        text = "".join(c for c in text if c.isprintable())
+        if self._wanted and text != self._last:
+            self._last, self._width = text, max(self._width, len(text))
+            print(f"\r{text.ljust(self._width)}", end="\n" if job.ended else "", flush=True)
 
 
 def _name(job: str | Job) -> str:

@@ -43,12 +43,13 @@ from ddpjob_runtime.protocol import MAX_NAME
 
 from ddpjob.api.job import GROUP, KIND, PLURAL, VERSION, DDPJob, queue_labels, taken_class
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import JobStatus
+from ddpjob.api.job_status import ConditionType, JobStatus
 from ddpjob.controller.host_watch import Changed, HostWatch
 from ddpjob.controller.job_cache import JobCache
 from ddpjob.controller.kube.informer import Cache, Informer
 from ddpjob.controller.kube.rest import Rest
 from ddpjob.controller.pod_views import read_pod, read_workload
+from ddpjob.core.status.scheduled import UNSCHEDULABLE
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY, HealthSignals, PodView, WorkloadView
 from ddpjob.engine.ports import JobKey
 from ddpjob.objects.pod_group import API_VERSION as GANG_API
@@ -237,6 +238,19 @@ class Caches:
     def jobs_in(self, namespace: str) -> list[DDPJob]:
         """Return all jobs of a namespace."""
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
+
+    def others_wait(self, job: DDPJob) -> bool:
+        """Whether another job waits for room. Only jobs that wait for room themselves ask."""
+        own = job.status.condition(ConditionType.SCHEDULED)
+        if own is None or own.status:
+            return False
+        views = (other for cache in self._jobs.values() for other in cache.views() if other.uid != job.uid)
+        conditions = (other.status.condition(ConditionType.SCHEDULED) for other in views if not other.status.terminal)
+        return any(c is not None and not c.status and c.reason == UNSCHEDULABLE for c in conditions)
+
+    def jobs_of(self, namespace: str) -> Iterator[DDPJob]:
+        """Yield the jobs of a namespace; unlike `jobs_in`, without a list of them."""
+        return (job for job in self._jobs_of(namespace).views() if job.namespace == namespace)
 
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
         """Return the job's pods, sorted by name.
@@ -431,7 +445,10 @@ def _move(
 
 
 def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View]:
-    namespace, labels = body["metadata"]["namespace"], body["metadata"]["labels"]
+    namespace, labels = body["metadata"]["namespace"], body["metadata"].get("labels") or {}
+    lacking = [name for name in (LABEL_JOB, LABEL_UID) if name not in labels]
+    if lacking:
+        raise ValueError(f"somebody has removed its label {lacking[0]}, so it belongs to no job")
     return OwnedView(JobKey(namespace, labels[LABEL_JOB]), labels[LABEL_UID], read(body))
 
 

@@ -237,13 +237,13 @@ def _between(begin: datetime, end: datetime) -> float:
 
 def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
     fresh = max(0, new.restarts.total - old.restarts.total)
-    known = {old.restarts.total - number: r for number, r in enumerate(reversed(old.restarts.recent))}
+    known = {_identity(restart): restart for restart in old.restarts.recent}
     for number, restart in enumerate(reversed(new.restarts.recent)):
-        position, reason = new.restarts.total - number, _known_cause(restart)
+        reason = _known_cause(restart)
         if number < fresh:
             RESTARTS.labels(reason, str(restart.counted).lower()).inc()
         # Losing a coordinator in mode Fast does not start a round, because training continues.
-        before = known.get(position)
+        before = known.get(_identity(restart))
         timed = restart.seconds is not None and (number < fresh or (before is not None and before.seconds is None))
         if timed and restart.round and restart.reason not in PLANNED:
             RECOVERY.labels(reason).observe(max(0.0, restart.seconds or 0.0))
@@ -251,6 +251,11 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
     if unseen > 0:  # More restarts at once than a status lists.
         RESTARTS.labels(OTHER, "false").inc(unseen)
     _count_lost_steps(old, new, new.restarts.recent[-fresh:] if fresh else (), account)
+
+
+def _identity(restart: Restart) -> tuple[object, ...]:
+    """Return what stays the same of a restart while its duration becomes known."""
+    return restart.time, restart.pod, restart.reason, restart.round
 
 
 def _known_cause(restart: Restart) -> str:

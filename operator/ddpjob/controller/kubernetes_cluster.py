@@ -29,7 +29,7 @@ from ddpjob.controller.report_watch import ReportWatch
 from ddpjob.core.decision import BLOCKED_POLL, Event
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.status.scheduled import DELETION_REFUSED
-from ddpjob.core.volumes import list_claims_to_read
+from ddpjob.core.volumes import find_folder_user, list_claims_to_read
 from ddpjob.core.world import (
     LABEL_MANAGED,
     LABEL_ROLE,
@@ -298,8 +298,10 @@ class KubernetesCluster:
             report_refused=self.report_watch.refusal(JobKey(job.namespace, job.name)),
             report_seconds=self.report_watch.progress_seconds,
             claims=claims,
+            folder_user=find_folder_user(job, self.caches.jobs_of(job.namespace)),
             claim_template=template_mark(job),
             offer=self.classes.offer(job),
+            others_wait=self.caches.others_wait(job),
             problems=faults,
         )
 

@@ -34,6 +34,7 @@ _LONGEST_ENDING = 4096
 _MOST_CONTAINERS = 64
 """Maximum number of containers read from a pod. Its main container is always included."""
 _LARGEST_LABEL = 2**31
+_OF_LIMIT_RANGE = "kubernetes.io/limit-ranger"
 _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 
 
@@ -76,7 +77,26 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
         init_containers=_containers(status.get("initContainerStatuses", ())),
         initialized=conditions.get("Initialized", {}).get("status") == "True",
         grace_seconds=spec.get("terminationGracePeriodSeconds", 30),
+        default_memory=_default_memory(meta, spec),
     )
+
+
+def _default_memory(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
+    """Return the memory limit that a LimitRange has set; empty if the pod's maker set one.
+
+    The admission plugin notes in an annotation which values it has set, as in `LimitRanger plugin
+    set: cpu, memory request for container trainer; memory limit for container trainer`.
+    """
+    said = str((meta.get("annotations") or {}).get(_OF_LIMIT_RANGE, "")).partition(": ")[2].split("; ")
+    for container in spec.get("containers", ()):
+        if container["name"] in _MAIN and any(_sets_memory(part, container["name"]) for part in said):
+            return _text(str(((container.get("resources") or {}).get("limits") or {}).get("memory", "")), 40)
+    return ""
+
+
+def _sets_memory(said: str, container: str) -> bool:
+    names, found, of = said.partition(" limit for container ")
+    return bool(found) and of == container and "memory" in names.split(", ")
 
 
 def _number(labels: Mapping[str, str], label: str) -> int:

@@ -12,9 +12,10 @@ from ddpjob.core.failures.classify import Cause
 from ddpjob.core.follow.ends import find_ends
 from ddpjob.core.follow.outcome import is_done
 from ddpjob.core.follow.recording import record
+from ddpjob.core.only_copy import explain_kept
 from ddpjob.core.plan.gang import explain_yield, is_outdated, with_placed
 from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED
-from ddpjob.core.plan.slots import begin_generation, can_replace, fits, resize
+from ddpjob.core.plan.slots import begin_generation, can_replace, fits, keep_training, resize, with_slots
 from ddpjob.core.status.conditions import GROUP_RESTARTS, QUEUED, with_condition
 from ddpjob.core.view import View
 
@@ -97,10 +98,16 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     """Resize in place. Additional nodes join through a later restart by the coordinator.
 
     Fewer nodes cause a restart now, and so do fewer spares if one of the removed pods has taken
-    over.
+    over and too few others are idle.
     """
     job, status = view.job, view.status
     message = _new_size(view)
+    slots = keep_training(view)
+    if slots is not None:
+        same = len(slots) == len(status.slots) and all(a is b for a, b in zip(slots, status.slots, strict=True))
+        return (status, []) if same else (with_slots(status, slots), [Event(False, Cause.SCALED, message)])
+    if explain_kept(view):
+        return status, []
     members = view.report.members if view.report is not None else ()
     going = {pod.name for pod in view.pods[job.spec.pods :] if pod is not None}
     trains = any(member.pod in going and member.state is MemberState.RUNNING for member in members)

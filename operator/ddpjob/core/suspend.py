@@ -9,6 +9,7 @@ from ddpjob.api.job_status import ConditionType, SlotState, format_time
 from ddpjob.core.decision import BLOCKED_POLL, Action, Decision, DeleteGang, DeletePod, Event
 from ddpjob.core.failures.liveness import is_given_up, is_overdue, lost_since
 from ddpjob.core.follow.outcome import has_finished_while_ending, settle
+from ddpjob.core.plan.actions import DEAF, send_away_deaf
 from ddpjob.core.plan.queue import drop_workloads
 from ddpjob.core.plan.slots import begin_generation
 from ddpjob.core.plan.wind_down import complete, has_leftovers
@@ -17,7 +18,9 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.status.scheduled import deletion_refused
 from ddpjob.core.status.shown_progress import show_progress, without_speed
 from ddpjob.core.view import View
-from ddpjob.core.world import PodView, Role, World, is_down
+from ddpjob.core.world import PodView, Role, World, host_port, is_down
+
+_LEAVING_POLL = DEAF.total_seconds() + 1.0
 
 
 def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
@@ -80,10 +83,20 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     # An unreachable host will never confirm the end of its pods, so nothing waits for them.
     actions: list[Action] = [DeletePod(p.name, p.uid, 0) for p in lost]
     actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
+    actions += _send_away(view, leaving)
     if not leaving:
         actions += [DeleteGang(name, uid) for name, uid in view.world.gangs.items() if uid]
         actions += drop_workloads(view) if reason not in QUEUED else []
-    return Decision(status, tuple(actions), tuple(events), BLOCKED_POLL if leaving or actions else None)
+    recent = any(p.deleted_at is None or now < p.deleted_at for p in alive)
+    wake = (_LEAVING_POLL if recent else BLOCKED_POLL) if leaving or actions else None
+    return Decision(status, tuple(actions), tuple(events), wake)
+
+
+def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
+    """Return the message to the coordinators, which are deleted last, about pods that stay."""
+    port = view.job.spec.rendezvous.endpoint_port
+    coordinators = (p for p in leaving if p.role is Role.COORDINATOR and p.address and p.main.running)
+    return [action for p in coordinators for action in send_away_deaf(view, host_port(p.address, port))]
 
 
 def is_left(pod: PodView, world: World) -> bool:

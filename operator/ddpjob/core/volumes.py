@@ -1,4 +1,18 @@
-"""Decides whether the job's claims can serve all its nodes, and whether it may use a kept claim."""
+"""Decides whether the job's claims can serve all its nodes, and whether it may use a kept claim.
+
+A checkpoint folder belongs to the first job that begins with it, until that job has ended or is
+deleted; suspended jobs keep theirs. Another job that names the same folder of the same volume waits
+(`FolderTaken`), whatever script it runs, because it would continue and overwrite the first one's
+training. Both share the folder if both set `exclusive: false`.
+
+Example with three jobs that name the claim `checkpoints`:
+
+    a                   uses the folder a, by default
+    b, subPath: a       waits until a has ended, then continues its training
+    c                   uses the folder c, next to them
+
+Why: docs/decisions/0027.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +22,11 @@ from dataclasses import dataclass, replace
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import WhenDeleted
-from ddpjob.api.job_status import SlotState
+from ddpjob.api.job_status import ConditionType, SlotState, format_time
 from ddpjob.core.world import ClaimView, PodView, World, node_pod_name
 
 _ONE_HOST = {"ReadWriteOnce", "ReadWriteOncePod"}
+FOLDER_TAKEN = "FolderTaken"
 FIELD = "spec.storage.checkpoints.claimTemplate"
 
 
@@ -30,6 +45,8 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     it.
     """
     template = job.spec.storage.claim_template
+    if world.folder_user:
+        return Unusable(FOLDER_TAKEN, _taken(job, world.folder_user))
     for claim in world.claims:
         problem = _goes_with_job(job, claim)
         if problem is None and claim.name == job.made_claim:
@@ -54,6 +71,68 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
             )
             return Unusable("VolumeSingleNode", message)
     return None
+
+
+def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
+    """Return which other job has the folder that a new job names, and its phase; empty if none has.
+
+    A job that has its folder keeps it, so that only jobs that begin or wait are judged. Of two that
+    begin at once, the older one gets the folder.
+    """
+    key = _folder(job)
+    if not key or _has_its_folder(job):
+        return ""
+    for other in others:
+        if other.uid == job.uid or other.status.terminal or other.spec.managed_elsewhere or _folder(other) != key:
+            continue
+        shared = not _is_exclusive(job) and not _is_exclusive(other)
+        if not shared and (_has_its_folder(other) or _age(other) < _age(job)):
+            return f"{other.name}, which is {other.status.phase}"
+    return ""
+
+
+def _folder(job: DDPJob) -> tuple[str, ...]:
+    """Return what identifies the job's checkpoint folder in its namespace.
+
+    Empty if nothing does.
+    """
+    volume = job.spec.storage.checkpoints
+    if volume is None or volume.url or volume.read_only:
+        return ()
+    claim = job.made_claim or volume.claim_name
+    if not job.status.slots:
+        job = replace(job, status=replace(job.status, own_folder=True))
+    if claim:
+        return "claim", claim, job.checkpoint_folder
+    if volume.nfs:
+        return "NFS share", f"{volume.nfs.get('server')}:{volume.nfs.get('path')}", job.checkpoint_folder
+    return ("folder", f"{volume.host_path}", job.checkpoint_folder) if volume.shared else ()
+
+
+def _is_exclusive(job: DDPJob) -> bool:
+    return job.spec.storage.checkpoints is None or job.spec.storage.checkpoints.exclusive
+
+
+def _has_its_folder(job: DDPJob) -> bool:
+    """Whether the job has begun with its folder. A suspended job may not have."""
+    status, scheduled = job.status, job.status.condition(ConditionType.SCHEDULED)
+    if not status.slots or (scheduled is not None and scheduled.reason == FOLDER_TAKEN):
+        return False
+    began = any(slot.state is not SlotState.PLANNED for slot in status.slots)
+    return began or status.round + status.rendezvous.generation > 0 or not status.holds(ConditionType.SUSPENDED)
+
+
+def _age(job: DDPJob) -> tuple[str, str]:
+    return format_time(job.created) or "", job.uid
+
+
+def _taken(job: DDPJob, user: str) -> str:
+    kind, volume, folder = _folder(job)
+    where = f"folder {folder} of {kind} {volume}" if folder else f"the root of {kind} {volume}"
+    return (
+        f"{where} is in use by job {user}; this job begins when that one has ended. For a folder of its own, create it "
+        f"without storage.checkpoints.subPath. To share the folder, set storage.checkpoints.exclusive: false in both"
+    )
 
 
 def lacks_claim(job: DDPJob, world: World) -> bool:
@@ -137,14 +216,14 @@ def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
     message = (
         f"the claim {claim.name}, which {FIELD} has made, no longer exists, and its checkpoints are lost; to train "
         f"from the beginning, delete the job and create it again; to continue from a copy, suspend it and name the "
-        f"copy's claim with claimName instead of claimTemplate"
+        f"copy's claim with claimName and subPath: . instead of claimTemplate"
     )
     return Unusable("ClaimNotFound", message)
 
 
 _USE = (
-    "to use it as it is, name it with claimName instead of claimTemplate; otherwise remove it, or choose a different "
-    "name for the job"
+    "to use it as it is, name it with claimName and subPath: . instead of claimTemplate; otherwise remove it, or "
+    "choose a different name for the job"
 )
 _WAIT = "wait until it is removed, or choose a different name for the job"
 

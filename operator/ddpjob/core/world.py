@@ -118,6 +118,8 @@ class PodView:
     initialized: bool = False
     """Whether the init containers are done: ordinary ones have ended, and sidecars have started."""
     grace_seconds: int = 30
+    default_memory: str = ""
+    """The main container's memory limit if the namespace's LimitRange has set it."""
 
     @cached_property
     def main(self) -> ContainerView:
@@ -417,6 +419,8 @@ class World:
     workloads: tuple[WorkloadView, ...] = ()
     """The job's Workloads, sorted by name."""
     claims: tuple[ClaimView, ...] = ()
+    folder_user: str = ""
+    """Another job whose checkpoint folder the job names, and its phase; empty: there is none."""
     claim_template: str = ""
     """The mark of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
@@ -445,6 +449,8 @@ class World:
     """URL of a page about the job, for its notifications; empty if unknown."""
     offer: Offer = field(default_factory=Offer)
     """The class that the job would get if it started now."""
+    others_wait: bool = False
+    """Whether another job waits for room in the cluster."""
     one_host: bool = False
     """Whether there is only one host, which pods therefore cannot avoid."""
 

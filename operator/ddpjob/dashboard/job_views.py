@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from ddpjob_runtime.protocol import CHECKPOINT_TIME, COPY_TIME, is_number
+from markupsafe import Markup, escape
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
@@ -315,9 +316,22 @@ def _curve(title: str, pairs: Sequence[tuple[int, float]]) -> Json:
     return {"title": title, "x": [x for x, _ in pairs], "y": [y for _, y in pairs]}
 
 
+_IN_BACKTICKS = re.compile(r"`([^`\n]{1,200})`")
+
+
+def with_code(text: str) -> Markup:
+    """Return text as HTML, with what is in backticks as code. Everything is escaped first."""
+    return Markup(_IN_BACKTICKS.sub(r"<code>\1</code>", str(escape(text))))
+
+
 def metrics_of(status: JobStatus) -> list[tuple[str, str]]:
     """Return the last reported numbers by name, without times."""
     metrics = {name: value for name, value in (status.progress.get("metrics") or {}).items() if is_number(value)}
     for moment in (CHECKPOINT_TIME, COPY_TIME):
         metrics.pop(moment, None)
-    return [(name, f"{value:.5g}") for name, value in sorted(metrics.items())][:100]
+    return [(name, _figure(name, value)) for name, value in sorted(metrics.items())][:100]
+
+
+def _figure(name: str, value: float) -> str:
+    """Return a metric; the accuracy in percent, as every other display has it."""
+    return f"{value:.2%}" if name == "accuracy" and 0 <= value <= 1 else f"{value:.5g}"

@@ -51,6 +51,7 @@ from ddpjob.dashboard.job_views import (
     slot_rows,
     timeline,
     trained_curves,
+    with_code,
 )
 
 POLICY = (
@@ -119,6 +120,7 @@ class Dashboard:
         self._pages.filters |= {
             "duration": duration,
             "plain": plain,
+            "with_code": with_code,
             "cause_first": put_cause_first,
             "repeats": lambda restart: repeats(restart) or (UNKNOWN if restart.continued_from == UNKNOWN else ""),
             "counted": count,

@@ -641,8 +641,9 @@ def _mounts(job: DDPJob, platform: Platform) -> list[Json]:
             continue
         mount: Json = {"name": name, "mountPath": volume.mount_path}
         fetched = isinstance(volume, DataVolume) and volume.url
-        if volume.sub_path:
-            mount["subPath"] = volume.sub_path
+        folder = job.checkpoint_folder if volume is storage.checkpoints else volume.sub_path
+        if folder:
+            mount["subPath"] = folder
         if isinstance(volume, DataVolume) and volume.cache:
             mount["subPath"] = f"{job.namespace}/{volume.fetched_folder}"
         if volume.read_only and not fetched:

@@ -29,7 +29,7 @@ from ddpjob_runtime.coordinator.server import Server, log
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.log_lines import divert_loggers
 from ddpjob_runtime.open_files import raise_open_files
-from ddpjob_runtime.protocol import Hangs, IncidentKind, Mode
+from ddpjob_runtime.protocol import CoordinatorState, Hangs, IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
 KEPT_OUTPUT = 16 * 1024
@@ -87,9 +87,12 @@ async def _until_asked(server: Server) -> int:
 async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, token: str) -> NoReturn:
     """Serve until asked to exit (exit code 0) or until the store ends (1; 78 without torch).
 
-    SIGTERM ends the process at once with 143. Never returns. Raises OSError if it cannot listen.
+    SIGTERM ends the process at once with 143, or with 0 after the group has finished, so that its
+    pod is not shown as an error. Never returns. Raises OSError if it cannot listen.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
+    rounds = server.coordinator.rounds
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0 if rounds.state == CoordinatorState.SUCCEEDED else 143))
     await server.listen(arguments.host or None, arguments.port)
     what = f"{settings.mode}, generation {settings.generation}, attempt {settings.attempt}"
     log(f"{what}: listens on port {arguments.port} for {settings.min_nodes} to {settings.nodes} nodes")
@@ -153,6 +156,7 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # PID 1 has blocked it until here.
     divert_loggers(log)  # Including asyncio's loggers.
     raise_open_files()  # One for each pod's connection, and some for strangers.
     try:

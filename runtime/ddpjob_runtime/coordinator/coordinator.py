@@ -170,6 +170,15 @@ class Coordinator:
         self._bump()
         self._advance()
 
+    def send_away(self, pod: str, why: str) -> None:
+        """Remove a deleted pod, and refuse it from now on, unless it trains or is leaving already.
+
+        Such a pod may be saving. Any other launcher has not noticed the deletion.
+        """
+        members = (member for member in self.members if member.pod == pod)
+        if all(member.state in (MemberState.STARTING, MemberState.READY) for member in members):
+            self.gone(pod, why)
+
     # ---- what members report
 
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:

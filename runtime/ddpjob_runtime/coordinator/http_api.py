@@ -200,6 +200,12 @@ def _gone(coordinator: Coordinator, content: Any) -> None:
         coordinator.gone(pod, content["why"])
 
 
+def _leave(coordinator: Coordinator, content: Any) -> None:
+    _fields(content, {"pods": list, "why": str})
+    for pod in _strings(content["pods"]):
+        coordinator.send_away(pod, content["why"])
+
+
 def _strings(pods: list[Any]) -> list[str]:
     if not all(isinstance(pod, str) for pod in pods):
         raise ValueError("pods: must be a list of strings")
@@ -256,6 +262,7 @@ ROUTES = {
     **dict.fromkeys((protocol.HEALTH_PATH, protocol.STATUS_PATH, protocol.METRICS_PATH), ("GET", None)),
     Command.PROGRESS.path: ("POST", _progress),
     Command.GONE.path: ("POST", _gone),
+    Command.LEAVE.path: ("POST", _leave),
     Command.SIZE.path: ("POST", _size),
     Command.PATIENCE.path: ("POST", _patience),
     Command.ORDER.path: ("POST", _order),

@@ -167,12 +167,15 @@ class MergedProgress:
         return True
 
     def forget_ranks(self) -> None:
-        """Drop the figures about ranks and their memory.
+        """Drop the figures about ranks, their memory and their speed.
 
         The next round renumbers the ranks and reports again.
         """
-        for name in (STRAGGLERS, START, AT_RISK, SNAPSHOT_BYTES):
+        for name in (STRAGGLERS, START, AT_RISK, SNAPSHOT_BYTES, "samplesPerSecond", "eta"):
             self.values.pop(name, None)
+        if COUNTED_SPEED in self.values.get("metrics", {}):
+            metrics = self.values["metrics"]
+            self.values["metrics"] = {name: value for name, value in metrics.items() if name != COUNTED_SPEED}
         for name in FLAGS:
             self.values.pop(name, None)
 

@@ -59,7 +59,7 @@ from zipimport import zipimporter
 from ddpjob_pod import late_dynamo
 
 from ddpjob_runtime import worker
-from ddpjob_runtime.__main__ import Archive
+from ddpjob_runtime.archive import Archive
 from ddpjob_runtime.launcher import oom
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.late_environment import hide_torch

@@ -19,6 +19,7 @@ from ddpjob_pod.stragglers import NAMED, Straggler, Stragglers
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import progress
 from ddpjob_trainer import config, train
+from ddpjob_trainer.distributed import step_clock
 from ddpjob_trainer.distributed.step_clock import StepClock, StepPhase
 from ddpjob_trainer.reporting import flops
 from ddpjob_trainer.reporting.progress_client import ProgressClient
@@ -125,6 +126,42 @@ def test_where_waits_are_not_seen_nobodys_own_time_is_known(more: list[str], tmp
     compute, data = (sorted(line["phases"][name] for line in lines)[len(lines) // 2] for name in ("compute", "data"))
     assert compute > 2 * LATE and data < LATE / 2, (compute, data)
     assert all(max(line["ranks"]["dataWaits"]) < 0.3 for line in lines)
+
+
+class Event:
+    """Stands in for a GPU's event: every record is a second after the last one."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        Event.now += 1
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1000 * (other.at - self.at)
+
+
+def test_waits_of_a_gpus_stream_are_exchange_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(step_clock, "_count_waits_of_streams", lambda: None)
+    clock = StepClock(torch.device("cuda"))
+    clock.restart()
+    clock.lap(StepPhase.DATA)
+    before, after = Event(True), Event(True)
+    before.record()
+    after.record()
+    step_clock._in_streams.append((before, after))
+    clock.lap(StepPhase.FORWARD)
+    clock.lap(StepPhase.BACKWARD)
+    expected = {StepPhase.DATA: 1, StepPhase.FORWARD: 2, StepPhase.EXCHANGE: 1, StepPhase.BACKWARD: 1}
+    assert clock.take() == expected and clock.sees_waits
 
 
 def test_the_clock_marks_the_end_of_a_backward_pass_before_what_waits_for_it() -> None:

@@ -76,6 +76,52 @@ def test_the_python_client_refuses_it_too() -> None:
     assert not backend.patches
 
 
+class Unattended(OneJob):
+    """A job of a cluster whose operator acts on no change, or after a few looks."""
+
+    def __init__(self, acts: bool) -> None:
+        super().__init__("Running")
+        self.acts, self.looks = acts, 0
+
+    def job(self, name: str) -> dict[str, Any]:
+        self.looks += 1
+        seen = len(self.patches) if self.acts and self.looks > 4 else 0
+        return {"metadata": {"name": name, "generation": len(self.patches)},
+                "status": {"phase": "Running", "observedGeneration": seen}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "done", "asked"),
+    [
+        (("suspend", "j"), "j suspended; ", "j requested to be suspended; "),
+        (("resume", "j"), "j resumed", "j requested to be resumed"),
+        (("scale", "j", "3"), "j scaled to 3 nodes", "j requested to scale to 3 nodes"),
+    ],
+)
+def test_a_change_that_no_operator_acts_on_is_only_requested(
+    words: tuple[str, ...], done: str, asked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ddpjob suspend` printed "suspended", and the pods ran on, because the operator was gone."""
+    monkeypatch.setattr(changing, "ACT_SECONDS", 0.05)
+    assert called(monkeypatch, Unattended(acts=False), *words) == 0
+    said = capsys.readouterr()
+    assert asked in said.out and "no operator has acted on j within" in said.err
+    monkeypatch.setattr(changing, "ACT_SECONDS", 60.0)
+    assert called(monkeypatch, Unattended(acts=True), *words) == 0
+    assert done in (said := capsys.readouterr()).out and not said.err
+
+
+def test_a_restart_by_a_user_who_may_not_list_pods_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left the job suspended, although exit code 2 says that nothing was changed."""
+    backend = OneJob("Running")
+
+    def refuse(name: str) -> list[PodLine]:
+        raise ApiRefusal(403, "Forbidden", "you may not list pods")
+
+    monkeypatch.setattr(backend, "pods", refuse)
+    assert called(monkeypatch, backend, "restart", "j") == 2 and not backend.patches
+
+
 def test_a_restart_survives_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = OneJob("Running", "Running", AWAY, AWAY, "Suspended")
     assert called(monkeypatch, backend, "restart", "j") == 0

@@ -326,3 +326,8 @@ def test_an_image_that_the_class_names_need_not_be_given(capsys: pytest.CaptureF
         assert spec["className"] == "gpu" and "image" not in spec
     assert main(["submit", "--cluster", "--dry-run", "train.py"]) == 2
     assert "image (--image): missing" in capsys.readouterr().err
+
+
+def test_options_for_a_manifest_that_does_not_exist(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--local", "--nodes", "2", "nofile.yaml"]) == 2
+    assert capsys.readouterr().err == "nofile.yaml: No such file or directory\n"

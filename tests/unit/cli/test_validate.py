@@ -6,7 +6,9 @@ import io
 from pathlib import Path
 
 import pytest
+from ddpjob.cli import preparing
 from ddpjob.cli.main import main
+from ddpjob.cli.places import Place
 
 JOB = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: t}\nspec:\n  image: a\n  script: b.py\n"
 OTHER = JOB.replace("{name: t}", "{name: u}")
@@ -203,6 +205,19 @@ def test_what_a_template_may_hold(tmp_path: Path, capsys: pytest.CaptureFixture[
     code, _, err = checked(capsys, str(tmp_path / "job.yaml"))
     # The operator's own volumes are refused by the operator's check, and are the only fault.
     assert code == 2 and len(err.splitlines()) == 1 and "volumes[1].name: names that begin with ddpjob-" in err
+
+
+def test_a_server_s_verdict_says_that_it_is_not_of_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four jobs that their class refused at once were "valid, also to namespace ml"."""
+    monkeypatch.setattr(Place, "cluster", lambda place: object())
+    monkeypatch.setattr(preparing, "_ask_server", lambda *_: "namespace ml")
+    note = "note: class h100 is checked only when the job starts"
+    for text, said in ((in_spec("className: h100"), True), (JOB, False)):
+        (tmp_path / "job.yaml").write_text(text)
+        code, out, err = checked(capsys, "--server", str(tmp_path / "job.yaml"))
+        assert code == 0 and "is valid, also to namespace ml" in out and (note in err) is said
 
 
 def test_what_a_class_may_give_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,11 @@ def opened(url: str, folder: Path) -> ApiServer:
     return ApiServer.open(str(folder / "config"))
 
 
+def test_the_server_s_audit_names_the_command(tmp_path: Path) -> None:
+    """managedFields names a manager by what stands in front of the slash of the user agent."""
+    assert opened("http://127.0.0.1:1", tmp_path).client.user_agent == "ddpjob"
+
+
 @pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
 def test_an_answer_that_breaks_off_is_none(status: str, tmp_path: Path) -> None:
     """As when the API server is restarted: it was a traceback, also of `wait` and `logs -f`, which bear an outage."""
@@ -51,6 +56,20 @@ def test_an_answer_that_breaks_off_is_none(status: str, tmp_path: Path) -> None:
         opened(f"http://127.0.0.1:{served(cut)}", tmp_path).request("GET", "/a")
     with pytest.raises(NoAnswer, match=r"127.0.0.1:\d+ does not answer: "):
         BearerServer(f"http://127.0.0.1:{served(cut)}", certifi.where(), "token").request("GET", "/a")
+
+
+def test_what_must_not_be_read_is_not_what_is_not_there(tmp_path: Path) -> None:
+    """`ddpjob kill` said that there was no such pod to a user who may not read pods."""
+    body = b'{"kind": "Status", "status": "Failure", "reason": "R", "message": "m"}'
+
+    def answered(status: str) -> ApiServer:
+        head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        return opened(f"http://127.0.0.1:{served(head.encode() + body)}", tmp_path)
+
+    assert answered("404 Not Found").existing("/a") is None
+    with pytest.raises(ApiRefusal) as refused:
+        answered("403 Forbidden").existing("/a")
+    assert refused.value.denied
 
 
 def test_a_log_that_is_refused_by_an_answer_that_breaks_off(tmp_path: Path) -> None:

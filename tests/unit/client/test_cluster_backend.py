@@ -530,7 +530,7 @@ def test_what_is_no_name_never_becomes_the_path_of_all_jobs(name: str) -> None:
         def request(self, method: str, path: str, **_: Any) -> Json:
             raise AssertionError(f"{method} {path}")
 
-        def optional(self, path: str) -> Json | None:
+        def existing(self, path: str) -> Json | None:
             raise AssertionError(f"GET {path}")
 
     backend = ClusterBackend(Asked())  # type: ignore[arg-type]

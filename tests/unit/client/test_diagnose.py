@@ -32,13 +32,15 @@ def test_who_lacks_rights_is_not_sent_to_a_role_that_does_not_have_them() -> Non
 class Deployed:
     """An API server at which one operator is installed, by the chart of this client's release."""
 
-    def __init__(self, image: str) -> None:
-        self.image = image
+    def __init__(self, image: str, watched: str = "", **status: Any) -> None:
+        self.image, self.watched, self.status = image, watched, status
 
     def items(self, path: str, query: dict[str, str], **_: object) -> list[dict[str, Any]]:
         labels = {"app.kubernetes.io/version": installed_version()}
-        pod = {"spec": {"containers": [{"image": self.image}]}}
-        return [{"metadata": {"namespace": "n", "name": "o", "labels": labels}, "spec": {"template": pod}}]
+        env = [{"name": "DDPJOB_OPERATOR_NAMESPACES", "value": self.watched}]
+        pod = {"spec": {"containers": [{"image": self.image, "env": env}]}}
+        meta = {"namespace": "n", "name": "o", "labels": labels, "generation": 2}
+        return [{"metadata": meta, "spec": {"template": pod, "replicas": 2}, "status": self.status}]
 
 
 @pytest.mark.parametrize(
@@ -52,8 +54,37 @@ class Deployed:
 )
 def test_the_operators_version_is_that_of_the_image_where_its_tag_says_it(image: str, version: str) -> None:
     """image.tag may name another release than the chart's, whose label the Deployment has."""
-    _, check = _operators(cast("ApiServer", Deployed(image)))
+    _, check = _operators(cast("ApiServer", Deployed(image)), "vision")
     assert check.what == f"operator n/o: version {version}" and check.ok is (version == installed_version())
+
+
+WHOLE = {"observedGeneration": 2, "readyReplicas": 2, "updatedReplicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ""),
+        (
+            {"updatedReplicas": 1, "unavailableReplicas": 1},
+            "1 of 2 are of the newest revision and 1 of all are unavail",
+        ),
+        ({"readyReplicas": 1}, "1 of 2 replicas are ready"),
+        ({"observedGeneration": 1}, "are of the newest revision"),
+        ({"conditions": [{"type": "Progressing", "status": "False", "reason": "Late", "message": "m"}]}, "(Late: m)"),
+    ],
+)
+def test_a_rollout_that_is_stuck_is_not_well(change: dict[str, Any], said: str) -> None:
+    """The new replica was in a crash loop, and two replicas of before were ready."""
+    check, _ = _operators(cast("ApiServer", Deployed("o:1.2.3", **{**WHOLE, **change})), "vision")
+    assert check.ok is (not said) and said in check.what
+
+
+@pytest.mark.parametrize(("watched", "well"), [("", True), ("a, vision", True), ("a,b", False)])
+def test_a_namespace_that_no_operator_watches_is_named(watched: str, well: bool) -> None:
+    checks = list(_operators(cast("ApiServer", Deployed("o:1.2.3", watched, **WHOLE)), "vision"))
+    said = "no operator acts on the jobs of namespace vision: the operators watch a, b"
+    assert any(check.what == said and check.ok is False for check in checks) is not well
 
 
 def test_a_cluster_that_cannot_be_reached_has_the_code_of_that(

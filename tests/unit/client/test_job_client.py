@@ -306,3 +306,50 @@ def test_logs_that_cannot_be_read_are_no_empty_ones(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(place, "log", refused)
     with pytest.raises(Mistake, match="pod j-0-0: no right"):
         list(client(place).logs("j"))
+
+
+METRICS = """\
+{"event": "start", "step": 0}
+{"event": "step", "step": 1, "loss": 2.0, "samplesPerSecond": 10}
+{"event": "step", "step": 2, "loss": 0.5}
+{"event": "eval", "step": 2, "accuracy": 0.75}
+"""
+
+
+class Measured(Place):
+    """A backend whose job has metrics."""
+
+    def metrics(self, name: str) -> str:
+        return METRICS
+
+
+def test_metrics_are_rows_for_a_frame() -> None:
+    place = Measured(True, (job(), False))
+    rows = [{"step": 1, "loss": 2.0, "samplesPerSecond": 10.0}, {"step": 2, "loss": 0.5, "eval_accuracy": 0.75}]
+    client = Client(place)  # type: ignore[arg-type]
+    assert client.metrics("j") == client.get("j").metrics() == rows
+
+
+def test_a_notebook_shows_a_job_with_its_curve_and_nothing_that_a_job_writes_is_html() -> None:
+    hostile = {"display": "<script>alert(1)</script>", "lossDisplay": "0.5"}
+    shown = Client(Measured(True, (job(progress=hostile), False))).get("j")._repr_html_()  # type: ignore[arg-type]
+    assert "<svg" in shown and "loss from 2 to 0.5, steps 1 to 2" in shown and "Running</b>" in shown
+    assert "<script>" not in shown and "&lt;script&gt;" in shown
+    assert "<svg" not in Job.read(job())._repr_html_()
+
+
+def test_a_wait_shows_what_the_job_does_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    states = [(job(progress={"display": f"step {n}", "lossDisplay": "0.1"}), False) for n in (1, 1, 2)]
+    place = Place(True, *states, (job(phase="Complete"), False))
+    waited = Client(place).get("j").wait(progress=True)  # type: ignore[arg-type]
+    assert waited.phase == "Complete"
+    said = capsys.readouterr().out
+    assert said.count("\r") == 3 and said.count("\n") == 1 and "\rj  Running  step 2  0.1" in said
+    Client(place).wait("j")  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "", "only a notebook shows it by itself"
+
+
+def test_in_a_notebook_a_mistake_is_its_message() -> None:
+    assert Mistake("no job j")._render_traceback_() == ["Mistake: no job j"]
+    with pytest.raises(Mistake, match=r"use Client\.get"):
+        Job.read(job()).wait()

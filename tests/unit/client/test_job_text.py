@@ -114,6 +114,17 @@ def test_the_order_of_ranks_is_a_line_where_it_is_not_that_of_the_indices(order:
     assert lines == ([line] if line else [])
 
 
+def test_a_pod_that_is_gone_while_the_job_seems_to_train_points_at_the_operator() -> None:
+    """Without an operator a job with a killed pod was shown as healthy."""
+    slots = [{"attempt": 0, "state": "Running"}, {"attempt": 2, "state": "Running"}]
+    body = job(phase="Running", slots=slots, conditions=[condition("Running", True, "GroupRuns")])
+    pods = [PodLine("j-0-0", "node", 0, "Running"), PodLine("j-1-2", "node", 1, "Running")]
+    assert "does not exist" not in "\n".join(why(body, pods, NOW))
+    said = "\n".join(why(body, pods[:1], NOW))
+    assert "Pod j-1-2 of slot 1 does not exist" in said and "no operator acts on this job: `ddpjob doctor`" in said
+    assert "does not exist" not in "\n".join(why(body, [], NOW)), "who may not list pods sees none"
+
+
 def test_a_row_has_what_kubectl_shows() -> None:
     body = job(
         phase="Running",

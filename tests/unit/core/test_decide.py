@@ -421,6 +421,57 @@ def test_a_suspended_job_has_no_speed_and_no_time_left() -> None:
         assert shown == {"step": 7, "metrics": {"lr": 0.1}, "display": "step 7"}
 
 
+@pytest.mark.parametrize(("seconds", "sent"), [(2, False), (6, True), (29, False)])
+def test_a_deleted_pod_that_stays_is_sent_away_by_the_coordinator(seconds: int, sent: bool) -> None:
+    """A signal that arrives while a container starts is lost, so the pod stayed for its whole grace period."""
+    coordinator = PodView(
+        name="job-coordinator-0",
+        uid="c",
+        role=Role.COORDINATOR,
+        host="n9",
+        address="10.0.0.9",
+        containers={"coordinator": ContainerView(started=NOW)},
+    )
+    job = running(a_job(), a_pod(0), a_pod(1), coordinator)
+    suspended = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
+    leaving = a_pod(0, deleted_at=NOW + timedelta(seconds=1 + 30 - seconds))
+    for each in (suspended, job):
+        sends = [a for a in after(each, leaving, a_pod(1), coordinator).actions if isinstance(a, NotifyCoordinator)]
+        told = [(a.endpoint.partition(":")[0], a.body["pods"]) for a in sends if a.verb == "leave"]
+        assert told == ([("10.0.0.9", ["job-0-0"])] if sent else [])
+
+
+def test_a_job_that_has_ended_has_no_time_left() -> None:
+    job = running(a_job(), a_pod(0), a_pod(1))
+    reported = {"step": 7, "eta": 60.0, "metrics": {"stepsPerSecond": 3.0}}
+    last = Report(0, CoordinatorState.RUNNING, 2, 2, (1.0, 60.0), progress=reported)
+    job = replace(job, status=after(job, a_pod(0), a_pod(1), report=last).status)
+    assert job.status.progress["eta"] == "1m00s"
+    ended = after(job, *(a_pod(n, EXITED_WELL, phase="Succeeded") for n in (0, 1)), report=last).status
+    assert ended.holds(ConditionType.COMPLETE)
+    assert "eta" not in ended.progress and ended.progress["speedDisplay"] == "3 steps/s"
+
+
+@pytest.mark.parametrize("message", ["", "can't open file 'train.py'"])
+def test_a_job_that_fails_at_once_has_not_restarted(message: str) -> None:
+    """Both pods' ends were counted as restarts, although nothing restarted."""
+    job = running(a_job(recovery={"maxRestarts": 0}), a_pod(0), a_pod(1))
+    exited = ContainerView(started=NOW, exit_code=2, reason="Error", message=message, finished=NOW)
+    status = after(job, a_pod(0, exited, phase="Failed"), a_pod(1, exited, phase="Failed")).status
+    assert status.phase is Phase.FAILED and status.restarts.recent, "the failures are listed"
+    assert (status.restarts.total, status.restarts.uncounted) == (0, 0)
+    assert "+" not in status.write(job.spec)["restarts"]["display"]
+
+
+def test_a_complete_job_lacks_no_place_for_a_spare() -> None:
+    """`kubectl wait --for=condition=Scheduled` saw a fault in each job whose spare never had a node."""
+    spare = a_pod(2, ContainerView(), role=Role.SPARE, host="", phase="Pending", unschedulable="0/2 nodes")
+    job = running(a_job(spares=1), a_pod(0), a_pod(1), spare)
+    assert not job.status.holds(ConditionType.SCHEDULED)
+    ended = after(job, *(a_pod(n, EXITED_WELL, phase="Succeeded") for n in (0, 1)), spare).status
+    assert ended.holds(ConditionType.COMPLETE) and ended.holds(ConditionType.SCHEDULED)
+
+
 def test_a_job_that_is_created_suspended_has_no_pods_to_delete() -> None:
     job = a_job(JobStatus(), runPolicy={"suspend": True})
     assert [e.message for e in after(job).events] == ["runPolicy.suspend is true: no pods are created"]

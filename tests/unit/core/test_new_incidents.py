@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import JobStatus, Slot
+from ddpjob.controller.pod_views import read_pod
+from ddpjob.core.failures.classify import explain_end
 from ddpjob.core.failures.new_incidents import find_new_incidents
 from ddpjob.core.view import View
 from ddpjob.core.world import World
@@ -33,6 +35,38 @@ def view_of(incident: Incident) -> View:
 def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> None:
     incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
     assert [f.restart.node for f in find_new_incidents(view_of(incident)).findings] == [node]
+
+
+@pytest.mark.parametrize(
+    ("limited", "said"),
+    [
+        (None, "more memory than spec.resources.limits.memory allows"),
+        ("cpu, memory request for container trainer", "more memory than spec.resources.limits.memory allows"),
+        ("memory limit for container sidecar", "more memory than spec.resources.limits.memory allows"),
+        (
+            "cpu request for container trainer; cpu, memory limit for container trainer",
+            "more memory than 256Mi, the default of the namespace's LimitRange; set spec.resources.limits.memory",
+        ),
+    ],
+)
+def test_a_limit_that_the_namespace_has_set_is_named_as_that(limited: str | None, said: str) -> None:
+    """A job without limits was to raise a limit that it does not have."""
+    labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0", "ddpjob.io/job-uid": "uid"}
+    annotations = {"kubernetes.io/limit-ranger": f"LimitRanger plugin set: {limited}"} if limited else {}
+    container = {"name": "trainer", "resources": {"limits": {"memory": "256Mi"}}}
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    pod = read_pod(
+        {
+            "metadata": {"name": "job-0-0", "uid": "u", "labels": labels, "annotations": annotations},
+            "spec": {"containers": [container], "nodeName": "n0"},
+            "status": {"containerStatuses": [{"name": "trainer", "state": ended}]},
+        }
+    )
+    view = view_of(Incident(1, NOW, IncidentKind.OOM_KILLED, pod="job-0-0", index=0, rank=0, message="SIGKILL"))
+    view = replace(view, world=replace(view.world, pods=(pod,)))
+    (finding,) = find_new_incidents(view).findings
+    assert said in finding.restart.message
+    assert said in explain_end(pod).message
 
 
 @pytest.mark.parametrize(("procs", "ranks"), [(1, "rank 1"), (2, "ranks 2 to 3")])

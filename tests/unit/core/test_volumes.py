@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from ddpjob.api.job import DDPJob
-from ddpjob.api.job_status import Slot, SlotState
-from ddpjob.core.volumes import FIELD, find_unusable_claim, has_claim, lacks_claim, list_claims_to_read
+from ddpjob.api.job_status import ConditionType, JobStatus, Slot, SlotState
+from ddpjob.core.decide import decide
+from ddpjob.core.status.conditions import with_condition
+from ddpjob.core.volumes import (
+    FIELD,
+    find_folder_user,
+    find_unusable_claim,
+    has_claim,
+    lacks_claim,
+    list_claims_to_read,
+)
 from ddpjob.core.world import ClaimView, PodView, Role, World
 
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
 OURS = ClaimView(
     name="job-checkpoints", access_modes=("ReadWriteMany",), made_by="uid", made_for="job", template="mark"
@@ -86,6 +96,57 @@ def test_a_claim_of_a_job_that_grows_from_one_node_is_looked_at() -> None:
     assert list_claims_to_read(two, (first,)) == ("a",), "before the second pod is made"
     planned = replace(two, status=replace(two.status, slots=(*two.status.slots, Slot(attempt=1))))
     assert list_claims_to_read(planned, (first,)) == ("a",), "and as long as it is not"
+
+
+def naming(
+    name: str, *, begun: bool = False, created: int = 0, state: JobStatus | None = None, **volume: Any
+) -> DDPJob:
+    job = job_with(storage={"checkpoints": {"claimName": "c", **volume}})
+    slots = (Slot(state=SlotState.RUNNING),) if begun else ()
+    status = replace(state or job.status, slots=slots, own_folder=begun)
+    return replace(job, name=name, uid=f"uid-{name}", status=status, created=NOW + timedelta(seconds=created))
+
+
+def test_a_folder_belongs_to_the_job_that_began_with_it() -> None:
+    """Three jobs on one claim replaced each other's files, and nothing said so."""
+    first = naming("first", begun=True, created=9)
+    assert find_folder_user(naming("second"), [first]) == "", "each has its own"
+    assert find_folder_user(naming("second", subPath="./first/"), [first]).startswith("first, which is ")
+    assert find_folder_user(replace(first, name="again"), [naming("x", begun=True)]) == "", "it has begun"
+    assert find_folder_user(naming("second", subPath="first", readOnly=True), [first]) == ""
+    share = {"subPath": "first", "exclusive": False}
+    assert find_folder_user(naming("second", **share), [first]), "the first job does not share it"
+    assert find_folder_user(naming("second", **share), [naming("first", begun=True, exclusive=False)]) == ""
+    ended = with_condition(JobStatus(), ConditionType.COMPLETE, True, "Finished", "", NOW)
+    assert find_folder_user(naming("second", subPath="first"), [naming("first", begun=True, state=ended)]) == ""
+    suspended = with_condition(JobStatus(), ConditionType.SUSPENDED, True, "Suspended", "", NOW)
+    assert find_folder_user(naming("second", subPath="first"), [naming("first", begun=True, state=suspended)])
+    waited = naming("second", begun=True, state=suspended, subPath="first")  # It is resumed now.
+    waited = replace(waited, status=replace(waited.status, slots=(Slot(),)))
+    assert find_folder_user(waited, [first]).startswith("first") and find_folder_user(first, [waited]) == ""
+
+
+def test_of_two_that_begin_at_once_the_older_one_gets_the_folder() -> None:
+    one, two = (naming(name, subPath="same", created=n) for n, name in enumerate(("one", "two")))
+    assert find_folder_user(one, [one, two]) == "" and find_folder_user(two, [one, two]).startswith("one")
+    waits = with_condition(JobStatus(), ConditionType.SCHEDULED, False, "FolderTaken", "", NOW)
+    waiting = naming("two", begun=True, state=waits, subPath="same", created=1)
+    assert find_folder_user(waiting, [one]).startswith("one") and find_folder_user(one, [waiting]) == ""
+
+
+def test_a_job_whose_folder_is_taken_gets_no_pods() -> None:
+    found = find_unusable_claim(naming("second", subPath="first"), World(folder_user="first, which is Running"))
+    assert found is not None and found.reason == "FolderTaken"
+    assert found.message.startswith("folder first of claim c is in use by job first, which is Running; ")
+    root = find_unusable_claim(naming("second", subPath="."), World(folder_user="first, which is Running"))
+    assert root is not None and root.message.startswith("the root of claim c is in use")
+
+
+def test_a_new_job_is_told_to_have_a_folder_of_its_own() -> None:
+    job = naming("second")
+    assert decide(job, World(runtime_offered="r"), NOW).status.own_folder
+    old = replace(job, status=replace(decide(job, World(runtime_offered="r"), NOW).status, own_folder=False))
+    assert not decide(old, World(runtime_offered="r"), NOW).status.own_folder
 
 
 def test_the_jobs_own_and_one_kept_for_it_serve() -> None:

@@ -65,6 +65,23 @@ CONTRAST = """(() => {
   }
   return [...poor];
 })()"""
+BARS = """(() => {
+  if (!document.querySelector(".timeline")) return [];
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number).slice(0, 3);
+  const light = (colour) => rgb(colour).map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0);
+  const panel = light(getComputedStyle(document.querySelector(".panel")).backgroundColor);
+  return [...document.querySelectorAll(".timeline rect")].filter((bar) => {
+    const [a, b] = [light(getComputedStyle(bar).fill), panel].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05) < 3;
+  }).map((bar) => bar.getAttribute("class"));
+})()"""
+"""Parts of the time line whose contrast with the panel is below 3:1, which WCAG asks of graphics."""
+TALL = """[...document.querySelectorAll(".panel .scroll tr")].filter((row) => {
+  const why = row.querySelector(".why");
+  return why && (why.getBoundingClientRect().right > innerWidth || (!why.textContent.trim() && row.offsetHeight > 150));
+}).length"""
+"""Rows whose message is beyond the edge of a narrow screen, or that are tall although they have none."""
 UNNAMED = """[...document.querySelectorAll("a, button, input, select, progress, [role=img], [role=region]")].filter(
   (node) => node.checkVisibility() && node.type !== "hidden"
   && !(node.textContent.trim() || node.getAttribute("aria-label") || node.labels?.length))
@@ -101,6 +118,11 @@ async def test_pages_in_a_browser(page: tuple[Page, str, Path]) -> None:
     await tab.until("document.querySelector('tbody').textContent.includes('epoch 77/99')")
     assert await tab.js("document.activeElement.textContent") == name
     assert await tab.js("document.querySelector('tbody progress').value") == 77
+    state = body["status"]["phase"]
+    for phase in ("Suspended", state):
+        body["status"]["phase"] = phase
+        write_record(place, body)
+        await tab.until(f"document.getElementById('changes').textContent === '{name} is {phase}'")
 
     # A job, opened with Enter: curves that uPlot has drawn, rounds, restarts; then its log and its manifest.
     await tab.key("Enter")
@@ -117,9 +139,11 @@ async def test_pages_in_a_browser(page: tuple[Page, str, Path]) -> None:
             assert (
                 await tab.js("document.querySelectorAll('main').length + document.querySelectorAll('h1').length") == 2
             )
-            for width in (1400, 360):
+            assert await tab.js(BARS) == [], (scheme, path)
+            for width in (1400, 390, 360):
                 await tab.size(width)
                 assert await tab.js(OVERFLOW) <= 0, (path, width)
+                assert width == 1400 or await tab.js(TALL) == 0, (path, width)
     await tab.size(1400)
     await tab.open(f"{address}{views[2]}")
     await tab.until("document.getElementById('log').textContent.includes('step 59')")

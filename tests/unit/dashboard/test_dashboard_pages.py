@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 from ddpjob.api.job import DDPJob
-from ddpjob.api.job_status import format_time
+from ddpjob.api.job_status import JobStatus, format_time
 from ddpjob.cli import dashboard_command
 from ddpjob.client.backends.backend import LogOptions, Mistake, PodLine
 from ddpjob.client.backends.process_backend import ProcessBackend
@@ -28,7 +28,16 @@ from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.dashboard import web_server
 from ddpjob.dashboard.fleet import CurveSamples, Fleet, Goodput, fleet_row
 from ddpjob.dashboard.gate import own_host
-from ddpjob.dashboard.job_views import Choice, listed, plain, reported_curves, timeline, trained_curves
+from ddpjob.dashboard.job_views import (
+    Choice,
+    listed,
+    metrics_of,
+    plain,
+    reported_curves,
+    timeline,
+    trained_curves,
+    with_code,
+)
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder
 from ddpjob.local.record import held, write_record
 from machine import slowness
@@ -759,3 +768,13 @@ def test_a_host_that_is_no_address_is_named(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(dashboard_command, "serve", unknown)
     with pytest.raises(Mistake, match=r"^--host away: Name or service not known; give an address of this machine$"):
         dashboard_command.serve_dashboard(ProcessBackend(), "away", 0)
+
+
+def test_backticks_become_code_and_a_job_cannot_write_html_in_them() -> None:
+    assert with_code("run `ddpjob why j` <b>") == "run <code>ddpjob why j</code> &lt;b&gt;"
+    assert EVIL not in with_code(f"`{EVIL}`") and "<script" not in with_code(f"`{EVIL}`")
+
+
+def test_an_accuracy_is_in_percent_as_in_the_terminal() -> None:
+    status = JobStatus.read({"progress": {"metrics": {"accuracy": 0.8291, "lr": 0.1, "top5": 0.9}}})
+    assert metrics_of(status) == [("accuracy", "82.91%"), ("lr", "0.1"), ("top5", "0.9")]

@@ -52,6 +52,31 @@ def test_the_mark_is_of_what_makes_another_claim() -> None:
     assert len({mark, template_mark(making(spec=larger)), template_mark(making(whenDeleted="Delete"))}) == 3
 
 
+@pytest.mark.parametrize(
+    ("volume", "folder"),
+    [
+        ({"claimName": "c"}, "job"),
+        ({"nfs": {"server": "s", "path": "/p"}}, "job"),
+        ({"claimName": "c", "subPath": "first"}, "first"),
+        ({"claimName": "c", "subPath": "a/./b"}, "a/b"),
+        ({"claimName": "c", "subPath": "."}, None),
+        ({"claimName": "c", "readOnly": True}, None),
+        ({"hostPath": "/h"}, None),
+        ({"claimTemplate": {"spec": SPEC}}, None),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_each_job_has_a_folder_of_its_own(volume: dict[str, Any], folder: str | None, own: bool) -> None:
+    """A second job continued the first one's training in silence. Jobs of before keep the root."""
+    status = JobStatus(slots=(Slot(),), runtime="r", own_folder=own)
+    spec = {"image": "image", "script": "train.py", "storage": {"checkpoints": volume}}
+    job = DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": "uid"}, "spec": spec})
+    job = replace(job, status=status)
+    pod = build_node(job, status, Platform(operator_key=b"k"), 0, 0)["spec"]
+    [mount] = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "ddpjob-checkpoints"]
+    assert mount.get("subPath") == (folder if own or "subPath" in volume else None)
+
+
 def test_pods_mount_it() -> None:
     status = JobStatus(slots=(Slot(),), runtime="r")
     pod = build_node(making(), status, Platform(operator_key=b"k"), 0, 0)["spec"]

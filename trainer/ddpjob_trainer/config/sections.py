@@ -532,8 +532,7 @@ class ReportConfig:
     """MLflow: name of the experiment."""
     straggler_factor: float = 1.5
     """Name a rank that lags: whose own work of a step (waiting for data, forward and backward pass, without waiting for
-    others) takes this many times the median rank's. strategy=ddp, fsdp and pipeline, on GPUs only ddp without
-    model.sync_batchnorm; 0: off."""
+    others) takes this many times the median rank's. strategy=ddp, fsdp and pipeline; 0: off."""
     straggler_seconds: float = 30.0
     """How long a rank must lag to be named, and keep up to be named no longer."""
     peak_flops: float = 0.0

@@ -9,12 +9,14 @@ ready. So the clock's callback runs between a rank's own last gradient and the w
 All other waiting, even in the middle of a pass, goes through a single method, `wait` of torch's
 Work. The trainer calls it, as do torch's FSDP, pipelines and blocking collectives. On the CPU, it
 blocks until the others have sent, so the time in it counts as exchange, in whatever phase it is
-spent. On an accelerator, it returns at once and a stream waits instead, at places that differ
-between versions of torch, so such waiting is not distinguished.
+spent.
 
-On an accelerator, marks are events in its stream. They are read when the numbers are reported,
-because the host has then waited for the device anyway. The time between two events includes the
-device's work and its waiting for a slow host.
+On a GPU, marks are events in its stream. They are read when the numbers are reported, because the
+host has then waited for the device anyway. The time between two events includes the device's work
+and its waiting for a slow host. `wait` returns at once and a stream waits instead, or in newer
+versions of torch, a blocking collective itself runs in the stream. So the time between events
+before and after either of them counts as exchange. If a version waits elsewhere, the ranks show
+equal times, and none is named. This has not run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpjob_trainer.private_torch import call_after_backward, wrap_waits
+from ddpjob_trainer.private_torch import call_after_backward, wrap_collectives, wrap_waits
 
 
 class StepPhase(enum.StrEnum):
@@ -62,17 +64,20 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events = device.type == "cuda"
-        self.sees_waits = device.type == "cpu"
+        self.sees_waits = device.type in ("cpu", "cuda")
         """Whether waiting in the middle of a pass can be distinguished."""
         if self.sees_waits:
             _count_waits()
-        self._marks: list[tuple[StepPhase, Any]] = []
+        if self._events:
+            _count_waits_of_streams()
+        self._marks: list[tuple[StepPhase, _Events, list[_Events]]] = []
         self._spare: list[Any] = []
         self._last: Any = None  # None before the first mark, because the device is not touched until then.
         self._seconds: dict[StepPhase, float] = {}
 
     def restart(self) -> None:
         """Set a mark. The time since the last mark, such as an evaluation, is not counted."""
+        _in_streams.clear()
         self._last = self._mark()
 
     def lap(self, phase: StepPhase) -> None:
@@ -81,7 +86,9 @@ class StepClock:
         if self._last is None:
             pass
         elif self._events:
-            self._marks.append((phase, (self._last, now)))
+            waits = _in_streams[:]
+            del _in_streams[: len(waits)]
+            self._marks.append((phase, (self._last, now), waits))
         else:
             waited = now[1] - self._last[1]
             self._add(phase, now[0] - self._last[0] - waited)
@@ -102,8 +109,11 @@ class StepClock:
         An accelerator must have finished all marked work.
         """
         found, self._seconds = self._seconds, {}
-        for phase, (begin, end) in self._marks:
-            found[phase] = found.get(phase, 0.0) + begin.elapsed_time(end) / 1000
+        for phase, (begin, end), waits in self._marks:
+            waited = sum(before.elapsed_time(after) for before, after in waits if after.query()) / 1000
+            found[phase] = found.get(phase, 0.0) + max(0.0, begin.elapsed_time(end) / 1000 - waited)
+            if waited:
+                found[StepPhase.EXCHANGE] = found.get(StepPhase.EXCHANGE, 0.0) + waited
             self._spare.append(begin)
         self._marks.clear()
         return found
@@ -147,6 +157,38 @@ def _count_waits() -> None:
         return counted
 
     wrap_waits(wrap)
+
+
+_Events = tuple[Any, Any]
+_in_streams: list[_Events] = []
+"""Events before and after each wait of a stream since the last mark."""
+
+
+@functools.cache
+def _count_waits_of_streams() -> None:
+    """Count the waits of GPUs' streams from now on, for the rest of the process."""
+    trains = threading.get_ident()
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def counted(*given: Any, **named: Any) -> Any:
+            # Backward passes run in torch's own threads, which Python calls Dummy.
+            thread = threading.current_thread()
+            counts = thread.ident == trains or thread.name.startswith("Dummy-")
+            if not counts or torch.cuda.is_current_stream_capturing():
+                return call(*given, **named)
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            before.record()
+            try:
+                return call(*given, **named)
+            finally:
+                after.record()
+                _in_streams.append((before, after))
+
+        return counted
+
+    wrap_waits(wrap)
+    wrap_collectives(wrap)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.metrics_log import METRICS, MetricsLog, wall_clock
+from ddpjob_pod.pace import Pace
 from ddpjob_pod.stragglers import Straggler, Stragglers
 
 from ddpjob_trainer.config.config import Config
@@ -111,6 +112,9 @@ class Reporter:
         self._files = EvaluationFiles(config.run_dir / FOLDER, config.eval, class_names) if group.rank == 0 else None
         self._window_began = time.perf_counter()
         self._waited = 0.0
+        self._samples, self._seconds = 0, 0.0  # trained here, without evaluations and checkpoints
+        self._pace = Pace(least=1)
+        self._pace.add(0, 0.0)
         self._last: TrainingStatus | None = None
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
@@ -207,8 +211,9 @@ class Reporter:
         self._note_stragglers(machines)
         elapsed = max(1e-9, time.perf_counter() - self._window_began)
         speed = samples / elapsed
-        before = self._last.samples_per_second if self._last is not None else 0.0
-        smooth = 0.7 * before + 0.3 * speed if before > 0 else speed
+        self._samples, self._seconds = self._samples + samples, self._seconds + elapsed
+        self._pace.add(self._samples, self._seconds)
+        smooth = self._pace.per_second or speed
         status = TrainingStatus(
             epoch=epoch,
             epochs=self._plan.epochs,

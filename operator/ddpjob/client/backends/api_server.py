@@ -41,6 +41,13 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_
 """Seconds, and the maximum number of unanswered probes. TCP_KEEPALIVE is the name of TCP_KEEPIDLE
 on macOS."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_USER_AGENT = "ddpjob"
+"""Also the manager's name in managedFields of what a user creates or changes."""
+
+
+def _named(api: Any) -> Any:
+    api.user_agent = _USER_AGENT
+    return api
 
 
 class ApiRefusal(Mistake):
@@ -89,11 +96,13 @@ class ApiServer:
             loader = KubeConfigLoader(merged, active_context=context)
             loader.load_and_set(settings)
             chosen = loader.current_context
-            return cls(client.ApiClient(settings), chosen["context"].get("namespace") or "default", chosen["name"])
+            namespace = chosen["context"].get("namespace") or "default"
+            return cls(_named(client.ApiClient(settings)), namespace, chosen["name"])
         except config.ConfigException as error:
             if kubeconfig is None and context is None and _NAMESPACE_FILE.exists():
                 config.load_incluster_config(client_configuration=settings)
-                return cls(client.ApiClient(settings), _NAMESPACE_FILE.read_text().strip(), "in-cluster")
+                namespace = _NAMESPACE_FILE.read_text().strip()
+                return cls(_named(client.ApiClient(settings)), namespace, "in-cluster")
             why = str(error).removeprefix("Invalid kube-config file. ").rstrip(".")
             remedy = "set KUBECONFIG or --kubeconfig, or write --local for jobs of this machine"
             raise Unreachable(f"no cluster: {why}; {remedy}") from error
@@ -125,6 +134,15 @@ class ApiServer:
             return self.request("GET", path, query=query)
         except ApiRefusal as refusal:
             if refusal.status in (403, 404):
+                return None
+            raise
+
+    def existing(self, path: str) -> Json | None:
+        """Return the JSON response to GET; None if the object does not exist."""
+        try:
+            return self.request("GET", path)
+        except ApiRefusal as refusal:
+            if refusal.status == 404:
                 return None
             raise
 

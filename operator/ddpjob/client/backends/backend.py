@@ -41,6 +41,10 @@ class Mistake(Exception):
     denied = False
     """Whether the caller may not read this, or is unknown."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Show only the message in a notebook, because the frames are this package's own."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Unreachable(Mistake):
     """The place cannot be reached: no kubeconfig, no API server or no credentials."""

@@ -433,7 +433,7 @@ class ClusterBackend:
             self.api.request("DELETE", self.path(PLURAL, name), query={"propagationPolicy": "Background"})
 
     def kill(self, pod: str) -> None:
-        body = self.api.optional(self.path("pods", pod))
+        body = self.api.existing(self.path("pods", pod))
         if body is None or LABEL_JOB not in body["metadata"].get("labels", {}):
             raise Mistake(f"no pod {pod} of a job in {self.where}; `ddpjob describe JOB` lists a job's pods")
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0,

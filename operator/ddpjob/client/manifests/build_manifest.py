@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from ddpjob.api.job import API_VERSION, KIND
 from ddpjob.api.job_spec import Json
+from ddpjob.api.submitted_code import CODE_FOLDER, mount_code
 from ddpjob.api.yamltext import YamlError, read_documents, shown
 from ddpjob.client.backends.backend import Mistake
 from ddpjob.local.paths import job_folder
 
-CODE_FOLDER = "/ddpjob-code"
 SOURCE = "function.py"
 """File name of Request.source. No module has this name, since the script's folder is on
 sys.path."""
@@ -199,9 +199,8 @@ def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
     """Mount the ConfigMap's files into the trainer's container."""
     items = [{"key": key, "path": path} for key, path in _keys(files)]
     template = _within(_within(spec, "podTemplate", dict), "spec", dict)
-    source = {"name": code["metadata"]["name"], "items": items}
-    _within(template, "volumes", list).append({"name": "code", "configMap": source})
-    mount = {"name": "code", "mountPath": CODE_FOLDER, "readOnly": True}
+    volume, mount = mount_code(code["metadata"]["name"], items)
+    _within(template, "volumes", list).append(volume)
     containers = _within(template, "containers", list)
     trainer = next((c for c in containers if isinstance(c, dict) and c.get("name") == "trainer"), None)
     if trainer is None:

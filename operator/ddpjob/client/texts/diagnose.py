@@ -58,7 +58,7 @@ def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     found = f"Kubernetes {version.get('gitVersion', '?')} at {where}"
     yield Diagnosis(not old, found, f"the operator needs Kubernetes 1.{SUPPORTED_MINOR} or later")
     yield from _definition(api)
-    yield from _operators(api)
+    yield from _operators(api, namespace)
     yield from _rights(api, namespace)
 
 
@@ -106,7 +106,7 @@ def _schema(crd: Json) -> Json:
     return schema
 
 
-def _operators(api: ApiServer) -> Iterator[Diagnosis]:
+def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     selector = {"labelSelector": "app.kubernetes.io/name=ddpjob-operator"}
     try:
         found = api.items("/apis/apps/v1/deployments", selector)
@@ -117,13 +117,9 @@ def _operators(api: ApiServer) -> Iterator[Diagnosis]:
         yield Diagnosis(False, "the operator: no deployment has the label app.kubernetes.io/name=ddpjob-operator",
                     "helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace")  # fmt: skip
     for deployment in found:
-        meta, wanted = deployment["metadata"], deployment["spec"].get("replicas", 1)
-        ready = deployment.get("status", {}).get("readyReplicas", 0)
+        meta = deployment["metadata"]
         where = f"{meta['namespace']}/{meta['name']}"
-        log = f"kubectl -n {meta['namespace']} logs deployment/{meta['name']}"
-        yield Diagnosis(
-            ready > 0, f"operator {where}: {ready} of {wanted} replicas are ready", f"look at its log: {log}"
-        )
+        yield _rollout(deployment, where)
         image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
         tag = re.search("/[^/]*:v?([0-9]+[.][0-9]+[.][^:@/]+)(@|$)", f"/{image}")
         version = tag[1] if tag else (meta.get("labels") or {}).get("app.kubernetes.io/version") or f"of image {image}"
@@ -131,6 +127,42 @@ def _operators(api: ApiServer) -> Iterator[Diagnosis]:
         yield Diagnosis(
             same, f"operator {where}: version {version}", f"this client is {installed_version()}; use the same release"
         )
+    watched = [_watched(deployment) for deployment in found]
+    if found and all(names and namespace not in names for names in watched):
+        listed = ", ".join(sorted({name for names in watched for name in names}))
+        yield Diagnosis(
+            False,
+            f"no operator acts on the jobs of namespace {namespace}: the operators watch {listed}",
+            f"add {namespace} to the chart's value watchNamespaces",
+        )
+
+
+def _rollout(deployment: Json, where: str) -> Diagnosis:
+    """Judge whether all replicas are ready and of the newest revision.
+
+    With one faulty value the newest replica never gets ready, while the earlier ones stay.
+    """
+    meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})
+    ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
+    behind = status.get("observedGeneration", 0) < meta.get("generation", 0) or updated < wanted
+    extra = status.get("unavailableReplicas", 0)
+    text = f"operator {where}: {ready} of {wanted} replicas are ready"
+    if behind or extra:
+        text += f", {updated} of {wanted} are of the newest revision and {extra} of all are unavailable"
+    progress: Json = next((c for c in status.get("conditions", ()) if c.get("type") == "Progressing"), {})
+    if progress.get("status") == "False":
+        text += f" ({progress.get('reason')}: {progress.get('message')})"
+    whole = ready >= wanted > 0 and not behind and not extra and progress.get("status") != "False"
+    log = f"kubectl -n {meta['namespace']} logs --prefix --tail=20 -l app.kubernetes.io/name=ddpjob-operator"
+    return Diagnosis(whole, text, f"look at its pods' logs: {log}; a rollout in progress is judged again in a minute")
+
+
+def _watched(deployment: Json) -> list[str]:
+    """Return the namespaces that an operator watches; empty: all of them."""
+    containers = deployment["spec"]["template"]["spec"]["containers"]
+    variables = (each for container in containers for each in container.get("env") or ())
+    text = next((each.get("value") for each in variables if each.get("name") == "DDPJOB_OPERATOR_NAMESPACES"), None)
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:

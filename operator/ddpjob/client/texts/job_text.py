@@ -154,7 +154,8 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         yield "\nPods:"
         yield from _pods(pods, now)
     if status.restarts.recent:
-        yield f"\nRecent restarts ({status.restarts.total} in all):"
+        total = status.restarts.total
+        yield f"\nRecent restarts ({total} in all):" if total else "\nFailures:"
         for restart in status.restarts.recent[-_SHOWN:]:
             yield "  " + restart_line(restart, now)
         if any(restart.continued_from == UNKNOWN for restart in status.restarts.recent):
@@ -359,6 +360,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if main is None:
         spare = f" and {count(status.spare, 'spare')}" if status.spare else ""
         yield f"{name} trains on {count(status.ready, 'node')}{spare}. {_progress(status)}".rstrip()
+        yield from missing_pod(status, name, pods)
         changed = known_time(status.progress.get("updatedAt"))
         if changed is not None and (now - changed).total_seconds() >= QUIET_SECONDS:
             yield f"This has not changed for {_since(changed, now)}. `ddpjob stacks {name}` shows where each rank is."
@@ -392,6 +394,22 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if main.type is ConditionType.FAILED:
         yield f"Next: correct it, and `ddpjob rerun {name}`: it resumes from its last checkpoint."
         yield f"If the manifest changes, `ddpjob delete {name}` and start the new one instead."
+
+
+def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
+    """Yield that a pod of the status does not exist, although the operator replaces pods at once.
+
+    The user may not be allowed to list pods. Then none is listed.
+    """
+    there = {pod.name for pod in pods}
+    for index, slot in enumerate(status.slots) if there else ():
+        pod = f"{name}-{index}-{slot.attempt}"
+        if slot.state is SlotState.RUNNING and pod not in there:
+            yield (
+                f"Pod {pod} of slot {index} does not exist, which the status does not show yet. If that lasts, no "
+                f"operator acts on this job: `ddpjob doctor` checks it."
+            )
+            return
 
 
 _BESIDE = (

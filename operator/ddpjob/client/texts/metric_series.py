@@ -60,6 +60,16 @@ class MetricSeries:
         return ""
 
 
+def rows_of(series: MetricSeries) -> list[dict[str, float]]:
+    """Return a row for each step, in order; numbers of the test set have the prefix `eval_`."""
+    rows: dict[int, dict[str, float]] = {}
+    for prefix, curves in (("", series.steps), ("eval_", series.evaluations)):
+        for name, curve in curves.items():
+            for step, number in curve.items():
+                rows.setdefault(step, {"step": step})[f"{prefix}{name}"] = number
+    return [rows[step] for step in sorted(rows)]
+
+
 def _counted(steps: set[int]) -> str:
     return f"{count(len(steps), 'step')}, the last of them {max(steps)}"
 

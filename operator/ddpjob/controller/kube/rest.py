@@ -25,6 +25,9 @@ from ddpjob.unavailable import Unavailable
 
 Json = dict[str, Any]
 REQUEST_SECONDS = 30
+USER_AGENT = "ddpjob-operator"
+"""Also the manager's name in managedFields, for which the API server takes the text before a slash.
+"""
 LONGEST_PAUSE = 60.0
 """Maximum number of seconds that a response may make the operator wait. A proxy's maintenance page
 may say an hour, but maintenance ends sooner."""
@@ -91,7 +94,9 @@ class Rest:
         # not apply to the API server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
-        return cls(client.ApiClient(configuration=settings))
+        api = client.ApiClient(configuration=settings)
+        api.user_agent = USER_AGENT
+        return cls(api)
 
     async def close(self) -> None:
         await self.api.close()

@@ -251,13 +251,9 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
         why = f"{main.reason}, exit code {main.exit_code}"
         return End(Cause.NODE_FAULT, f"Kubernetes node {pod.host} has lost the container of pod {pod.name} ({why})")
     if main.reason == "OOMKilled":
-        limit = (
-            "spec.rendezvous.resources.limits.memory"
-            if pod.role is Role.COORDINATOR
-            else "spec.resources.limits.memory"
-        )
         return End(
-            Cause.OOM_KILLED, f"pod {pod.name} used more memory than {limit} allows (exit code {main.exit_code})"
+            Cause.OOM_KILLED,
+            f"pod {pod.name} used more memory than {memory_limit(pod)} (exit code {main.exit_code})",
         )
     if main.ended and main.reason in _CANNOT_START:
         return End(Cause.START_ERROR, f"the container of pod {pod.name} cannot start: {main.message or main.reason}")
@@ -265,6 +261,14 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
         return _of_wrong_platform(pod, main.message)
     own = _by_launcher if launcher else _by_rank
     return (own(pod) if main.ended else None) or _by_program(pod)
+
+
+def memory_limit(pod: PodView | None) -> str:
+    """Return which limit a pod's memory exceeded: the spec's, or a default of the namespace."""
+    role = "spec.rendezvous.resources" if pod is not None and pod.role is Role.COORDINATOR else "spec.resources"
+    if pod is None or not pod.default_memory:
+        return f"{role}.limits.memory allows"
+    return f"{pod.default_memory}, the default of the namespace's LimitRange; set {role}.limits.memory"
 
 
 def _by_rank(pod: PodView) -> End | None:

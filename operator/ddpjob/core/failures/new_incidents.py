@@ -8,7 +8,13 @@ from datetime import datetime
 from ddpjob_runtime.protocol import CoordinatorState, Incident, IncidentKind
 
 from ddpjob.api.job_status import JobStatus, Restart
-from ddpjob.core.failures.classify import Cause, describe_ranks, if_shared_memory_full, with_traceback
+from ddpjob.core.failures.classify import (
+    Cause,
+    describe_ranks,
+    if_shared_memory_full,
+    memory_limit,
+    with_traceback,
+)
 from ddpjob.core.failures.merge_causes import SAME_BREAK, Finding
 from ddpjob.core.failures.policy import evaluate_rules, shell_code
 from ddpjob.core.view import View
@@ -81,7 +87,7 @@ def _finding(view: View, incident: Incident) -> Finding:
     cause = _CAUSES[incident.kind]
     code = shell_code(incident.exit_code, incident.signal)
     ruled = evaluate_rules(view.job.spec, cause, code, trained=view.trained)
-    first, _, rest = _summary(cause, incident, view.job.spec.procs_per_node).rstrip(": ").partition("\n")
+    first, _, rest = _summary(cause, incident, view).rstrip(": ").partition("\n")
     if incident.backoff_seconds:
         first += f"; waits {incident.backoff_seconds:g} s"
     message = with_traceback(first + (f"\n{rest}" if rest else ""), incident.traceback)
@@ -114,7 +120,8 @@ def _is_everywhere(view: View, incident: Incident) -> bool:
     return incident.alike_pods >= min(2, spec.nodes) and incident.alike_ranks >= min(2, ranks)
 
 
-def _summary(cause: Cause, incident: Incident, procs: int) -> str:
+def _summary(cause: Cause, incident: Incident, view: View) -> str:
+    procs = view.job.spec.procs_per_node
     if incident.group_rank is not None:
         ranks = describe_ranks(incident.group_rank, procs)
         return f"{ranks} in pod {incident.pod} ended with exit code 0 before the others"
@@ -129,7 +136,8 @@ def _summary(cause: Cause, incident: Incident, procs: int) -> str:
         remedy = if_shared_memory_full(said, name)
         return f"rank {incident.rank} in pod {incident.pod} ended with {how}{between}{said}{remedy}"
     if cause is Cause.OOM_KILLED:
-        what = "was killed: the container used more memory than spec.resources.limits.memory allows"
+        limit = memory_limit(next((pod for pod in view.pods if pod and pod.name == incident.pod), None))
+        what = f"was killed: the container used more memory than {limit}"
         return f"rank {incident.rank} in pod {incident.pod} {what}: {incident.message}"
     if cause is Cause.INIT_FAILURE:
         return f"the entry point of pod {incident.pod} cannot start: {incident.message}"

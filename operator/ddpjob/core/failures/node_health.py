@@ -37,6 +37,7 @@ from ddpjob.api.job_status import PodChanges, QueueStatus, Restart, SlotState
 from ddpjob.core.failures.avoided_nodes import RECENT, WINDOW
 from ddpjob.core.failures.classify import PLANNED, Cause, End, without_wait
 from ddpjob.core.failures.policy import COUNTED, find_lost_device, names_program_error
+from ddpjob.core.only_copy import ONLY_COPY, STATE, find_holders
 from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
 
@@ -96,6 +97,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     kin = [host for host in hosts.values() if not host.deleted and (host.name in own or wants.kind(host))]
     storm = sum(bool(host.unhealthy) for host in kin) > max(1, SHARE * len(kin))
     spares, places = len(ready_spares(view)), 0 if wants.more else _places(view, wants)
+    holders, moved = find_holders(view), set[str]()
     verdicts = []
     for index, pod, host, end in found:
         if storm:
@@ -112,6 +114,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif often:
             reason = "MovedTooOften"
             why = f"{MAX_MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
+        elif holders - moved == {pod.name}:
+            reason, why = ONLY_COPY, f"only this pod holds {STATE}; set storage.checkpoints to let it move"
         elif spares:
             reason, why, spares = "", "", spares - 1
         elif wants.more:
@@ -125,6 +129,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
             reason, why = "NoOtherNode", "no spare is ready, and no known Kubernetes node has room for this pod"
         else:
             reason, why, places = "", "", places - 1
+        if not reason:
+            moved.add(pod.name)
         verdicts.append(NodeVerdict(index, end, reason, why))
     return verdicts
 

@@ -41,8 +41,6 @@ def record_restarts(attribution: Attribution) -> Recorded:
     fatal = attribution.fatal is not None
     slots, restarts = (ends.slots, list(merged.restarts)) if fatal else _replace_failing(ends, list(merged.restarts))
     status = record(view.status, restarts)
-    if fatal:  # A fatal cause does not restart anything.
-        status = replace(status, restarts=replace(status.restarts, uncounted=view.status.restarts.uncounted))
     view, faults = attribution.with_seen(view.with_status(status)), merged.idle
     if coordinator is not None:
         restart = _coordinator_restart(view, coordinator)
@@ -101,6 +99,15 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
         round=0 if fast else view.status.round + 1,
         seconds=0.0 if fast else None,
     )
+
+
+def without_restart(view: View, before: JobStatus) -> View:
+    """Return the view of a job whose newest failures ended it, so that they restarted nothing.
+
+    They stay listed, and those that count against the budget stay counted.
+    """
+    counts, old = view.status.restarts, before.restarts
+    return view.with_status(replace(view.status, restarts=replace(counts, uncounted=old.uncounted, total=old.total)))
 
 
 def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:

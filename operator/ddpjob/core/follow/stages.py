@@ -10,7 +10,7 @@ from ddpjob.core.failures.classify import Cause
 from ddpjob.core.follow.attribution import attribute_ends, awaits_cause
 from ddpjob.core.follow.ends import Ends, find_ends
 from ddpjob.core.follow.outcome import find_failure, give_up_lost, is_finished, is_let_go
-from ddpjob.core.follow.recording import record_restarts
+from ddpjob.core.follow.recording import record_restarts, without_restart
 from ddpjob.core.follow.replacing import replace_ended
 from ddpjob.core.view import View
 
@@ -57,5 +57,5 @@ def follow(view: View) -> Followed:
         return Followed(ends, give_up_lost(attribution))
     recorded = record_restarts(attribution)
     failure = find_failure(recorded)
-    after = recorded.view if failure is not None else replace_ended(recorded)
+    after = replace_ended(recorded) if failure is None else without_restart(recorded.view, ends.view.status)
     return Followed(ends, after, recorded.restarts, attribution.merged.idle, failure)

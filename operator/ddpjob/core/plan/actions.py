@@ -81,6 +81,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     buildable = not world.problems and not is_unserved(view)
     if buildable and held[0] is None:
         planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
+        surplus = max(0, len(status.slots) - job.spec.pods)  # See `keep_training`.
+        planned = planned[: max(0, len(planned) - surplus)]
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
@@ -239,7 +241,32 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
             gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
     for why, pods in _by_reason(list(dict.fromkeys(gone)), lost).items():
         actions.append(NotifyCoordinator(endpoint, Command.GONE, {"pods": pods, "why": why}))
-    return tuple(actions)
+    return (*actions, *send_away_deaf(view, endpoint))
+
+
+DEAF = timedelta(seconds=4)
+"""How long a deleted pod's launcher may take to announce that it leaves."""
+
+
+def send_away_deaf(view: View, endpoint: str) -> list[Action]:
+    """Return the message that sends away deleted pods whose launchers do not know that they are.
+
+    A signal that arrives while a container's first process starts is lost. Its launcher then waits
+    for a group until the kubelet kills it at the end of the grace period. The coordinator ignores
+    the message for pods that train, because they may be saving.
+    """
+    deaf = [pod.name for pod in view.world.nodes() if pod.main.running and _has_been_deleted_for(pod, DEAF, view.now)]
+    body = {"pods": deaf, "why": "the pod was deleted, and its launcher has not noticed"}
+    return [NotifyCoordinator(endpoint, Command.LEAVE, body)] if deaf and endpoint else []
+
+
+def _has_been_deleted_for(pod: PodView, time: timedelta, now: datetime) -> bool:
+    requested = pod.deleted_at and pod.deleted_at - timedelta(seconds=pod.grace_seconds)
+    return requested is not None and requested + time <= now < requested + LONGEST_DEAF
+
+
+LONGEST_DEAF = timedelta(seconds=20)
+"""Time after which the message has been sent often enough."""
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:

@@ -11,7 +11,8 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
 - A job whose gang has been placed can later be stuck with half of its nodes. It then yields: if it
   has held nodes for YIELD without training, and the scheduler finds no room for a pod that it
   needs, it gives up all its nodes and waits as a new gang. After a preemption that leaves too few
-  nodes it does so at once.
+  nodes it does so at once. A job whose newest state is only in these pods keeps them (`only_copy`),
+  unless another job waits for room.
 
 Example of two jobs with 4 nodes each on a cluster with 6:
 
@@ -31,6 +32,7 @@ from datetime import timedelta
 
 from ddpjob.api.job_spec import Placement
 from ddpjob.api.job_status import ConditionType, GangStatus, JobStatus, Slot, SlotState
+from ddpjob.core.only_copy import find_holders
 from ddpjob.core.status.messages import count
 from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_GROUP
@@ -94,8 +96,10 @@ def is_broken_up(view: View, kept: list[Slot]) -> bool:
 
     Its remaining pods cannot train. The scheduler took the group's room because there was no other,
     so waiting for a single pod would be pointless. `kept` are the slots that have not lost their
-    pod.
+    pod. If only their pods hold the newest state and no other job waits, they stay for now.
     """
+    if find_holders(view) and not view.world.others_wait:
+        return False
     held = sum(bool(slot.node) and slot.state in (SlotState.CREATED, SlotState.RUNNING) for slot in kept)
     return view.status.gang is not None and view.status.gang.placed and held < view.job.spec.min_nodes
 
@@ -118,11 +122,16 @@ def explain_yield(view: View) -> str:
     lacking = [p for p in (view.coordinator, *needed) if p is not None and p.unschedulable and not p.host and p.created]
     if not held or not lacking:
         return ""
-    first = lacking[0]
+    first, holders = lacking[0], find_holders(view)
     if now - max(running.since, scheduled.since, first.created or now) < YIELD:
         return ""
+    if holders and not view.world.others_wait:
+        return ""
+    cost = ""
+    if holders:
+        cost = f"; another job waits for room, and with pod {min(holders)} goes the only copy of the newest state"
     return (
         f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a Kubernetes node for {YIELD.seconds} s "
         f"without training, and there is no room for pod {first.name}, so the job releases its pods and waits for "
-        f"{spec.min_nodes} nodes at once"
+        f"{spec.min_nodes} nodes at once{cost}"
     )

@@ -166,7 +166,8 @@ def begin_generation(view: View) -> JobStatus:
         failures=status.rendezvous.failures,
         not_before=status.rendezvous.not_before,
     )
-    status = with_slots(status, slots)
+    own_folder = status.own_folder or not status.slots
+    status = replace(with_slots(status, slots), own_folder=own_folder)
     status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=plan_gang(view))
     return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
 
@@ -188,6 +189,39 @@ def resize(view: View) -> JobStatus:
     slots = list(status.slots[: job.spec.pods])
     slots += [Slot(attempt=_unused(status)) for _ in range(job.spec.pods - len(slots))]
     return replace(with_slots(status, slots), rendezvous=replace(status.rendezvous, nodes=job.spec.nodes))
+
+
+def keep_training(view: View) -> list[Slot] | None:
+    """Return the slots after fewer spares, if pods beyond spec.nodes and spec.spares train.
+
+    They stay, and as many idle slots before them get no pod until a later loss drops the last
+    slots. None: no such pod trains, or too few slots are idle, so the last slots go.
+
+    Example: nodes 2, spares 1, pod 0 was lost and the spare, pod 2, trains. With spares 0, pod 0's
+    idle replacement goes, and pods 1 and 2 train on.
+    """
+    spec, status, report = view.job.spec, view.status, view.report
+    dedicated = spec.rendezvous.placement is Placement.DEDICATED  # Otherwise slot 0 has the coordinator.
+    if not dedicated or spec.nodes != status.rendezvous.nodes or report is None:
+        return None
+    last = zip(status.slots[spec.pods :], view.pods[spec.pods :], strict=True)
+    if any(slot.state is SlotState.RUNNING and (pod is None or pod.ended) for slot, pod in last):
+        return list(status.slots)  # Its loss is attributed first.
+    if report.state != protocol.CoordinatorState.RUNNING:
+        return None
+    members = {member.pod for member in report.members if member.state is protocol.MemberState.RUNNING}
+    trains = [pod is not None and pod.name in members for pod in view.pods]
+    length = max((index + 1 for index, found in enumerate(trains) if found), default=0)
+    idle = [index for index in range(length) if not trains[index]]
+    surplus = length - spec.pods
+    if surplus <= 0 or len(idle) < surplus or sum(trains) < spec.nodes:
+        return None
+    slots = list(status.slots[:length])
+    idle.sort(key=lambda index: (view.pods[index] is not None, -index))  # First those without a pod.
+    for index in idle[:surplus]:
+        if view.pods[index] is not None:
+            slots[index] = Slot(attempt=slots[index].attempt + 1)
+    return slots
 
 
 def plan_next_attempt(slot: Slot, repeated: Repeated) -> Slot:

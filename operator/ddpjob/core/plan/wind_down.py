@@ -33,7 +33,7 @@ from ddpjob.core.plan.queue import finish_workloads
 from ddpjob.core.status.conditions import with_condition, with_phase, without_condition
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.status.running import NO_GROUP
-from ddpjob.core.status.shown_progress import began_again, show_progress, without_risk
+from ddpjob.core.status.shown_progress import began_again, show_progress, without_future
 from ddpjob.core.view import View
 from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
 
@@ -84,7 +84,10 @@ def complete(view: View, events: list[Event]) -> Decision:
         # The group may have been smaller, or a suspension may have removed it.
         message = "all nodes have finished"
     if _trained_apart(view):
-        message += ", but the ranks formed no group, so each of them trained a separate model"
+        message += (
+            ", but the ranks formed no group, so each of them trained a separate model: `ddpjob init SCRIPT` shows "
+            "the missing lines"
+        )
     progress = show_progress(view.status.progress, view.reported_progress, view.now, at_once=True)
     if progress.get("resumed") == NO:
         message += f", but {began_again(progress)}"
@@ -106,6 +109,10 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
     for kind in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED):
         if status.holds(kind) or (kind is not ConditionType.SUSPENDED and status.condition(kind) is not None):
             status = with_condition(status, kind, False, reason, ended, now)
+    scheduled = status.condition(ConditionType.SCHEDULED)
+    if reason == "Complete" and scheduled is not None and not scheduled.status:
+        # A spare may never have had a place, and the job needed none.
+        status = with_condition(status, ConditionType.SCHEDULED, True, "Finished", ended, now)
     for kind in (
         *(ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED),
         *(ConditionType.RANKS_KEEP_PACE, ConditionType.SNAPSHOTS_HELD),
@@ -119,7 +126,7 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
         active=0,
         ready=0,
         spare=0,
-        progress=without_risk(show_progress(status.progress, view.reported_progress, now, at_once=True)),
+        progress=without_future(show_progress(status.progress, view.reported_progress, now, at_once=True)),
     )
     status = with_phase(status)
     return replace(wind_down(view.with_status(status)), status=status, events=tuple(events))

@@ -8,6 +8,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.decision import Event
 from ddpjob.core.failures.classify import PLANNED, PULLING, Cause, names_pod, without_wait
+from ddpjob.core.only_copy import ONLY_COPY, STATE
 from ddpjob.core.status.conditions import GROUP_RESTARTS
 from ddpjob.core.status.messages import count, event_text, why_held
 from ddpjob.core.status.repeated import repeats
@@ -101,6 +102,9 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
             continue
         if before is None or before.reason != condition.reason:
             events.append(Event(True, condition.reason, event_text(condition.message)))
+    placed, before = new.condition(ConditionType.SCHEDULED), old.condition(ConditionType.SCHEDULED)
+    if placed is not None and STATE in placed.message and (before is None or STATE not in before.message):
+        events.append(Event(True, ONLY_COPY, event_text(placed.message)))
     running, before = new.condition(ConditionType.RUNNING), old.condition(ConditionType.RUNNING)
     known_before = before is not None and UNREACHABLE_LONG in before.message
     late = running is not None and running.reason == STEP_OVERDUE and last_step(before) != last_step(running)

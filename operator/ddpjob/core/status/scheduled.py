@@ -8,6 +8,7 @@ from functools import partial
 
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
 from ddpjob.core.decision import BLOCKED_POLL
+from ddpjob.core.only_copy import STATE, explain_kept, find_holders
 from ddpjob.core.status.conditions import with_condition
 from ddpjob.core.status.group_counts import count_training_nodes
 from ddpjob.core.status.messages import count, why_held
@@ -16,6 +17,7 @@ from ddpjob.core.view import View
 from ddpjob.core.volumes import FIELD
 from ddpjob.core.world import PodView, Rejection, Role, World, gang_name
 
+UNSCHEDULABLE = "Unschedulable"
 CREATION_REFUSED = "CreationRefused"
 NAME_IS_TAKEN = "NameTaken"
 DELETION_REFUSED = "DeletionRefused"
@@ -29,10 +31,10 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
     if world.problems:
         remedy = "the pods stay as they are, and none is created until spec.podTemplate is corrected"
         return condition(False, "InvalidPodTemplate", f"{'; '.join(world.problems)} ({remedy})")
-    if status.gang_waits and not world.serves_gangs:
-        return condition(False, GANG_NOT_SERVED, _gang_not_served(volcano=spec.scheduling.by_volcano))
     if view.claim_problem is not None:
         return condition(False, view.claim_problem.reason, view.claim_problem.message)
+    if status.gang_waits and not world.serves_gangs:
+        return condition(False, GANG_NOT_SERVED, _gang_not_served(volcano=spec.scheduling.by_volcano))
     blocking = [rejection for rejection in world.rejections if not rejection.of_budget]
     if blocking:
         return condition(False, *_refused(view, alive, blocking[0]))
@@ -48,7 +50,9 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
         message = f"pod {waiting.name}: {waiting.unschedulable}{_spread_hint(view, waiting)}"
         if status.gang_waits:
             message = _gang_waits(view, alive)
-        return condition(False, "Unschedulable", message)
+        elif status.gang is not None and find_holders(view):
+            message += f"; the other pods stay, because only they hold {STATE}"
+        return condition(False, UNSCHEDULABLE, f"{message}{_kept(view)}")
     by_volcano = status.gang_waits and spec.scheduling.by_volcano
     ignored = find_not_considered([*alive, *dedicated], spec.scheduling, view.now) if not by_volcano else None
     if ignored is not None:
@@ -61,7 +65,7 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
         if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
             return status  # The outcome of the next attempt is not known yet.
         refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
-        return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}")
+        return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}{_kept(view)}")
     message = f"{_are_scheduled(placed, spec.pods)}{_backing_off(status, view.now)}"
     if by_volcano and alive:
         group = gang_name(view.job, status.rendezvous.generation)
@@ -70,6 +74,11 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
             f"read the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
         )
     return condition(False, "Placing", message)
+
+
+def _kept(view: View) -> str:
+    kept = explain_kept(view)
+    return f"; {kept}" if kept else ""
 
 
 def _are_scheduled(placed: int, pods: int) -> str:

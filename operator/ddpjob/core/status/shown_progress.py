@@ -116,9 +116,9 @@ def without_speed(progress: Json) -> Json:
     return kept
 
 
-def without_risk(progress: Json) -> Json:
-    """Return the progress without what a loss would cost, because the job has ended."""
-    return {name: value for name, value in progress.items() if name not in _OF_MEMORY}
+def without_future(progress: Json) -> Json:
+    """Return the progress of a job that has ended: no time is left, and no loss can cost steps."""
+    return {name: value for name, value in progress.items() if name not in ("eta", *_OF_MEMORY)}
 
 
 def show_stragglers(view: View) -> list[Json]:

@@ -26,6 +26,24 @@
     olds.slice(news.length).forEach((node) => node.remove());
   }
 
+  // The state of each job on the page, by the id of its row; of a job's own page, by its title.
+  function states() {
+    const rows = [...document.querySelectorAll("tr[id] .state, h1 .state")].map((state) => {
+      const row = state.closest("tr");
+      const name = row ? row.querySelector("th").textContent : document.querySelector("h1").firstChild.textContent;
+      return [row ? row.id : "title", [name.trim(), state.textContent.trim()]];
+    });
+    return new Map(rows);
+  }
+
+  // Screen readers say what has changed, which they cannot see; at most three jobs at once.
+  function announce(before) {
+    const changed = [...states()].filter(([id, [, state]]) => before.has(id) && before.get(id)[1] !== state);
+    const said = changed.slice(0, 3).map(([, [name, state]]) => `${name} is ${state}`);
+    if (changed.length > said.length) said.push(`${changed.length - said.length} more have changed`);
+    if (said.length) document.getElementById("changes").textContent = said.join(", ");
+  }
+
   async function refresh() {
     if (running) { again = true; return; }
     running = true;
@@ -34,12 +52,14 @@
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       if (answer.status === 404) { say("off", "deleted"); return; }
       if (!answer.ok) { say("off", page.title || `error ${answer.status}`); return; }
+      const before = states();
       const focused = document.activeElement, row = focused && focused.closest("tr[id]");
       for (const region of document.querySelectorAll("[data-live]")) {
         const fresh = page.getElementById(region.id);
         if (fresh) morph(region, fresh);
       }
       if (row && !focused.isConnected) document.getElementById(row.id)?.querySelector("a")?.focus();
+      announce(before);
       say("on", "live");
       document.dispatchEvent(new Event("ddpjob:refreshed"));
     } catch {

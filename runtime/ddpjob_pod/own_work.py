@@ -1,0 +1,312 @@
+"""Measures each rank's own work per step in any training loop, and finds the ranks that lag.
+
+Problem: in a group, every rank's step takes equally long, because all wait for the slowest one. A
+stopwatch around the step shows the same time everywhere.
+
+Rule: a rank's own work is the time from one step of its first optimizer to the next, without its
+waits for others. Two kinds of waits are seen (`WorkClock`):
+
+- DDP waits at the end of a backward pass. Callbacks at its end run in the order in which they were
+  queued, and this module's is queued before DDP's. So DDP's wait is what remains until
+  `torch.autograd.backward` returns.
+- All other waits go through the method `wait` of torch's Work, or on GPUs with a newer torch, into
+  the collective itself.
+
+On a GPU, they are measured by events in its stream, because the host does not wait there. A torch
+whose stream waits elsewhere shows equal times, so nobody is named. This has not run on several
+GPUs yet.
+
+A step with an evaluation or a checkpoint is not like the others, so the median of the steps counts.
+Every rank writes its median into the group's store at each look. Rank 0 reads all of them and
+judges them (`stragglers.py`). A look is every LOOK_SECONDS; without new steps nothing is judged.
+
+Example: two ranks compute 100 ms, a third one 200 ms, and all exchange gradients.
+
+    rank 0    step 210 ms, of which it waits 110 ms    own work 100 ms
+    rank 2    step 210 ms, of which it waits  10 ms    own work 200 ms: it lags, at a cost of 0.48
+
+Why: docs/decisions/0026.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib.util
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.stragglers import Straggler, Stragglers
+
+LOOK_SECONDS = 5.0
+FACTOR, SECONDS = 1.5, 30.0
+"""When a rank is named, as in the built-in trainer by default."""
+COLLECTIVES = (
+    *("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "broadcast", "reduce"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "alltoall_base"),
+    *("send", "recv"),
+)
+"""Methods of torch's ProcessGroup, of any version, in which a GPU's stream may wait."""
+_OPTIMIZER = "torch.optim.optimizer"
+_RECENT = 200
+"""Maximum number of steps whose median is taken."""
+_FEWEST = 3
+"""Minimum number of steps since the last look for a median."""
+_UNREAD = 100
+"""Maximum number of steps whose events may be unread. Later steps are not measured until then."""
+
+
+class WorkClock:
+    """Measures this rank's own seconds of each step.
+
+    The methods `waits` and `step_ends` are called in the thread that trains.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._first: int | None = None  # The id of the optimizer whose steps count.
+        self._mark: Any = None
+        self._waits: list[tuple[Any, Any]] = []
+        self._unread: collections.deque[tuple[Any, Any, list[tuple[Any, Any]]]] = collections.deque()
+        self._thread: int | None = None
+        self._steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_RECENT)
+
+    def mark(self) -> Any:
+        """Return the present moment: an event in the GPU's stream, or this process's clock."""
+        cuda = self._torch.cuda
+        if not cuda.is_initialized():
+            return time.perf_counter()
+        event = cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def waited(self, begin: Any, end: Any) -> None:
+        """Count the time between two marks as a wait, if training has waited.
+
+        On a GPU, torch's own threads, which Python does not know, run the backward pass.
+        """
+        thread = threading.current_thread()
+        if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):
+            self._waits.append((begin, end))
+
+    def step_ends(self, optimizer: Any) -> None:
+        """Note the end of a step, if it is the first optimizer's."""
+        if self._first is None:
+            self._first = id(optimizer)
+        if id(optimizer) != self._first or self.is_hidden():
+            return
+        self._thread = threading.get_ident()
+        now, before, waits = self.mark(), self._mark, self._waits
+        self._mark, self._waits = now, []
+        if before is not None and type(before) is type(now) and len(self._unread) < _UNREAD:
+            self._unread.append((before, now, waits))
+
+    def is_hidden(self) -> bool:
+        """Whether torch compiles or captures what runs now, so that moments mean nothing."""
+        cuda = self._torch.cuda
+        compiling = getattr(getattr(self._torch, "compiler", None), "is_compiling", lambda: False)
+        return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
+
+    def take(self) -> tuple[float, float] | None:
+        """Return the medians of own work and whole steps since the last call.
+
+        None if there were too few steps. Steps that the GPU has not finished yet are left for the
+        next call.
+        """
+        while self._unread and _is_over(self._unread[0][1]):
+            begin, end, waits = self._unread.popleft()
+            whole = _seconds(begin, end)
+            waited = sum(_seconds(*wait) for wait in waits if type(wait[1]) is type(end) and _is_over(wait[1]))
+            self._steps.append((max(0.0, whole - waited), whole))
+        if len(self._steps) < _FEWEST:
+            return None
+        steps = list(self._steps)
+        self._steps.clear()
+        return statistics.median(own for own, _ in steps), statistics.median(whole for _, whole in steps)
+
+
+def _is_over(mark: Any) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000)
+
+
+class Lookout:
+    """Compares the ranks' own work, and hands the lagging ranks to `say` on rank 0."""
+
+    def __init__(
+        self, say: Callable[[list[dict[str, float]]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say, self._clock = say, clock
+        self._said: list[dict[str, float]] = []
+        self._judge = Stragglers(FACTOR, SECONDS)
+
+    def look(self, clock: WorkClock, store: Any, rank: int, world: int) -> None:
+        """Write this rank's figures into the group's store and, on rank 0, judge all ranks'."""
+        figures = clock.take()
+        if figures is None:
+            return
+        own, step = figures
+        store.set(_key(rank), f"{own:.6g}")
+        keys = [_key(number) for number in range(world)]
+        if rank or not store.check(keys):
+            return
+        found = self._judge.add(self._clock(), read_seconds(store.multi_get(keys)), step=step)
+        self.report(found)
+
+    def report(self, found: tuple[Straggler, ...]) -> None:
+        """Hand over the lagging ranks, if they have changed."""
+        entries = [straggler.as_figures() for straggler in found]
+        if entries != self._said:
+            self._said = entries
+            self._say(entries)
+
+
+def _key(rank: int) -> str:
+    """Return a rank's key. A store may outlive the round, whose ranks are others."""
+    return f"ddpjob/own-work/{JobEnvironment.read().fence}/{rank}"
+
+
+def read_seconds(values: Iterable[bytes]) -> list[float]:
+    """Return the ranks' seconds; 0, which means unknown, for a value that is not a number."""
+    found = []
+    for value in values:
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        found.append(seconds if 0 < seconds < float("inf") else 0.0)
+    return found
+
+
+_begun: list[Lookout] = []
+
+
+def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
+    """Measure this process's steps from its first optimizer on, once.
+
+    `say` gets the entries of a progress report whenever they change. Outside a group of several
+    ranks this does nothing.
+    """
+    if not _begun and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        _begun.append(Lookout(say))
+        if _OPTIMIZER in sys.modules:
+            _measure(sys.modules[_OPTIMIZER])
+        else:
+            sys.meta_path.insert(0, _OptimizerImport())
+
+
+class _OptimizerImport:
+    """Import hook that begins to measure once the program has imported torch's optimizers."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Find the module as the other hooks do, and add the measurement to its execution."""
+        if name != _OPTIMIZER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_measure(module: Any) -> None:
+            execute(module)
+            _measure(module)
+
+        spec.loader.exec_module = execute_and_measure  # type: ignore[method-assign]
+        return spec
+
+
+def _measure(optimizer_module: Any) -> None:
+    """Hook the steps. Waits are measured from the first step on, when torch is complete."""
+    hook = getattr(optimizer_module, "register_optimizer_step_post_hook", None)
+    if hook is None:
+        return  # torch before 2.0.
+    clocks: list[WorkClock] = []
+
+    def step_ends(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        if not clocks:
+            clocks.append(_start(sys.modules["torch"]))
+        clocks[0].step_ends(optimizer)
+
+    hook(step_ends)
+
+
+def _start(torch: Any) -> WorkClock:
+    clock = WorkClock(torch)
+    if torch.distributed.is_available():
+        torch.distributed.Work.wait = count_waits(torch.distributed.Work.wait, clock)
+        group = torch.distributed.ProcessGroup
+        for name in COLLECTIVES if torch.cuda.is_available() else ():
+            if hasattr(group, name):
+                setattr(group, name, count_waits(getattr(group, name), clock))
+        torch.autograd.backward = count_tail(torch.autograd.backward, clock, torch)
+        process = os.getpid()
+        arguments = clock, torch.distributed, process
+        threading.Thread(target=_look_on, args=arguments, name="ddpjob-own-work", daemon=True).start()
+    return clock
+
+
+def count_waits(wait: Callable[..., Any], clock: WorkClock) -> Callable[..., Any]:
+    """Wrap `wait` so that its time counts as waiting."""
+
+    @functools.wraps(wait)
+    def counted(*given: Any, **named: Any) -> Any:
+        if clock.is_hidden():
+            return wait(*given, **named)
+        began = clock.mark()
+        try:
+            return wait(*given, **named)
+        finally:
+            clock.waited(began, clock.mark())
+
+    return counted
+
+
+def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Callable[..., Any]:
+    """Wrap torch's backward so that the time from this rank's last gradient on is a wait."""
+    queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+    if queue is None:
+        return backward
+
+    @functools.wraps(backward)
+    def counted(tensors: Any, *given: Any, **named: Any) -> Any:
+        ends: list[Any] = []
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        handle = None
+        # With compiled autograd, the pass is compiled, and hooks become a part of it.
+        compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
+        if not compiled and isinstance(roots, (list, tuple)) and roots and getattr(roots[0], "requires_grad", False):
+            handle = roots[0].register_hook(lambda _: queue(lambda: ends.append((clock.mark(), len(clock._waits)))))
+        try:
+            return backward(tensors, *given, **named)
+        finally:
+            if handle is not None:
+                handle.remove()
+            if ends:
+                began, known = ends[0]
+                del clock._waits[known:]  # Waits within this one.
+                clock.waited(began, clock.mark())
+
+    return counted
+
+
+def _look_on(clock: WorkClock, distributed: Any, process: int) -> None:
+    """Look every LOOK_SECONDS until the group is gone."""
+    while os.getpid() == process:
+        time.sleep(LOOK_SECONDS)
+        if not distributed.is_initialized() or distributed.get_world_size() < 2:
+            continue
+        try:
+            store = distributed.distributed_c10d._get_default_store()
+            _begun[0].look(clock, store, distributed.get_rank(), distributed.get_world_size())
+        except Exception:  # The store's host is gone, or this torch has no such store.
+            return

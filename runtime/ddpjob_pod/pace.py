@@ -1,0 +1,67 @@
+"""Measures the speed of a training from the counts that it reports, over a window of several.
+
+One report covers few whole steps, so the time between two of them says little: with half a second
+between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
+
+The window begins with the newest report that leaves at least SECONDS in it, and either STEPS or
+LONGEST_SECONDS. There is no speed before it holds FIRST_SECONDS or FIRST_STEPS. A count that falls
+is that of a script that has started again, so a new window begins with it.
+
+Example of steps of 0.3 s that are looked at every half second:
+
+    second  0.5  1.0  1.5  2.0 ... 6.0
+    count     1    3    5    6      20
+    speed     -    -  4.0  3.3     3.4      measured since second 1.0
+
+The step counter loads this file by itself into processes that run any script, so it imports
+nothing.
+"""
+
+from __future__ import annotations
+
+FIRST_SECONDS, FIRST_STEPS = 1.0, 5
+SECONDS = 5.0
+LONGEST_SECONDS = 60.0
+STEPS = 10
+BETWEEN_SECONDS = 0.5
+"""Reports that follow sooner share one place in the window, so that it stays small."""
+
+
+class Pace:
+    """Counts per second over the newest reports.
+
+    `least` is the number of counts that make a window long enough.
+    """
+
+    def __init__(self, least: int = STEPS) -> None:
+        self._least = least
+        self._window: list[tuple[float, float]] = []  # (count, moment), oldest first
+
+    def add(self, count: float, now: float) -> None:
+        """Note that `count` was reached at `now`, in seconds of a monotonic clock."""
+        window = self._window
+        if window and count == window[-1][0]:
+            return
+        if window and count < window[-1][0]:
+            window.clear()
+        if len(window) > 2 and window[-1][1] - window[-2][1] < BETWEEN_SECONDS:
+            window.pop()
+        window.append((count, now))
+        while len(window) > 2 and self._suffices(window[1]):
+            del window[0]
+
+    def _suffices(self, first: tuple[float, float]) -> bool:
+        """Whether a window that begins with `first` is long enough."""
+        count, moment = self._window[-1]
+        seconds = moment - first[1]
+        return seconds >= SECONDS and (count - first[0] >= self._least or seconds >= LONGEST_SECONDS)
+
+    @property
+    def per_second(self) -> float | None:
+        """The speed, or None while too little is known."""
+        if len(self._window) < 2:
+            return None
+        (first, began), (last, now) = self._window[0], self._window[-1]
+        if now <= began or (now - began < FIRST_SECONDS and last - first < min(self._least, FIRST_STEPS)):
+            return None
+        return (last - first) / (now - began)
