@@ -244,7 +244,7 @@ def test_each_condition_has_the_row_of_its_own_table() -> None:
     assert "load the image onto the nodes" in text(job(phase="Pending", conditions=[lacks]))
     changed = condition("Scheduled", False, "InvalidPodTemplate")
     said = text(job(phase="Restarting", conditions=[changed, condition("Running", False, "NodesMissing")]))
-    assert "Suspend, correct it, resume." in said and "Nothing was created" not in said
+    assert "Suspend the job, correct the field that the message names" in said and "Nothing was created" not in said
     said = text(job(phase="Failed", conditions=[condition("Failed", True, "ImagePullBackOff")]))
     assert "The registry has no such image" in said and "imagePullSecrets" not in said
 
@@ -266,7 +266,7 @@ def test_what_is_amiss_with_a_job_that_trains_is_said_with_its_row() -> None:
     stalls = condition("Running", True, "StepOverdue", "the group has made no step: rank 0 in f\nrank 0:\nstack")
     said = text(job(phase="Running", nodes={"ready": 2}, conditions=[stalls]))
     assert said.startswith("j trains on 2 nodes.\nRunning is True: StepOverdue.\n  the group has made no step: rank")
-    assert "\n  stack\nWhat it means: No step for 20 times" in said and "delete a pod" in said
+    assert "\n  stack\nWhat it means: No step has ended for 20 times" in said and "delete a pod" in said
     amiss = condition("CheckpointsCopied", False, "CopiesBehind", "none has reached the bucket")
     well = [condition("Running", True, "GroupRuns"), condition("NodesHealthy", True, "AllHealthy")]
     said = text(job(phase="Running", nodes={"ready": 2}, conditions=[*well, amiss]))
