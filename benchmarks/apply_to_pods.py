@@ -1,4 +1,4 @@
-"""Time from a DDPJob's creation to its pods and to its first step.
+"""Measures the time from a DDPJob's creation to its pods and to its first step.
 
     python -m benchmarks.apply_to_pods MANIFEST --namespace NAMESPACE
 
@@ -46,7 +46,7 @@ class BenchmarkError(Exception):
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement. `pods`: number of pods whose creation was awaited."""
+    """One measurement. `pods` is the number of pods whose creation was awaited."""
 
     what: str
     nodes: int
@@ -164,7 +164,7 @@ class Bench:
                         return Sample("apply -> step", nodes, 0, run, time.perf_counter() - began)
                 time.sleep(0.1)
         raise BenchmarkError(
-            f"the log of {pod} ended without a line that matches {pattern.pattern!r}; name another by --step-pattern"
+            f"the log of {pod} ended without a line that matches {pattern.pattern!r}; set a different --step-pattern"
         )
 
     @contextmanager
@@ -264,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="REGEX",
         help=r"the line of the first step (default \bstep 1\b)",
     )
-    made.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
+    made.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     return made
 
 
@@ -281,7 +281,7 @@ def main() -> int:
     found = client.CoreV1Api().list_namespaced_pod(arguments.namespace).items
     if found:
         print(
-            f"--namespace {arguments.namespace}: has pods, such as {found[0].metadata.name}; name an empty one",
+            f"--namespace {arguments.namespace}: has pods, such as {found[0].metadata.name}; choose an empty namespace",
             file=sys.stderr,
         )
         return 2

@@ -52,7 +52,7 @@ _NAMES = (
 _CAUSES = (
     ("NodeLost", "the Kubernetes node gpu-{n} does not respond"),
     ("OOMKilled", "the pod exceeded its 64Gi"),
-    ("Preempted", "a pod of a higher priority needs the place"),
+    ("Preempted", "a pod with a higher priority needs the room"),
     ("WorkerFailed", TRACEBACK),
 )
 

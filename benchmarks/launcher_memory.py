@@ -1,4 +1,4 @@
-"""How much memory the processes of one node hold, in Standard and Fast.
+"""Measures the memory of one node's processes in modes Standard and Fast.
 
     python -m benchmarks.launcher_memory [--table docs/recovery.md]
 
@@ -58,7 +58,7 @@ def measure(mode: str, folder: Path) -> list[tuple[str, float, float, float]]:
         try:
             while len(list(ready.iterdir())) < WORKERS:
                 if runner.poll() is not None:
-                    raise RuntimeError(f"the job has ended: python -m ddpjob.cli run {manifest}")
+                    raise RuntimeError(f"the job has ended; see python -m ddpjob.cli run {manifest}")
                 time.sleep(0.1)
             return _of_container(f"{name}-0-0/trainer")
         finally:
@@ -86,7 +86,7 @@ def table(found: dict[str, list[tuple[str, float, float, float]]]) -> str:
     lines.append("| --- | --- | ---: | ---: | ---: |")
     for mode, rows in found.items():
         lines += [f"| {mode} | {kind} | {rss:.0f} | {own:.0f} | {share:.0f} |" for kind, rss, own, share in rows]
-        lines.append(f"| {mode} | all of the node |  |  | {sum(share for *_, share in rows):.0f} |")
+        lines.append(f"| {mode} | whole node |  |  | {sum(share for *_, share in rows):.0f} |")
     return "\n".join(lines)
 
 

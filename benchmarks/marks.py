@@ -9,7 +9,7 @@ from pathlib import Path
 def add_table_option(parser: argparse.ArgumentParser, name: str, more: str = "") -> None:
     """Add `--table FILE` (default None), the document for `write_between`.
 
-    `more`: the help's last words.
+    `more` is appended to the help.
     """
     where = f"write the table between <!-- {name}: begin --> and <!-- {name}: end --> of a document"
     parser.add_argument("--table", type=Path, metavar="FILE", help=f"{where}{more}")
@@ -20,6 +20,6 @@ def write_between(path: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     document = path.read_text()
     if begin not in document or end not in document:
-        raise ValueError(f"{path} has no marks {begin.strip()} and {end}; add them where the table belongs")
+        raise ValueError(f"{path} has no marks {begin.strip()} and {end}; add them at the table's place")
     head, _, rest = document.partition(begin)
     path.write_text(head + begin + text + "\n" + end + rest.partition(end)[2])

@@ -1,15 +1,15 @@
-"""How long a coordinator takes with very many members.
+"""Measures a coordinator with a very large number of members.
 
-Measured are the times until a round begins, until the next round after a loss begins, and until all
+It measures the times until a round begins, until the next round after a loss begins, and until all
 members have connected at once, at the job's start and after the loss of an earlier coordinator.
 
     python -m benchmarks.members [--members 1024] [--runs 3] [--share 1 0.1] [--table benchmarks/README.md]
 
-This program plays the members over real sockets on 127.0.0.1: only their lines, without torch. Both
-share the machine's processors. One member more than the round needs is a spare, so that a lost
-member is replaced at once. `--members` and 100 spares connect at once, each from its own address,
-with a launcher's timeouts and pauses. If the coordinator gets only a share of a processor, it is
-stopped for the rest of each twentieth of a second.
+This program simulates the members over real sockets on 127.0.0.1, without torch. It shares the
+machine's CPUs with the coordinator. One additional member is a spare, so that a lost member is
+replaced at once. `--members` and 100 spares connect at once, each from its own address, with a
+launcher's timeouts and pauses. If the coordinator gets only a share of a processor, it is stopped
+for the rest of each twentieth of a second.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ PERIOD = 0.05
 REST = 10
 """Seconds for which the coordinator is observed while members train."""
 ARRIVAL_SECONDS = 60
-"""How long all members may take to reach a coordinator; a launch that takes longer has failed."""
+"""Maximum number of seconds for all members to reach a coordinator. A launch that takes longer has
+failed.
+"""
 
 
 class Member:
@@ -82,9 +84,9 @@ class Figures:
     """The figures of one run, in seconds.
 
     For the coordinator, they are its share of a processor while all members train, its report's
-    size in kB, its processor time for everything else, and its memory in MiB at the end.
-    `attempts`: the number of connections needed for all members to arrive at once and to return to
-    a second coordinator, divided by the number of members.
+    size in kB, its processor time for everything else, and its memory in MiB at the end. `attempts`
+    is the number of connections needed for all members to arrive at once and to return to a second
+    coordinator, divided by the number of members.
     """
 
     connected: float
@@ -168,7 +170,7 @@ def coordinating(port: int, count: int, share: float, attempt: int) -> Iterator[
 async def _arrive(port: int, count: int, resumes: bool) -> tuple[float, int]:
     """Connect all members and spares at once. Return (seconds until all are welcomed, connections).
 
-    `resumes`: they come from round 1 of an earlier coordinator, and that round must then continue.
+    With `resumes`, they come from round 1 of an earlier coordinator, which must then continue.
     """
     began, kept, attempts = time.monotonic(), [], 0
 
@@ -216,7 +218,7 @@ async def _try_to_arrive(port: int, index: int, hello: dict[str, Any]) -> asynci
 
 
 def _play(count: int, port: int, coordinator: int, arrivals: tuple[float, float, float]) -> Figures:
-    """Play the members of a run. `coordinator`: its process id."""
+    """Simulate the members of a run. `coordinator` is the coordinator's process id."""
     began = time.monotonic()
     members = [Member(port, index) for index in range(count + 1)]
     for member in members:
@@ -264,7 +266,7 @@ def _wait_until_it_runs(port: int) -> None:
     end = time.monotonic() + ARRIVAL_SECONDS
     while (state := json.loads(_report(port))["state"]) != "Running":
         if time.monotonic() > end:
-            raise TimeoutError(f"the coordinator is {state} and not Running after {ARRIVAL_SECONDS} s")
+            raise TimeoutError(f"the coordinator is {state} instead of Running after {ARRIVAL_SECONDS} s")
         time.sleep(0.05)
 
 
@@ -290,15 +292,15 @@ def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> 
         "all connected and welcomed, s": [run.connected for run in runs],
         "from the first `ready` to the last `go`, s": [run.formed for run in runs],
         "from a loss to the last `go` of the next round, s": [run.formed_again for run in runs],
-        "these and 100 spares come at once: until the last is welcomed, s": [run.arrived for run in runs],
-        "they come from an earlier coordinator: until its round runs on, s": [run.taken_over for run in runs],
-        "connections that each of them needed": [run.attempts for run in runs],
-        "while all train: the coordinator's share of a processor, %": percent,
-        "its report, kB": [run.report for run in runs],
-        "the coordinator's processor time for all but that, s": [run.processor for run in runs],
+        "these and 100 spares connect at once: until the last one is welcomed, s": [run.arrived for run in runs],
+        "they come from an earlier coordinator: until its round continues, s": [run.taken_over for run in runs],
+        "connections per member": [run.attempts for run in runs],
+        "while all train: the coordinator's share of a CPU, %": percent,
+        "its report's size, kB": [run.report for run in runs],
+        "the coordinator's CPU time for everything else, s": [run.processor for run in runs],
         "the coordinator's memory, MiB": [run.memory for run in runs],
     }
-    title = f"{count} members" + (f", the coordinator has {share:.0%} of a processor" if share < 1 else "")
+    title = f"{count} members" + (f", the coordinator has {share:.0%} of a CPU" if share < 1 else "")
     lines = [f"| {title} | median | worst |", "| --- | ---: | ---: |"]
     lines += [f"| {what} | {median(values):.2f} | {max(values):.2f} |" for what, values in rows.items()]
     load = f"load average {min(loads):.1f} to {max(loads):.1f}"
@@ -310,13 +312,13 @@ def main() -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--members", type=int, default=1024, help="of a round (default 1024)")
     made.add_argument("--runs", type=int, default=3, help="(default 3)")
-    made.add_argument("--share", type=float, nargs="+", default=[1.0, 0.1], help="of a processor (default 1 0.1)")
+    made.add_argument("--share", type=float, nargs="+", default=[1.0, 0.1], help="of a CPU (default 1 0.1)")
     add_table_option(made, "members")
     options = made.parse_args()
     wanted = options.members + 2 * protocol.MAX_SPARES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        print(f"only {hard} files may be open (ulimit -n): {wanted} are needed", file=sys.stderr)
+        print(f"only {hard} files may be open (ulimit -n), but {wanted} are needed", file=sys.stderr)
         return 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     tables = []

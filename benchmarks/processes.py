@@ -41,7 +41,7 @@ def kill_all(*processes: subprocess.Popen[bytes]) -> float:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            continue  # It died with its parent.
+            continue  # The process died with its parent.
     for process in processes:
         process.wait()
     return moment
@@ -63,7 +63,7 @@ def memory(pid: int, what: str = "VmRSS") -> float:
 
 
 def free_port() -> int:
-    """Return a free TCP port on 127.0.0.1 that is not used for other programs' connections."""
+    """Return a free TCP port on 127.0.0.1, outside the range for outgoing connections."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             port = random.SystemRandom().randrange(32000, 32768)

@@ -147,7 +147,7 @@ def draw(curves: Curves, path: Path) -> None:
         lowest, highest = [min(values) for values in points], [max(values) for values in points]
         axes.fill_between(epochs, lowest, highest, alpha=0.15, color=style["color"], linewidth=0)
     axes.set(
-        xlabel="epoch", ylabel="test accuracy, %", title="Shapes: the recipe, and what differs from it in one thing"
+        xlabel="epoch", ylabel="test accuracy, %", title="Shapes: the recipe, and its variations in one ingredient"
     )
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
@@ -183,11 +183,11 @@ def measure(recipes: list[Recipe], seeds: list[int], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, or read earlier measurements, and produce the table and the picture."""
+    """Measure or read earlier measurements, and produce the table and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="draw the curves")
     parser.add_argument(
-        "--csv", type=Path, default=Path("recipes.csv"), metavar="FILE", help="keep the accuracies here"
+        "--csv", type=Path, default=Path("recipes.csv"), metavar="FILE", help="write the accuracies to this file"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[recipe.name for recipe in RECIPES], metavar="NAME")
@@ -196,7 +196,7 @@ def main() -> None:
     if not args.sources:
         by_name = {recipe.name: recipe for recipe in RECIPES}
         if unknown := set(args.only) - by_name.keys():
-            parser.error(f"--only: {sorted(unknown)} not known; the recipes are {list(by_name)}")
+            parser.error(f"--only: {sorted(unknown)} unknown; the recipes are {list(by_name)}")
         measure([by_name[name] for name in args.only], args.seeds, args.csv)
     curves = read(args.sources or [args.csv])
     print(table(curves))

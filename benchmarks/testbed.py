@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.processes import free_port
 
-sys.path += [str(CHECKOUT / "tests"), str(CHECKOUT / "tests" / "cluster")]  # The test cluster belongs to the tests.
+sys.path += [str(CHECKOUT / "tests"), str(CHECKOUT / "tests" / "cluster")]  # For the test cluster.
 
 from jobs import Jobs, job, steps_job
 from operator_process import KEY, OperatorProcess, install_crd
@@ -65,7 +65,7 @@ class Testbed:
                 if not self.operator.running():
                     break
                 time.sleep(0.1)
-        raise SystemExit(f"the operator does not start:\n{self.operator.log.read_text(errors='replace')}")
+        raise SystemExit(f"the operator did not start:\n{self.operator.log.read_text(errors='replace')}")
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def testbed(name: str, folder: Path) -> Iterator[Testbed]:
     """
     cluster = Cluster()
     if cluster.state() is None:
-        print("the test cluster is not running: make cluster-up", file=sys.stderr)
+        print("the test cluster is not running; start it with make cluster-up", file=sys.stderr)
         raise SystemExit(2)
     install_crd(cluster)
     namespace = f"{name}-{secrets.token_hex(2)}"

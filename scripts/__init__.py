@@ -1,1 +1,1 @@
-"""Programs of the project's maintainers and users; also imported by tests and benchmarks."""
+"""Programs for the project's maintainers and users, which tests and benchmarks also import."""

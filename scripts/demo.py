@@ -64,7 +64,7 @@ def main() -> int:
         return 2
     try:
         return _demo(arguments, manifest)
-    except KeyboardInterrupt:  # while it is judged: the run itself handles its own
+    except KeyboardInterrupt:  # The run handles its own signals.
         return 130
 
 
@@ -93,11 +93,11 @@ def _wait(run: subprocess.Popen[bytes]) -> int:
 
 def _judge(folder: JobFolder, killed: str | None, wanted: float) -> int:
     record = read_record(folder)
-    assert record is not None, "the run that has just ended wrote it"
+    assert record is not None, "the run has just written it"
     status = JobStatus.read(record["status"])
     accuracy = reported_accuracy(status)
     if killed is None or not status.restarts.uncounted:
-        return _fail("no node was killed: the job ended first")
+        return _fail("no node was killed, because the job ended first")
     if accuracy is None or accuracy < wanted:
         return _fail(f"test accuracy {accuracy} is below {wanted:.0%}")
     if not _ledger(folder):

@@ -1,9 +1,9 @@
 """Installs packages with uv into the environment that runs it, four times as fast as pip.
 
-    python scripts/install.py ARGUMENTS...     what follows `pip install`
+    python scripts/install.py ARGUMENTS...     the arguments of `pip install`
 
-uv reads none of pip's settings, so those that name package sources are passed on. pip tries what uv
-cannot install.
+uv does not read pip's settings, so settings for package sources are passed on. If uv cannot install
+a package, pip tries.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def main(arguments: list[str]) -> int:
     """Install the packages, and return the installer's exit code."""
     uv = Path(sys.executable).with_name("uv")
     if not uv.exists() and subprocess.run([*PIP, "install", "--quiet", "uv>=0.9,<1"], check=False).returncode:
-        print("uv cannot be installed here: pip does its work", file=sys.stderr)
+        print("uv cannot be installed here; using pip instead", file=sys.stderr)
     if uv.exists():
         listed = subprocess.run([*PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
         environment = {**settings(listed), **os.environ}
         command = [str(uv), "pip", "install", "--python", sys.executable, *arguments]
         if subprocess.run(command, env=environment, check=False).returncode == 0:
             return 0
-        print("uv could not install that: pip tries", file=sys.stderr)
+        print("uv failed; trying pip", file=sys.stderr)
     return subprocess.run([*PIP, "install", "--no-compile", *arguments], check=False).returncode
 
 

@@ -3,10 +3,10 @@
 
     python scripts/install_horovod.py [PYTHON] [--target DIR]
 
-Horovod 0.28.1, its last release, dates from 2023. It works with today's torch when its C++ is compiled as C++20, which
-torch's headers need, and CMake accepts its old policies. The wheel is cached in ~/.cache/ddpjob/horovod (XDG_CACHE_HOME
-is respected), by the versions of torch and Python that it was built for: a build takes a few minutes, later
-installations take seconds.
+Horovod 0.28.1, its last release, dates from 2023. It works with today's torch if its C++ is
+compiled as C++20, which torch's headers need, and if CMake accepts its old policies. The wheel is
+cached in ~/.cache/ddpjob/horovod (XDG_CACHE_HOME is respected), by the versions of torch and Python
+that it was built for. A build takes a few minutes, and later installations take seconds.
 
 Needs a compiler for C++20, CMake and make on PATH, and pip in the interpreter that runs this. The environment variables
 of Horovod's build are passed through, for instance HOROVOD_GPU_OPERATIONS=NCCL for GPUs, or HOROVOD_WITH_MPI=1. Exits
@@ -87,11 +87,13 @@ def probe(python: str) -> dict[str, object]:
     ended = subprocess.run([python, "-c", _PROBE, *REQUIRES, "setuptools"], capture_output=True, text=True)
     if ended.returncode:
         raise SystemExit(
-            f"{python} does not run: {ended.stderr.strip() or ended.returncode}; give the path of a Python interpreter"
+            f"{python} cannot run: {ended.stderr.strip() or ended.returncode}; pass the path of a Python interpreter"
         )
     facts: dict[str, object] = json.loads(ended.stdout)
     if facts["torch"] is None:
-        raise SystemExit(f"{python} has no torch: install torch there first, Horovod is compiled against it")
+        raise SystemExit(
+            f"{python} does not have torch; install torch there first, because Horovod is compiled against it"
+        )
     return facts
 
 
@@ -113,7 +115,7 @@ def wheel_folder(facts: dict[str, object]) -> Path:
 
 
 def cached_wheel(facts: dict[str, object]) -> Path | None:
-    """Return the wheel of an earlier build for the same versions; None if there is none."""
+    """Return the wheel of an earlier build for the same versions, or None."""
     return next(wheel_folder(facts).glob("horovod-*.whl"), None)
 
 
@@ -137,11 +139,11 @@ def missing_tools() -> list[str]:
 def build(python: str, facts: dict[str, object]) -> Path:
     """Download the source, patch it, compile, and cache the wheel. Raises SystemExit."""
     if missing := missing_tools():
-        raise SystemExit(f"Horovod must be compiled, and this machine lacks {'; '.join(missing)}")
+        raise SystemExit(f"Horovod must be compiled, but this machine lacks {'; '.join(missing)}")
     if "setuptools" in facts["missing"]:  # type: ignore[operator]
         pip(python, "install", "setuptools")
     print(
-        f"building Horovod {VERSION} for torch {facts['torch']}, {facts['tag']}: this takes a few minutes",
+        f"building Horovod {VERSION} for torch {facts['torch']}, {facts['tag']}, which takes a few minutes",
         file=sys.stderr,
         flush=True,
     )
@@ -169,7 +171,7 @@ def build(python: str, facts: dict[str, object]) -> Path:
             **({} if "HOROVOD_WITH_MPI" in os.environ else {"HOROVOD_WITHOUT_MPI": "1"}),
             **os.environ,
             "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-            # Not the flags of a make that runs this, which allow one job at a time.
+            # Do not inherit the flags of a make that runs this, which allow only one job at a time.
             "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
         }
         pip(
@@ -201,7 +203,7 @@ def patch(source: Path) -> int:
         file.write_text(text.replace('REPLACE "-O2" "-O3"', 'REPLACE "-O2 -g" "-O2"'))
         changed += count
     if not changed:
-        raise SystemExit(f"{source} sets no CMAKE_CXX_STANDARD: it is not the source of Horovod {VERSION}")
+        raise SystemExit(f"{source} does not set CMAKE_CXX_STANDARD, so it is not the source of Horovod {VERSION}")
     return changed
 
 

@@ -1,4 +1,4 @@
-"""The krew plugin `ddp`: python scripts/krew_plugin.py TAG URL FOLDER
+"""Builds the krew plugin `ddp`: python scripts/krew_plugin.py TAG URL FOLDER
 
 Writes FOLDER/kubectl-ddp.tar.gz, an asset of the release at URL, and FOLDER/ddp.yaml, krew's manifest with its
 checksum. `kubectl krew install --manifest=ddp.yaml --archive=kubectl-ddp.tar.gz` tries them without a release.
@@ -30,7 +30,7 @@ exit 2
 
 
 def archive(version: str) -> bytes:
-    """Return the archive, with the same bytes for the same version, as krew compares a checksum."""
+    """Return the archive. A version always has the same bytes, because krew compares a checksum."""
     files = {"kubectl-ddp": (LAUNCHER.format(version=version).encode(), 0o755)}
     files["LICENSE"] = ((ROOT / "LICENSE").read_bytes(), 0o644)
     made = io.BytesIO()

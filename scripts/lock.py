@@ -5,13 +5,14 @@ allows, with one version and the SHA-256 of each of its files. It names no index
 
     dev.txt       what CI tests with (`LOCKED=1`); its versions are those of the files below
     operator.txt  the operator's image
-    torch.txt     the trainer's image: torch, torchvision and what they need. A layer of its own, which is left out
-                  where TORCH_INDEX_URL names other wheels of torch
+    torch.txt     the trainer's image: torch, torchvision and what they need. A separate layer, which is
+                  skipped if TORCH_INDEX_URL names other wheels of torch
     trainer.txt   the trainer's image: all else
     build.txt     what builds the package, the images and the release's notes
 
-The newest versions are chosen that are at least a week old, since a poisoned release is mostly found within days.
-To take a fix at once: `python -m scripts.lock --upgrade-package=NAME --exclude-newer-package=NAME=DATE`.
+The newest versions that are at least a week old are chosen, because malicious releases are usually
+found within days. To use a fix at once, run `python -m scripts.lock --upgrade-package=NAME
+--exclude-newer-package=NAME=DATE`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ LOCKS = ROOT / "locks"
 OPTIONS = ("--universal", "--python-version=3.11", "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links",
            "--no-annotate", "--only-binary=:all:", "--custom-compile-command=make locks")  # fmt: skip
 FROM_SOURCE = ("deepspeed",)
-"""Packages without wheels. A package that is built when it is installed would bring a build
-environment that nothing locks, so no image contains one."""
+"""Packages without wheels. Building a package during installation needs a build environment, which
+would not be locked, so images do not contain such packages.
+"""
 PINNED = re.compile(r"^([a-z0-9][a-z0-9-]*)==([^ ;\\]+)", re.MULTILINE)
 """Name and version at the beginning of a requirement. A package has several requirements, with
 markers, if one version does not suit all Pythons."""
@@ -59,7 +61,7 @@ def compile_lock(name: str, words: Iterable[str], requirements: Iterable[str] = 
 
 
 def main(arguments: list[str]) -> None:
-    """Write all lock files. `arguments` go to uv, instead of --upgrade."""
+    """Write all lock files. `arguments` are passed to uv instead of --upgrade."""
     LOCKS.mkdir(exist_ok=True)
     chosen = ["--exclude-newer=7 days", *(arguments or ["--upgrade"])]
     tested = [*chosen, f"--constraint={LOCKS / 'dev.txt'}"]

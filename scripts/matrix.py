@@ -1,18 +1,20 @@
 """Run the runtime's tests on every Python and torch that it promises: make matrix.
 
-A row is a Python with the standard library alone, or with one minor of torch. One more is the newest Python with
-the newest pre-release of torch, from TORCH_PRE_INDEX_URL; it may fail, and is reported. Short form: every Python,
-and each torch with the oldest and the newest Python that it has wheels for and that this machine has.
-`--all`: each torch with every such Python, and all tests instead of the quick ones. One more row runs the
-trainer's tests of checkpoints on Debian 12's Python, with the packages of the environment that runs this. A row
-that cannot run (no interpreter, no wheel, no registry) is skipped with the reason. Exit code 1 when a row fails.
+A row is a Python version with only the standard library, or with one minor version of torch. By
+default, there is a row for every Python, and one for each torch with the oldest and the newest
+Python for which it has wheels and which this machine has. With `--all`, each torch runs with every
+such Python, and all tests run instead of the quick ones. Another row is the newest Python with the
+newest pre-release of torch, from TORCH_PRE_INDEX_URL; its failures are only reported. One more row
+runs the trainer's checkpoint tests on Debian 12's Python, with the packages of the current
+environment. A row that cannot run (no interpreter, no wheel, no registry) is skipped with the
+reason. The exit code is 1 if a row fails.
 
 Environments are kept in ~/.cache/ddpjob/matrix (XDG_CACHE_HOME), by the versions of Python, torch and pytest.
 """
 
-# This uses neither nox nor tox. They keep environments and find interpreters on PATH, which is a
-# fifth of this file. Which torch has wheels for which Python, an installation without CUDA's
-# gigabytes, and the table would be our own code anyway.
+# nox and tox would replace only a fifth of this file: they keep environments, and find interpreters
+# on PATH. The rest would remain: finding wheels of torch for each Python, installing them without
+# CUDA's gigabytes, and printing the table.
 from __future__ import annotations
 
 import argparse
@@ -48,7 +50,7 @@ QUICK = (
     "test_runtime_fast.py::test_a_spare_takes_over_at_once",
     "test_runtime_fast.py::test_a_crash_loop_slows_down",
     "test_launcher_checks.py::test_arguments_of_a_script_are_not_taken_for_options_of_torchrun",
-    # What the fork server does to torch, and expects of it.
+    # The fork server's effects on torch, and its assumptions about torch.
     "test_forkserver.py::test_a_worker_sees_what_a_fresh_process_would_see",
     "test_forkserver.py::test_its_end_is_reported",
     "test_forkserver.py::test_torchs_compiler_is_imported_when_something_needs_it",
@@ -68,13 +70,14 @@ LONG = (
     "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
     "test_coordinator_sockets.py::test_the_silence_of_a_host_is_death",
 )
-"""Tests without torch that the short form leaves out, because they wait or play random histories,
-which is the same on every Python."""
+"""Tests without torch that the short form skips, because they wait or play random histories, with
+the same result on every Python.
+"""
 TRAINER_PYTHON = "3.11.2"
-"""Debian 12's python3. Its patch release pickles differently from later ones, and CI's 3.11 is a
-late one."""
+"""Debian 12's python3. Its patch release pickles differently from later ones, such as CI's 3.11."""
 TRAINER = (
-    # Saved content comes back in both formats, from fsdp to ddp to one process, and from other Pythons.
+    # Saved content can be restored in both formats, from fsdp to ddp to one process, and from other
+    # Python versions.
     "test_checkpoint_dcp.py::test_content_comes_back_with_its_types",
     "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_one_continue_from_each_other",
     "test_manifest.py",
@@ -133,11 +136,11 @@ class Result:
 
 
 def main() -> int:
-    """Run the rows that the arguments choose, and return the exit code."""
+    """Run the rows selected by the arguments, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every Python with each torch, and all tests")
-    parser.add_argument("--python", action="append", help="only this one (3.9), repeatable")
-    parser.add_argument("--torch", action="append", help="only this one (2.6, none, oldest, newest, pre), repeatable")
+    parser.add_argument("--python", action="append", help="only this Python (3.9); repeatable")
+    parser.add_argument("--torch", action="append", help="only this torch (2.6, none, oldest, newest, pre); repeatable")
     parser.add_argument("--discard", action="store_true", help="remove each environment with torch after its row")
     arguments = parser.parse_args()
     results = []
@@ -188,7 +191,7 @@ def pre_release(python: str, newest: tuple[int, ...]) -> list[Row]:
     minor = max(found, default=())
     is_pre = minor > newest and re.search("[a-z]", found[minor])
     if not is_pre:
-        print("no pre-release of torch: set TORCH_PRE_INDEX_URL to the index of its nightly builds", file=sys.stderr)
+        print("no pre-release of torch; set TORCH_PRE_INDEX_URL to the index of its nightly builds", file=sys.stderr)
     return [Row(python, found[minor], pre=True)] if is_pre else []
 
 
@@ -197,7 +200,7 @@ def of_minor(
 ) -> list[Row]:
     """Return the rows of one minor of torch.
 
-    `wheels`: the newest patch of every minor, by Python in ascending order.
+    `wheels` has the newest patch of every minor, by Python in ascending order.
     """
     rows = [Row(python, versions[minor]) for python, versions in wheels.items() if minor in versions]
     return rows if everything else list(dict.fromkeys([rows[0], rows[-1]]))
@@ -241,7 +244,7 @@ def index(variable: str = "TORCH_INDEX_URL") -> list[str]:
 
 
 def interpreter(python: str) -> str | None:
-    """Return an interpreter of a version, such as 3.11 or 3.11.2; None if there is none.
+    """Return an interpreter of a version, such as 3.11 or 3.11.2, or None.
 
     That is pythonX.Y on PATH, otherwise pyenv's newest, otherwise the system's python3.
     """
@@ -283,7 +286,7 @@ def prepare(row: Row) -> Path:
             return python
         base = interpreter(row.python)
         if base is None:
-            raise NotHere(f"no python{row.python} on PATH or among pyenv's")
+            raise NotHere(f"no python{row.python} on PATH or in pyenv")
         shutil.rmtree(folder, ignore_errors=True)
         try:
             subprocess.run([base, "-m", "venv", str(folder)], check=True, capture_output=True, text=True)
@@ -325,9 +328,9 @@ def install_torch(python: Path, version: str, pre: bool = False) -> None:
 def replace_cuda(lib: Path) -> None:
     """Put an empty library under every name of CUDA's that torch is linked with.
 
-    The real ones take 2 to 3 GB for each torch. Loading torch needs their names, symbols and symbol
-    versions, but without a GPU it calls almost none of them. Every function returns 100, CUDA's "no
-    device".
+    The real libraries take 2 to 3 GB for each torch. Loading torch needs their names, symbols and
+    symbol versions, but without a GPU it calls almost none of their functions. Every function
+    returns 100, CUDA's "no device".
     """
     libraries = [str(path) for path in lib.glob("*.so")]
     needed = set(CUDA_LIBRARY.findall(output_of(["readelf", "--dynamic", "--wide", *libraries])))
@@ -355,7 +358,7 @@ def replace_cuda(lib: Path) -> None:
 
 
 def pip(python: Path, *what: str) -> None:
-    """Install into an environment, which is the cache: torch's wheel is kept nowhere else."""
+    """Install into an environment, which also serves as the cache of torch's wheel."""
     options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--no-cache-dir"]
     output_of([str(python), "-m", "pip", "install", *options, *what])
 
@@ -366,7 +369,9 @@ def output_of(command: list[str]) -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this environment, without what would bring its packages or options into a row."""
+    """Return the environment variables, without those that would bring this environment's packages
+    or options into a row.
+    """
     unwanted = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "DDPJOB_TEST_PYTHON", "VIRTUAL_ENV")
     return {k: v for k, v in os.environ.items() if k not in unwanted and not k.startswith("PYTEST_")}
 
@@ -375,7 +380,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Result:
-    """Run the tests of one row. `tests` replace those of the form."""
+    """Run the tests of one row. `tests` replaces the default tests."""
     try:
         if row.trainer:
             return run_trainer(row, tests or TRAINER)
@@ -405,7 +410,7 @@ def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Re
 def run_trainer(row: Row, tests: Sequence[str]) -> Result:
     """Run the trainer's tests with the row's interpreter and this environment's packages.
 
-    The packages fit its minor version.
+    Both must have the same minor version of Python.
 
     Raises:
         NotHere: there is no such interpreter, or this environment's packages are for a different
@@ -413,9 +418,12 @@ def run_trainer(row: Row, tests: Sequence[str]) -> Result:
     """
     base, own = interpreter(row.python), f"{sys.version_info.major}.{sys.version_info.minor}"
     if base is None:
-        raise NotHere(f"no Python {row.python} on PATH, among pyenv's or as /usr/bin/python3")
+        raise NotHere(f"no Python {row.python} on PATH, in pyenv or at /usr/bin/python3")
     if not row.python.startswith(f"{own}.") or importlib.util.find_spec("torch") is None:
-        raise NotHere(f"it borrows torch from a Python {row.python.rpartition('.')[0]}, and this is {own} or has none")
+        raise NotHere(
+            f"it needs torch from a Python {row.python.rpartition('.')[0]}, but this Python is {own} or does"
+            " not have torch"
+        )
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([base, "-m", "venv", "--without-pip", folder], check=True, capture_output=True, text=True)
         [packages] = Path(folder).glob("lib/python*/site-packages")
@@ -445,7 +453,7 @@ def run_tests(row: Row, command: list[str], report: Path, folder: Path, environm
 def counts(report: Path) -> tuple[int, int, int]:
     """Return (passed, failed, skipped) of a JUnit file.
 
-    A module that cannot be imported is a failure.
+    A module that cannot be imported counts as a failure.
     """
     suites = ElementTree.parse(report).getroot().iter("testsuite")
     totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}

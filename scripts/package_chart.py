@@ -1,7 +1,8 @@
 """Packages the chart for a release: python scripts/package_chart.py DIGEST FOLDER
 
-DIGEST (`sha256:` and 64 digits) is that of the operator's image of the release. It becomes the default of image.digest,
-so that the chart runs this image, whatever the image's tag points to later. Needs helm on PATH.
+DIGEST (`sha256:` and 64 digits) identifies the release's operator image. It becomes the default of
+image.digest, so the chart always runs this image, even if the image's tag is moved later. Needs
+helm on PATH.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ UNSET = '\n  digest: ""\n'
 
 
 def package(digest: str, folder: Path) -> None:
-    """Write the chart's archive into `folder`. Raises SystemExit if the digest is not one."""
+    """Write the chart's archive into `folder`. Raises SystemExit if the digest is invalid."""
     if not re.fullmatch("sha256:[0-9a-f]{64}", digest):
         raise SystemExit(f"DIGEST={digest}: not the digest of an image; write sha256: and 64 hexadecimal digits")
     with tempfile.TemporaryDirectory() as temporary:

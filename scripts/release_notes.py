@@ -1,4 +1,4 @@
-"""Prints a release's notes from CHANGELOG.md, if all files agree with the tag on the version.
+"""Prints a release's notes from CHANGELOG.md if all files agree with the tag's version.
 
     python scripts/release_notes.py v1.2.3 [--registry ghcr.io/OWNER]
 
@@ -22,7 +22,7 @@ CHART = Path("charts/ddpjob-operator")
 def problems(root: Path, tag: str, registry: str | None = None) -> list[str]:
     """Return the files below `root` that do not agree with `tag`, each with its remedy.
 
-    `registry`: where this release pushes its images, from which the chart must pull the operator.
+    `registry` is where this release pushes its images, from which the chart must pull the operator.
     """
     version = tag.removeprefix("v")
     if not re.fullmatch(r"v\d+\.\d+\.\d+", tag):
@@ -37,12 +37,13 @@ def problems(root: Path, tag: str, registry: str | None = None) -> list[str]:
     repository = yaml.safe_load((root / CHART / "values.yaml").read_text())["image"]["repository"]
     if registry is not None and repository != f"{registry.lower()}/operator":
         found.append(
-            f"{CHART}/values.yaml: image.repository is {repository}, and this release pushes to {registry}/operator"
+            f"{CHART}/values.yaml: image.repository is {repository}, but this release pushes to {registry}/operator"
         )
     base = re.search(r"^FROM (\S+) AS base$", (root / "Dockerfile").read_text(), flags=re.MULTILINE)
     if base is None or "@sha256:" not in base[1]:
         found.append(
-            "Dockerfile: the stage base names an image by a tag, which can move; write FROM IMAGE:TAG@DIGEST AS base,"
+            "Dockerfile: the stage base refers to an image by a tag, which can move; write FROM"
+            " IMAGE:TAG@DIGEST AS base,"
             " with the digest that `docker buildx imagetools inspect IMAGE:TAG` shows first"
         )
     heading, notes = _section(root, version)

@@ -33,7 +33,7 @@ class Result:
 
     fault: Fault
     seconds: list[float] = field(default_factory=list)
-    """How long the operator took to act again in each run."""
+    """Seconds until the operator acted again, for each run."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -65,13 +65,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Return 0 if nothing was damaged, 1 if something was, 2 if there is no cluster."""
+    """Return 0 if nothing was damaged, 1 if there was damage, 2 if there is no cluster."""
     options = parser().parse_args()
     words = [word for word in options.only.split(",") if word]
     chosen = [f for f in FAULTS if not words or any(word.lower() in f.name.lower() for word in words)]
     cluster = Cluster()
     if cluster.state() is None:
-        print("the test cluster is not running: make cluster-up", file=sys.stderr)
+        print("the test cluster is not running; start it with make cluster-up", file=sys.stderr)
         return 2
     results = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, scene(cluster, Path(folder)) as stage:

@@ -51,7 +51,7 @@ def compacted(scene: Scene, seconds: float) -> None:
 
     before = scene.proxy.gone
     scene.restart_api(compact)
-    scene.jobs.wait("a watch that is gone", lambda: scene.proxy.gone > before, timeout=30)
+    scene.jobs.wait("a watch that has expired", lambda: scene.proxy.gone > before, timeout=30)
 
 
 def refused(scene: Scene, seconds: float) -> float:
@@ -65,7 +65,7 @@ def refused(scene: Scene, seconds: float) -> float:
         took = scene.wait_pod(replacement)
         pause(seconds)
         # At rest, there are few requests other than for the Lease.
-        scene.jobs.wait("requests that were refused", lambda: scene.proxy.refused - before >= 5, timeout=90)
+        scene.jobs.wait("refused requests", lambda: scene.proxy.refused - before >= 5, timeout=90)
     finally:
         scene.proxy.refuse = 0.0
     return took
@@ -77,7 +77,7 @@ def silent(scene: Scene, seconds: float) -> float:
     The launchers and the coordinator notice the loss; the operator notices it at its next list.
     """
     if scene.proxy.silence_watches() < 6:
-        raise Problem("hardly a watch was open")
+        raise Problem("almost no watch was open")
     began = time.monotonic()
     scene.wait_pod(scene.kill_pod("standard"), timeout=150)
     return time.monotonic() - began
@@ -85,7 +85,7 @@ def silent(scene: Scene, seconds: float) -> float:
 
 def watch_errors(scene: Scene, seconds: float) -> None:
     if scene.proxy.send_errors() < 6:
-        raise Problem("hardly a watch was open")
+        raise Problem("almost no watch was open")
 
 
 def dns_down(scene: Scene, seconds: float) -> float:
@@ -150,7 +150,9 @@ def denied(scene: Scene, seconds: float) -> float:
 
 
 def over_quota(scene: Scene, seconds: float) -> float:
-    """Make a quota admit no new pods, and then fewer than exist, while a pod is lost."""
+    """Lose a pod under a quota that does not admit new pods, and then under a quota smaller than
+    the number of existing pods.
+    """
     hard = {"pods": "0"}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "faults"}, "spec": {"hard": hard}}
     scene.cluster.apply(quota, namespace=scene.namespace)
@@ -181,13 +183,13 @@ def namespace_deleted(scene: Scene, seconds: float) -> None:
     scene.cluster.apply(*(command_job(f"new-{n}", "sleep 1000") for n in range(5)), namespace=name)
     scene.cluster.kubectl("delete", "namespace", name, "--wait=false")
     gone = ("get", "namespace", name)
-    scene.jobs.wait("the end of the namespace", lambda: not scene.cluster.succeeds(*gone), timeout=120)
+    scene.jobs.wait("the deletion of the namespace", lambda: not scene.cluster.succeeds(*gone), timeout=120)
 
 
 def operator_killed(scene: Scene, seconds: float, kills: int = MANY) -> float:
     """Kill the operator at random times, while jobs are created, run and end.
 
-    Nothing may exist twice.
+    No object may exist twice.
     """
     chance, names = random.Random(17), list[str]()
     for number in range(kills):
@@ -252,7 +254,7 @@ def _pending(scene: Scene) -> set[str]:
 FAULTS = (
     Fault("API server stopped (SIGSTOP)", 60, api_stopped),
     Fault("API server killed, started again", 60, api_killed),
-    Fault("etcd compacted under old watches (410 Gone)", 5, compacted),
+    Fault("etcd compacted while watches are old (410 Gone)", 5, compacted),
     Fault("a third of all requests refused (429, 5xx)", 30, refused),
     Fault("watches silent, but open", 0, silent),
     Fault("ERROR events in all watches", 0, watch_errors),

@@ -29,10 +29,10 @@ _PASSED_ON = ("Content-Type", "Retry-After")
 class Proxy:
     """Serves plain HTTP on a loopback port, in a separate thread, with a kubeconfig's rights.
 
-    `refuse`: the share of requests that get a 429 or 5xx response. `delay`: seconds until a
-    response, except for watches and Leases, which an API server serves separately. `shift`: how
-    many seconds the clocks of the cluster's nodes are ahead, as shown by the times in their pods'
-    statuses.
+    `refuse` is the share of requests that get a 429 or 5xx response. `delay` is the number of
+    seconds until a response, except for watches and Leases, which an API server serves separately.
+    `shift` is how many seconds the clocks of the cluster's nodes are ahead, as shown by the times
+    in their pods' statuses.
     """
 
     def __init__(self, kubeconfig: Path) -> None:

@@ -90,7 +90,8 @@ class Scene:
         netns = f"/run/netns/{self.cluster.settings.control_plane_netns}"
         program = (
             "import sys, urllib.request as u; "
-            "print(u.urlopen(u.Request(sys.argv[1], sys.argv[2].encode(), method='POST'), timeout=30).read().decode())"
+            "print(u.urlopen(u.Request(sys.argv[1], sys.argv[2].encode(), method='POST'),"
+            " timeout=30).read().decode())"
         )
         address = f"http://127.0.0.1:2379/v3/{path}"
         answer = processes.run("nsenter", f"--net={netns}", "python3", "-c", program, address, json.dumps(body))
@@ -143,7 +144,7 @@ class Scene:
             raise Problem("the operator has ended")
         steps = {name: self.jobs.step(name) for name in TRAINING}
         for name in TRAINING:
-            self.jobs.wait(f"{name} to be whole", lambda n=name: self._is_whole(n), timeout=120)  # type: ignore[misc]
+            self.jobs.wait(f"the complete group of {name}", lambda n=name: self._is_whole(n), timeout=120)  # type: ignore[misc]
             # A restarted script counts from 1 again.
             self.jobs.wait(f"steps of {name}", lambda n=name: self.jobs.step(n) != steps[n], timeout=60)  # type: ignore[misc]
             self._check_job(name)

@@ -1,7 +1,8 @@
-"""Fuzzing: feed every parser of untrusted input with mutations of good input, and watch what it does.
+"""Fuzzing: feeds every parser of untrusted input with mutations of good input, and watches its
+behaviour.
 
     python -m benchmarks.fuzz --minutes 10                  # all parsers, equal processor time for each
-    python -m benchmarks.fuzz --inputs 5000000 --seed 2     # until all parsers together have had so many
+    python -m benchmarks.fuzz --inputs 5000000 --seed 2     # until all parsers together have had this many
     python -m benchmarks.fuzz --parser images               # one of them
     python -m benchmarks.fuzz --replay build/fuzz/images/crash-0a1b2c3d
 

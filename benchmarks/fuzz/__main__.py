@@ -29,7 +29,7 @@ def main() -> int:
     )
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--minutes", type=float, help="stop after this time (default: 10)")
-    end.add_argument("--inputs", type=int, help="stop when all parsers together have had so many inputs")
+    end.add_argument("--inputs", type=int, help="stop after this many inputs for all parsers together")
     parser.add_argument("--seed", type=int, default=1, help="of the mutations (default: 1)")
     parser.add_argument("--parser", action="append", choices=list(PARSERS), metavar="NAME", help=", ".join(PARSERS))
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run one input; its folder has the parser's name")
@@ -49,7 +49,7 @@ def replay(file: Path, parser: Parser | None, seconds: float) -> int:
     if parser is None:
         parser = PARSERS.get(file.resolve().parent.name)
     if parser is None:
-        raise SystemExit(f"{file}: its folder is not named after a parser; add --parser NAME")
+        raise SystemExit(f"{file}: the folder is not named after a parser; add --parser NAME")
     data = file.read_bytes()
     with watching():
         target = parser.make()

@@ -6,7 +6,7 @@ hypothesis generates inputs from descriptions, which the hand-written parsers he
 there is a description (manifests, reports), tests/unit/test_any_manifest.py and
 tests/unit/engine/test_any_report.py use hypothesis.
 
-Bytes alone would hardly get past `json.loads`, so most changes are made to an input's parts: the
+Changed bytes would rarely get past `json.loads`, so most changes are made to an input's parts: the
 values of JSON, the words of a text, the opcodes of a pickle.
 """
 

@@ -137,7 +137,7 @@ def _decisions() -> Target:
     def read(data: bytes) -> None:
         seen = replace(world, report=read_report(data, NOW, 2))
         first = decide(job, seen, NOW)
-        assert len(as_json(first.status.write(job.spec))) < 500_000, "the API server takes no larger status"
+        assert len(as_json(first.status.write(job.spec))) < 500_000, "the API server does not accept a larger status"
         decide(replace(job, status=first.status), seen, NOW + timedelta(seconds=1))
 
     return Target(read, [as_json(REPORT)], (ValueError,))
@@ -158,7 +158,7 @@ def _stored_jobs() -> Target:
     def read(data: bytes) -> None:
         body = loads(data)
         if not isinstance(body, dict) or validate(body) or not body["metadata"].get("uid"):
-            raise ValueError("the API server has no such object")
+            raise ValueError("the API server would not store this object")
         job = DDPJob.read(body)
         status = decide(job, world, NOW).status
         as_json(status.write(job.spec))
@@ -191,7 +191,7 @@ def _classes() -> Target:
         classes = JobClasses.read(body["classes"])
         job = body.get("job")
         if not isinstance(job, dict) or validate(job) or not job["metadata"].get("uid"):
-            raise ValueError("the API server has no such object")
+            raise ValueError("the API server would not store this object")
         classes.offer(DDPJob.read(job))
 
     return Target(read, [as_json({"classes": {"c": given}, "job": job}) for job in jobs], (ValueError,))
@@ -211,7 +211,9 @@ def _manifests() -> Target:
 
 
 def _manifests_as_json() -> Target:
-    """Fuzz the same with changed parts of the document instead of words, so that more are valid."""
+    """Fuzz a manifest with changed parts of the document instead of words, so that more inputs are
+    valid.
+    """
     return replace(_manifests(), seeds=[as_json(job) for job in _jobs()])
 
 
@@ -297,5 +299,5 @@ PARSERS = (
     Parser("conversions", "PyTorchJob and TrainJob", Form.JSON, _conversions),
     Parser("metrics", "metrics.jsonl", Form.LINES, _metrics),
     Parser("rounds", "the record of rounds in a checkpoint folder", Form.LINES, _rounds),
-    Parser("ends", "what a container has written of its end", Form.JSON, _ends),
+    Parser("ends", "a container's termination message", Form.JSON, _ends),
 )

@@ -106,7 +106,9 @@ def _members() -> Target:
     def read(data: bytes) -> None:
         time, members = _Time(), dict[int, Any]()
         settings = CoordinatorSettings(nodes=2, min_nodes=1, mode=protocol.Mode.FAST, hang_after=300.0)
-        coordinator = Coordinator(settings, lambda: time.now, time.later, lambda: None, lambda text: None)
+        coordinator = Coordinator(
+            settings, lambda: time.now, time.later, lambda: None, lambda text: None, lambda member: member.index != 1
+        )
         server = _server(coordinator)
         for line in data.splitlines()[:200]:
             with contextlib.suppress(ValueError, RecursionError):
@@ -119,7 +121,7 @@ def _members() -> Target:
                 elif row["t"] == "lost" and members.get(who):
                     coordinator.lost(members[who], "its connection ended")
                 elif row["t"] == "stop":
-                    coordinator.stop(row.get("ok") is True, "the operator says so")
+                    coordinator.stop(row.get("ok") is True, "the operator reports it")
                 elif members.get(who):
                     members[who].hear(time.now)
                     server._on_message(members[who], row, lambda verb, fields: protocol.encode(verb, **fields))
@@ -130,7 +132,7 @@ def _members() -> Target:
 
 
 def _stories() -> list[list[dict[str, Any]]]:
-    """Return stories of a two-node job: a failure and a new round, a takeover, a stop."""
+    """Return stories of a two-node job: a failure and a new round, a takeover, a stop, a silent host."""
     hellos = [
         {"t": "hello", "from": i, "pod": f"a-{i}-0", "index": i, "attempt": 0, "pid": 5, "generation": 0, "grace": 30}
         for i in range(2)
@@ -154,13 +156,36 @@ def _stories() -> list[list[dict[str, Any]]]:
     resumed = [
         {**hello, "resume": {**resume, "rank": i}, "notes": {"Data": "x"}, "wait": 1} for i, hello in enumerate(hellos)
     ]
+    spare = [{**hellos[1], "from": 2, "pod": "a-2-0", "index": 2}, {**ready[1], "from": 2, "watch": 5001}]
+    silent = {"t": "neighbour", "from": 0, "round": 1, "rank": 1, "silent": True}
     finished = [{"t": "finished", "from": i, "round": 1} for i in range(2)]
     return [
         [*hellos, *ready, *joined, failure, *again, *({**line, "round": 2} for line in joined), *others],
         [*hellos, *ready, *joined, *finished],
         [*resumed, *({**line, "round": 3} for line in finished)],
         [*hellos, *ready, *joined, {"t": "stop", "from": 0, "ok": False}, *finished],
+        [*hellos, *ready, *joined, *spare, silent, {**silent, "wait": 1}, {**silent, "silent": False}, again[0]],
     ]
+
+
+def _greetings() -> Target:
+    """Fuzz what anybody sends to the port on which a node's neighbours watch it."""
+    from ddpjob_runtime import protocol
+    from ddpjob_runtime.launcher.neighbours import GREETING, Neighbours, RingPlace, _Link
+
+    place = RingPlace(0, 1, 1, 3, None)
+    node: Any = object.__new__(Neighbours)
+    node._token, node._links = _TOKEN, []
+
+    def read(data: bytes) -> None:
+        stream: Any = _Writer()
+        link = _Link(stream, 0.0)
+        link.received = data
+        accepted = node._read_greeting(link, place)
+        assert (link.rank is None or accepted) and bool(stream.sent) is (link.rank is not None)
+
+    proof = place.seal(_TOKEN, "connects", 0, "nonce")
+    return Target(read, [protocol.encode(GREETING, rank=0, nonce="nonce", proof=proof)], ())
 
 
 class _Writer:
@@ -179,6 +204,8 @@ class _Writer:
 
     def write(self, content: bytes) -> None:
         self.sent += content
+
+    send = write
 
     async def drain(self) -> None:
         """Do nothing, because nothing is buffered."""
@@ -312,7 +339,7 @@ def _answer(body: bytes, status: str = "200 OK", more: str = "") -> bytes:
 
 
 def _listings() -> Target:
-    """Fuzz the same with a correct response header."""
+    """Fuzz a bucket's responses with a correct header."""
     answers = _answers()
     return replace(answers, read=lambda data: answers.read(_answer(data)), seeds=[_LISTING])
 
@@ -324,7 +351,7 @@ def _bucket_manifests() -> Target:
     def read(data: bytes) -> None:
         found = CopyManifest.read(data, Stored(1, 7))
         if found is None:
-            raise ValueError("nobody wrote it so")
+            raise ValueError("no writer produces this")
         for file in found.files:
             assert ".." not in file.path.split("/") and not file.path.startswith("/"), file
 
@@ -357,10 +384,11 @@ def _script_indexes() -> Target:
 
 
 PARSERS = (
-    Parser("members", "lines of pods that know the token, and the report after them", Form.LINES, _members),
-    Parser("connections", "HTTP and lines of anybody at the coordinator's port", Form.TEXT, _connections),
+    Parser("members", "lines from pods that know the token, and the resulting report", Form.LINES, _members),
+    Parser("connections", "HTTP and lines from anybody on the coordinator's port", Form.TEXT, _connections),
+    Parser("greetings", "the first line of a connection between neighbours", Form.LINES, _greetings),
     Parser("progress", "POST /v1/progress", Form.JSON, _progress),
-    Parser("bucket-answers", "HTTP answers of a bucket of data, from their heads on", Form.TEXT, _answers),
+    Parser("bucket-answers", "a data bucket's HTTP responses, including headers", Form.TEXT, _answers),
     Parser("bucket-listings", "the listing of such a bucket", Form.TEXT, _listings),
     Parser("bucket-manifests", "the list of a checkpoint in a bucket", Form.JSON, _bucket_manifests),
     Parser("script-indexes", "torch's index of a script's checkpoint", Form.PICKLE, _script_indexes),

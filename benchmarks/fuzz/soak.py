@@ -50,7 +50,7 @@ class _Current(ctypes.Structure):
 class _Turn:
     """The result of one turn.
 
-    `findings`: (count, first finding, its input), by what the findings have in common.
+    `findings` has (count, first finding, its input), grouped by the findings' common cause.
     """
 
     inputs: int = 0
@@ -61,7 +61,7 @@ class _Turn:
 
 @dataclass
 class Result:
-    """The result of a parser. `memory`: MiB after each turn of its newest process."""
+    """The result of a parser. `memory` is in MiB after each turn of its newest process."""
 
     parser: Parser
     inputs: int = 0

@@ -42,7 +42,7 @@ SCRATCH = scratch_of(os.getpid())
 
 @dataclass(frozen=True)
 class Target:
-    """A callable parser. `refusals`: the exceptions named in its docstring."""
+    """A callable parser. `refusals` are the exceptions named in its docstring."""
 
     read: Callable[[bytes], object]
     seeds: list[bytes]
@@ -62,7 +62,7 @@ class Parser:
 
 @dataclass(frozen=True)
 class Finding:
-    """A parser's fault on an input. `where`: the file and line in the project that caused it."""
+    """A parser's fault on an input. `where` is the file and line in the project that caused it."""
 
     kind: str
     what: str
@@ -141,7 +141,7 @@ def attempt(target: Target, data: bytes, seconds: float = SECONDS) -> Outcome:
     try:
         with contextlib.redirect_stderr(_Nothing()):
             _State.armed = True
-            # Repeatedly, because a parser may catch everything.
+            # Raise repeatedly, because a parser may catch everything.
             signal.setitimer(signal.ITIMER_PROF, seconds, 0.2)
             try:
                 target.read(data)

@@ -1,4 +1,5 @@
-"""A night of 50 jobs on eight simulated Kubernetes nodes of eight GPUs, with priorities, preemption and losses.
+"""Runs a night of 50 jobs on eight simulated Kubernetes nodes of eight GPUs, with priorities,
+preemption and losses.
 
     python -m benchmarks.night [--seed 1] [--chart docs/images/night.png] [--table benchmarks/README.md]
 
@@ -7,9 +8,9 @@ kube-scheduler, with gangs and WorkloadAwarePreemption, in a slot where no clust
 (DDPJOB_CLUSTER_SLOT), and an operator as a separate process, and ends them afterwards. Nodes and
 containers are simulated, because 50 real trainings on eight nodes would need more than two
 processors. The question is whether the deciding programs (scheduler, controllers, operator,
-coordinators) leave GPUs idle or lose samples, which does not require workers to compute. So these
-programs run production code, and only kubelets, launchers and the arithmetic of a step are
-simulated (see `machines.py`, `training.py`).
+coordinators) leave GPUs idle or lose samples, which does not require workers to compute. These
+programs therefore run production code, and only kubelets, launchers and the arithmetic of a step
+are simulated (see `machines.py`, `training.py`).
 
 A job has 1 to 8 nodes with 1 to 8 GPUs each, and one of three priorities. Some jobs are elastic,
 and some have a spare. Jobs save a checkpoint every ten steps and when asked to end. Pods and
@@ -68,7 +69,7 @@ def control_plane() -> Iterator[Cluster]:
     slots = (Cluster(replace(first.settings, slot=slot)) for slot in range(first.settings.slot, 16))
     cluster = next((free for free in slots if free.state() is None), first)
     if cluster.state() is not None:
-        raise SystemExit("a cluster is up in every slot: end one with `python -m testcluster down`")
+        raise SystemExit("a cluster is running in every slot; end one with `python -m testcluster down`")
     prerequisites.require(cluster.settings)
     cluster.up(nodes=0, keep=False)
     try:
@@ -116,8 +117,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1, help="of jobs and faults (default 1)")
     made.add_argument("--jobs", type=int, default=50, help="(default 50)")
     made.add_argument("--minutes", type=float, default=6.0, help="in which they arrive (default 6)")
-    made.add_argument("--defect", choices=DEFECTS, help="a deliberate one, which the checks must find")
-    made.add_argument("--chart", type=Path, metavar="FILE", help="draw the night here")
+    made.add_argument("--defect", choices=DEFECTS, help="a deliberate defect, which the checks must find")
+    made.add_argument("--chart", type=Path, metavar="FILE", help="draw the night to this file")
     made.add_argument("--log", type=Path, metavar="FILE", help="the operator's log (default: none)")
     add_table_option(made, "night")
     return made

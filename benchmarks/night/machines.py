@@ -3,9 +3,9 @@
 The simulation (`tests/simulation/kubelet.py`) decides what a kubelet does with a pod, its
 containers and its end, and what the containers do. Containers are the production coordinator, whose
 HTTP port the operator reaches at a loopback address, and launchers that send the same lines as real
-ones. kube-scheduler, kube-controller-manager and the operator are real: they bind pods, notice
-silent nodes and delete. A simulated kubelet sees its pods through a watch, renews its node's Lease,
-and writes and deletes like a real one.
+ones. kube-scheduler, kube-controller-manager and the operator are real. They bind pods, notice
+silent nodes and delete objects. A simulated kubelet sees its pods through a watch, renews its
+node's Lease, and writes and deletes like a real one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One night: jobs run, nodes are lost, and each second shows which jobs wait despite room."""
+"""Runs one night. Jobs run, nodes are lost, and each second shows which jobs wait despite room."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PACE = Pace(
 
 @dataclass(frozen=True)
 class Look:
-    """The cluster's state at one time. `at`: seconds after the beginning."""
+    """The cluster's state at one time. `at` is in seconds after the beginning."""
 
     at: float
     held: dict[str, int]
@@ -45,7 +45,7 @@ class Look:
     offered: int
     """GPUs of Ready nodes."""
     waiting: int
-    """Number of jobs that lack nodes that they need."""
+    """Number of jobs that lack needed nodes."""
     longest: float
     """Longest time in seconds that a job has waited although it fits."""
     fits: dict[str, str]

@@ -45,9 +45,9 @@ def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
         ("GPUs in use", f"{held / offered:.0%}", "", "",
          f"until the last job has ended, after {record.seconds / 60:.1f} minutes"),
         ("GPUs in use for steps that count", f"{record.useful / offered:.0%}", "", "",
-         "the rest: starts, waits for the others of a gang, steps that are made again"),
+         "the rest: starts, waits for a gang's other pods, repeated steps"),
         ("pods that the scheduler preempted", str(len(record.preempted)), "", "", ""),
-        ("a processor's time for kube-scheduler", f"{record.scheduler_seconds / record.seconds:.1%}", "", "",
+        ("share of a CPU for kube-scheduler", f"{record.scheduler_seconds / record.seconds:.1%}", "", "",
          f"{record.scheduler_seconds:.0f} s"),
         ("faults", str(len(record.faults)), "", "", _listed(Counter(str(kind) for _, kind, _ in record.faults))),
     ]  # fmt: skip
@@ -61,7 +61,7 @@ def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
     lines = ["| figure | value | aim | reached | beside |", "| --- | ---: | ---: | --- | --- |"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += ["", "The longest waits of jobs that fit:", ""]
-    lines += ["| job | waited for | from, s | for, s | operator's turn, s | kube-scheduler's, s | what it said |"]
+    lines += ["| job | waited for | from, s | for, s | operator's turn, s | kube-scheduler's, s | its message |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
     for wait in needed[:SHOWN]:
         job = jobs[wait.job]
@@ -72,7 +72,7 @@ def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
         )
     load = f"load average {min(record.loads):.1f} to {max(record.loads):.1f}"
     if record.mistaken:
-        load += f", so that {record.mistaken} times a node was taken for lost that was there"
+        load += f", so a healthy node was considered lost {record.mistaken} times"
     return "\n".join([*lines, "", f"Seed {seed}; {os.cpu_count()} cores; {load}."])
 
 

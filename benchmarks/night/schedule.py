@@ -26,7 +26,7 @@ AWAY = (20.0, 50.0)
 class Job:
     """One job, with `steps` of one second each while it has all its nodes.
 
-    `at`: seconds after the beginning.
+    `at` is in seconds after the beginning.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Job:
         return self.nodes * self.gpus * self.steps
 
     def spec(self, classes: dict[str, str]) -> Json:
-        """Return the DDPJob's spec. `classes`: names of the PriorityClasses."""
+        """Return the DDPJob's spec. `classes` has the names of the PriorityClasses."""
         elastic = {"elastic": {"minNodes": self.minimum}} if self.minimum < self.nodes else {}
         return {
             "image": "simulated", "script": "train.py", "nodes": self.nodes, "spares": self.spares,
@@ -75,7 +75,7 @@ class FaultKind(StrEnum):
 class Fault:
     """A fault.
 
-    `choice` (0 to 1) chooses the victim; `seconds`: how long a Kubernetes node is gone.
+    `choice` (0 to 1) chooses the victim, and `seconds` is how long a Kubernetes node is gone.
     """
 
     at: float

@@ -2,7 +2,7 @@
 
 A step is recorded in the ledger when it begins, and takes effect when it ends, a second later. A
 step lost in between is in the ledger too, as with the trainer. A group without a network, and so
-without a checkpoint folder, makes no steps.
+without a checkpoint folder, takes no steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Life:
 
 
 class PlayedTraining(Training):
-    """The training of one job. `uid`: the job's uid."""
+    """The training of the job with this `uid`."""
 
     def __init__(self, network: Network, job: Job, uid: str, folder: Path, *, forgets: bool = False) -> None:
         super().__init__(network, job.steps)
@@ -172,7 +172,7 @@ class Trainings:
 
 
 def judge(training: PlayedTraining) -> tuple[int, str]:
-    """Return the samples of the final history, and what is wrong with it.
+    """Return the samples in the final history, and its faults.
 
     This is the same check as for a tortured job's ledger.
     """

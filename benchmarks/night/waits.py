@@ -32,7 +32,9 @@ class Lack(StrEnum):
 
 
 class Whose(StrEnum):
-    """Whose turn it is: the operator's if pods are missing, the scheduler's if pods lack a node."""
+    """The program whose turn it is: the operator if pods are missing, the scheduler if pods lack a
+    node.
+    """
 
     OPERATOR = "operator"
     SCHEDULER = "kube-scheduler"
@@ -86,7 +88,7 @@ def holds(pod: Json) -> bool:
 
 
 def needs(job: Job, body: Json, pods: Iterable[Json], priority: int) -> Iterator[Need]:
-    """Yield what the job lacks. `body`: its object; `pods`: all its pods."""
+    """Yield the job's needs. `body` is its object, and `pods` are all its pods."""
     status = body.get("status", {})
     if status.get("phase") in ("Complete", "Failed"):
         return

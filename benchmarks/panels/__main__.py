@@ -1,4 +1,5 @@
-"""Pictures of the chart's Grafana dashboards, drawn from a run with faults on the test cluster (make cluster-up).
+"""Draws pictures of the chart's Grafana dashboards, from a run with faults on the test cluster
+(make cluster-up).
 
     python -m benchmarks.panels record FOLDER                          # a quarter of an hour
     python -m benchmarks.panels draw FOLDER [-o docs/images] [--table docs/monitoring.md]   # as often as you like
@@ -34,7 +35,7 @@ def record(options: argparse.Namespace) -> int:
     """Record a run. Return 0, or 2 without a cluster."""
     cluster = Cluster()
     if cluster.state() is None:
-        print("the test cluster is not running: make cluster-up", file=sys.stderr)
+        print("the test cluster is not running; start it with make cluster-up", file=sys.stderr)
         return 2
     folder: Path = options.folder
     folder.mkdir(parents=True)
@@ -100,7 +101,7 @@ def main() -> int:
     """Run the command, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="let it happen, and keep what Prometheus has scraped in FOLDER")
+    recording = commands.add_parser("record", help="record a run, and keep Prometheus' data in FOLDER")
     recording.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
     recording.set_defaults(function=record)
     drawing = commands.add_parser("draw", help="draw the dashboards from FOLDER")

@@ -28,7 +28,9 @@ class Range:
 
 @dataclass(frozen=True)
 class Series:
-    """A line in a panel. `values`: one per time, NaN if missing; an instant query has only one."""
+    """A line in a panel. `values` has a value per time, NaN if missing; an instant query has only
+    one.
+    """
 
     name: str
     labels: Labels

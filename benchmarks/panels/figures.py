@@ -10,9 +10,9 @@ from ddpjob_report import link
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--slow-after", type=float, default=1e9, help="seconds after which a step takes four times as long")
-parser.add_argument("--hang-after", type=float, default=1e9, help="seconds after which no step is made any more")
+parser.add_argument("--hang-after", type=float, default=1e9, help="seconds after which there are no more steps")
 parser.add_argument("--saved-ago", type=float, default=0.0, help="age of the newest checkpoint at the start")
-parser.add_argument("--snapshot-bytes", type=float, help="memory that two states need and a pod lacks")
+parser.add_argument("--snapshot-bytes", type=float, help="memory needed for two states, which the pod does not have")
 arguments = parser.parse_args()
 
 SAMPLES = 64

@@ -115,7 +115,7 @@ def configuration(folder: Path, ports: dict[str, int]) -> Json:
     return {"global": often, "rule_files": ["alerts.yaml"], "scrape_configs": [scraped]}
 
 
-# --- what befalls them
+# --- faults and jobs
 
 
 def train(scene: Scene) -> None:
@@ -130,7 +130,7 @@ def train(scene: Scene) -> None:
         "recovery": {"mode": "Fast", "maxRestarts": 10},
     }
     words = ["--config", "digits", "train.epochs=900", "train.threads=1", "checkpoint.every_seconds=15"]
-    words += ["optim.lr=0.002", "model.width=96"]  # So that the loss falls throughout the pictures.
+    words += ["optim.lr=0.002", "model.width=96"]  # The loss falls until the end.
     storage = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
     scene.jobs.apply(job(JOB, module="ddpjob_trainer", args=words, spares=1, storage=storage, **shared))
     scene.jobs.apply(steps_job("plain", 10**7, "--sleep=0.5", scheduling=shared["scheduling"]))
@@ -244,7 +244,7 @@ class Act:
 _KILLS = (60, 110, 160, 250, 325, 400, 470)
 ACTS = (
     Act(0, "a job whose nodes have no room", no_room, "DDPJobPendingLong", "no-room"),
-    Act(5, "a job whose script makes no more steps", lambda s: reports(s, "hangs", "--hang-after=30"),
+    Act(5, "a job whose script stops taking steps", lambda s: reports(s, "hangs", "--hang-after=30"),
         "DDPJobStalled", "hangs"),
     Act(15, "a job whose newest checkpoint is three hours old", lambda s: reports(s, "unsaved", "--saved-ago=10800"),
         "DDPJobCheckpointOld", "unsaved"),
@@ -252,23 +252,23 @@ ACTS = (
         lambda s: reports(s, "large", "--saved-ago=1800", "--snapshot-bytes=9e9"), "DDPJobWorkAtRisk", "large"),
     Act(25, "a job whose steps take four times as long after two minutes",
         lambda s: reports(s, "slows", "--slow-after=120"), "DDPJobStraggler", "slows"),
-    Act(100, "a script that raises at step 5 each time: four fifths of its budget", crash,
+    Act(100, "a script that fails at step 5 each time, up to four fifths of its budget", crash,
         "DDPJobBudgetNearlySpent", "crashes"),
-    Act(100, "the same script, until its budget is spent", lambda s: None, "DDPJobFailed", "crashes"),
+    Act(100, "the same script, until its budget is used up", lambda s: None, "DDPJobFailed", "crashes"),
     *(Act(at, "a pod of the job deleted by force, seven times" if at == _KILLS[0] else "",
           lambda s: s.kill_pod(JOB), *(("DDPJobRestartLoop", JOB) if at == _KILLS[0] else ())) for at in _KILLS),
-    Act(200, "the API server refuses half of all requests (429, 5xx), and breaks off all watches every 5 s", refuse,
+    Act(200, "the API server refuses half of all requests (429, 5xx), and interrupts all watches every 5 s", refuse,
         "DDPJobApiErrors"),
-    Act(200, "the same broken watches", lambda s: None, "DDPJobWatchErrors"),
+    Act(200, "the same interrupted watches", lambda s: None, "DDPJobWatchErrors"),
     Act(300, "", lambda s: s.jobs.kill(f"{JOB}-coordinator-0")),
     Act(350, "the acting replica killed (SIGKILL)", kill_leader, "DDPJobOperatorNotActing"),
     Act(430, "a coordinator stopped for 40 s (SIGSTOP)", stop_coordinator, "DDPJobCoordinatorUnreachable", "plain"),
     Act(500, "the definition (CRD) of an older release applied", old_definition, "DDPJobDefinitionOutdated"),
-    Act(570, "a deliberate defect: the reconciles of one job raise",
+    Act(570, "a deliberate defect: reconciling one job raises an error",
         lambda s: s.create([command_job(defective.JOB, "true")]), "DDPJobReconcilesFail"),
-    Act(575, "another one: each reconcile of a job blocks the event loop for 3 s",
+    Act(575, "another defect: each reconcile of a job blocks the event loop for 3 s",
         lambda s: s.create([command_job(defective.BLOCKS, "sleep 3600")]), "DDPJobOperatorBlocked"),
-    Act(590, "answers of the API server take 10 s, while 100 more jobs need some", slow_answers, "DDPJobQueueSlow"),
+    Act(590, "responses of the API server take 10 s, while 100 more jobs need them", slow_answers, "DDPJobQueueSlow"),
 )  # fmt: skip
 END = 740
 """Number of seconds shown in the pictures."""

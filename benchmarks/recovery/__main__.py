@@ -1,4 +1,4 @@
-"""How long training is interrupted when something dies.
+"""Measures how long training is interrupted when a process, pod or host dies.
 
     python -m benchmarks.recovery [--runs 20] [--cases fast-spare,stock-replaced] [--csv FILE]    on loopback
     python -m benchmarks.recovery --cuda ...                                                      on its GPUs
@@ -41,7 +41,7 @@ def main() -> int:
     parser.set_defaults(cases=",".join(case.name for case in CASES))
     parser.add_argument("--cuda", action="store_true", help="train on the machine's GPUs, which the nodes share")
     options = parser.parse_args()
-    # The targets are for processors.
+    # The targets are for CPUs.
     cases = [replace(case, target=None) for case in CASES] if options.cuda else (*CASES, *CUTS)
     return interleaved.run(Loopback(options.patience, cuda=options.cuda), cases, options)
 

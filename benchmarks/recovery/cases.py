@@ -1,4 +1,4 @@
-"""The measured cases: each starts a group, breaks it, and times the next step of all ranks."""
+"""The measured cases. Each starts a group, breaks it, and times the next step of all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.recovery.tables import FLOOR, Sample
 KILLS_IN_A_ROW = 10
 WHOLE, ELASTIC, SPARE, ALONE = Shape(), Shape(minimum=1), Shape(spares=1), Shape(nodes=1, minimum=1)
 IMPORTS = "import time, torch; print(time.time())"
-"""The program for the floor, with what any worker has to do before it can train."""
+"""The program for the floor: the work that every worker must do before it can train."""
 ON_CUDA = "import time, torch; torch.ones(1, device='cuda').item(); print(time.time())"
 """The same for training on a GPU."""
 TICK_SECONDS = 0.01
@@ -60,8 +60,8 @@ class Backend(Protocol):
 class Case:
     """A measured case.
 
-    `target`: upper limit of the median in seconds, or None. `slow`: a run may take the full
-    patience.
+    `target` is the upper limit of the median in seconds, or None. With `slow`, a run may take the
+    full patience.
     """
 
     name: str
@@ -101,14 +101,14 @@ class Loopback:
         return training(lambda folder: KINDS[system](folder, shape, (*options, *["--cuda"] * self._cuda)))
 
     def floor(self) -> float:
-        """Time a process that imports torch, if requested computes a number on a GPU, and ends."""
+        """Time a process that imports torch, computes a number on a GPU if requested, and ends."""
         began, code = time.time(), ON_CUDA if self._cuda else IMPORTS
         printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
         return float(printed) - began
 
 
 def recovery(group: Group, moment: float, world: int, patience: float) -> tuple[float, dict[str, float]]:
-    """Return the seconds from `moment` until `world` ranks had made a step, and their phases.
+    """Return the seconds from `moment` until `world` ranks had taken a step, and their phases.
 
     Raises NotRecovered.
     """
@@ -141,7 +141,7 @@ def spare(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 
 
 def shrink(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Kill a node; the others continue without it."""
+    """Kill a node; the remaining nodes continue without it."""
     yield from kill_one(case, backend, round_, replaced=False, world=case.shape.minimum)
 
 
@@ -211,12 +211,12 @@ def slow_rank(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 
 
 def floor(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Kill nothing: start a node that only imports torch."""
+    """Start a node that only imports torch, without a kill."""
     yield case.sample(backend, "nothing", round_, backend.floor(), outcome="torch imported")
 
 
 def stock_start(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Kill nothing: start a node of plain torchrun, until its first step.
+    """Start a node under plain torchrun, and wait for its first step, without a kill.
 
     Standard, which is torchrun, cannot be faster.
     """

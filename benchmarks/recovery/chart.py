@@ -33,7 +33,7 @@ Curve = dict[float, float]
 def curve(system: System, shape: Shape, seconds: float) -> Curve:
     """Return the images per second in each bin.
 
-    A step counts once, when the first rank has made it.
+    A step counts once, when the first rank has taken it.
     """
     with Loopback(60).group(system, shape, ()) as group:
         began = time.time()
@@ -123,11 +123,11 @@ def main(arguments: list[str]) -> int:
         type=Path,
         default=Path("recovery.png"),
         metavar="FILE",
-        help="the picture (default recovery.png)",
+        help="file of the chart (default recovery.png)",
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the curves here")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the curves to this file")
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="draw the curves of this file instead of measuring"
+        "--from", dest="source", type=Path, metavar="FILE", help="draw the curves in this file instead of measuring"
     )
     parser.add_argument("--seconds", type=float, default=150.0, help="length of each curve (default 150)")
     options = parser.parse_args(arguments)

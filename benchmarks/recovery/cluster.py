@@ -214,7 +214,9 @@ def network_cut(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
         spared = {pod.spec.node_name for pod in group.pods("coordinator")}
         nodes = [pod.spec.node_name for pod in group.pods("node") if pod.spec.node_name not in spared]
         if not nodes:
-            raise NotRecovered("all pods run on the coordinator's Kubernetes node: there is none to cut off")
+            raise NotRecovered(
+                "all pods run on the coordinator's Kubernetes node, so there is no other node to disconnect"
+            )
         moment = time.time()
         backend.cut(nodes[0])
         try:

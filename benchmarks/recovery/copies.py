@@ -1,12 +1,11 @@
-"""What copies of the state into a node's memory cost.
+"""Measures the cost of copying the state into a node's memory.
 
     python -m benchmarks.recovery overhead --snapshots [--rounds 5] [--states ...] [--steps ...]
 
-Compares `recovery.snapshots` auto and 1 with none, on two nodes, for each size of the state and
-time of a step. The groups take turns: none, auto, none, 1, none, and so on. Each turn is a new
-group, which counts after it has made some steps, and it is compared with the turns without copies
-before and after it. A group that is frozen between its turns would not do, because "auto" counts
-the time.
+Compares `recovery.snapshots` auto and 1 with none, on two nodes, for each state size and step time.
+Turns alternate between none, auto, none, 1, none, and so on. Each turn is a new group, which is
+measured after some steps, and is compared with the preceding and following turns without copies. A
+group cannot be frozen between turns, because "auto" measures time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NONE, AUTO, EACH = "none", "auto", "1"
 
 
 class Keeping(Fast):
-    """A group in Fast whose nodes keep states in memory, after each `every` steps."""
+    """A group in mode Fast whose nodes keep the state in memory after every `every` steps."""
 
     script = TRAINING
 
@@ -53,7 +52,7 @@ class Keeping(Fast):
         return {**super()._identity(pod), **kept}
 
     def at_risk(self) -> int | None:
-        """Return how many complete steps a loss would repeat, by the workers' own account."""
+        """Return how many complete steps a loss would repeat, as recorded by the workers."""
         risk = self._report().get("progress", {}).get(protocol.AT_RISK)
         return None if risk is None else int(risk)
 
@@ -69,7 +68,7 @@ def keeping(every: str, shape: Shape, options: tuple[str, ...]) -> AbstractConte
 
 @dataclass(frozen=True)
 class Turn:
-    """What a step took in a turn, in seconds. `at_risk`: steps between copies."""
+    """Seconds per step in a turn. `at_risk` is the number of steps between copies."""
 
     wall: float
     processor: float
@@ -87,14 +86,14 @@ def take_turn(every: str, shape: Shape, options: tuple[str, ...], seconds: float
 
 
 def measured(incarnation: Incarnation, began: float, at_risk: int | None) -> Turn:
-    """Return the means of rank 0's steps since `began`: rare copies count, which a median hides.
+    """Return the means of rank 0's steps since `began`. A median would hide rare copies.
 
     Raises NotRecovered if there are too few.
     """
     times, processor = incarnation.steps[0], incarnation.processor[0]
     inside = [number for number, when in enumerate(times) if when >= began]
     if len(inside) < 3:
-        raise NotRecovered("fewer than three steps in a turn; give more --seconds")
+        raise NotRecovered("fewer than three steps in a turn; increase --seconds")
     first, last = inside[0], inside[-1]
     steps = last - first
     return Turn((times[last] - times[first]) / steps, (processor[last] - processor[first]) / steps, at_risk)
@@ -102,7 +101,7 @@ def measured(incarnation: Incarnation, began: float, at_risk: int | None) -> Tur
 
 @dataclass(frozen=True)
 class Cost:
-    """A turn with copies, compared with the turns without them on both sides of it."""
+    """A turn with copies, compared with the turns without copies before and after it."""
 
     state: int
     step: float
@@ -112,17 +111,17 @@ class Cost:
 
     @property
     def wall(self) -> float:
-        """How much longer a step takes, as a share of it."""
+        """Additional time of a step, as a share of its time without copies."""
         return self.turn.wall / self.without.wall - 1
 
     @property
     def processor(self) -> float:
-        """The share of a step's time that is additional processor time of rank 0."""
+        """Additional processor time of rank 0, as a share of a step's time without copies."""
         return (self.turn.processor - self.without.processor) / self.without.wall
 
 
 def compare(state: int, step: float, shape: Shape, rounds: int, seconds: float, *more: str) -> list[Cost]:
-    """Return the cost of auto and of 1 in each round."""
+    """Return the costs of auto and of 1 in each round."""
     options = (f"--state={state}", f"--step={step}", "--save-seconds=1000000", *more)
     settings = [NONE, *[every for _ in range(rounds) for copied in (AUTO, EACH) for every in (copied, NONE)]]
     turns = [take_turn(every, shape, options, seconds) for every in settings]
@@ -160,7 +159,7 @@ def table(costs: Sequence[Cost], seconds: float) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure the cost on this machine's processors, and print the table. Return 0."""
+    """Measure the cost on this machine's CPUs, and print the table. Return 0."""
     costs = [
         cost
         for state in options.states

@@ -1,4 +1,5 @@
-"""A host that loses its network: groups whose nodes have network namespaces of their own.
+"""Simulates a host that loses its network, with groups whose nodes have their own network
+namespaces.
 
 Needs root, `ip` and `bridge`. All namespaces are on one bridge, which has a namespace too, so that this
 machine's network is left alone. The machine's clock is the same everywhere.
@@ -35,13 +36,19 @@ class Hosts:
         return f"10.78.0.{host + 1}"
 
     def command(self, host: int, command: list[str]) -> list[str]:
-        """Return the command that runs another one on the host."""
-        return ["ip", "netns", "exec", f"{self._prefix}h{host}", *command]
+        """Return the command that runs another one on the host.
+
+        The host's name is its address, because torchft publishes the name.
+        """
+        enter = ["ip", "netns", "exec", f"{self._prefix}h{host}", "unshare", "--uts"]
+        named = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+        return [*enter, "sh", "-c", named, self.address(host), *command]
 
     def cut(self, host: int) -> None:
         """Have the bridge drop the host's packets. Neither side notices it.
 
-        Taking the link down would not do: the kernel reports a link as up only once a second.
+        Taking the link down is not an option, because the kernel reports a link as up only once a
+        second.
         """
         _run(f"bridge -n {self._prefix}b link set dev port{host} state 0")
 
@@ -140,9 +147,15 @@ class TorchFTOnHosts(OnHosts, TorchFT):
 
 
 class TunedTorchFTOnHosts(TorchFTOnHosts):
-    """torchft on hosts with a lighthouse that notices a loss ten times as fast."""
+    """torchft on hosts with a lighthouse that notices a loss ten times as fast.
+
+    Its collectives time out after a second, because they do not notice a silent peer.
+    """
 
     settings = TUNED
+
+    def __init__(self, folder: Path, shape: Shape, options: tuple[str, ...] = ()) -> None:
+        super().__init__(folder, shape, (*options, "--timeout", "1"))
 
 
 KINDS: dict[str, type[OnHosts]] = {

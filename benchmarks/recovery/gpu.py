@@ -1,12 +1,12 @@
-"""Copies of the state from a GPU, and a restart from them.
+"""Measures copies of the state from a GPU, and a restart from such a copy.
 
     python -m benchmarks.recovery gpu [--states 100e6,500e6] [--seconds 6] [--cpu]
 
-On one node with one GPU: what a copy after each step costs, and with "auto" (see copies.py); then
-the worker is ended, and the pause and the repeated steps are measured, with copies after each step
-and with a checkpoint every five seconds instead. It takes at most five minutes, and prints "not
-run" where torch finds no GPU. `--cpu` tries the benchmark itself, with states in the memory of the
-processor.
+On one node with one GPU, measures the cost of copies after each step and with "auto" (see
+copies.py). Then kills the worker, and measures the pause and the number of repeated steps, with
+copies after each step and with a checkpoint every five seconds instead. The benchmark takes at most
+five minutes, and prints "not run" if torch does not find a GPU. `--cpu` tests the benchmark itself,
+with states in main memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALONE = Shape(nodes=1, minimum=1)
 
 @dataclass(frozen=True)
 class Restart:
-    """A worker that ended, and the first step after it. `pause` in seconds."""
+    """The restart of a killed worker. `pause` is in seconds."""
 
     state: int
     every: str
@@ -43,7 +43,9 @@ class Restart:
 
 
 def restart(state: int, step: float, every: str, *more: str) -> Restart:
-    """End the only worker after the first checkpoint, and measure until its successor makes a step."""
+    """Kill the only worker after the first checkpoint, and measure the time until its successor
+    takes a step.
+    """
     options = (f"--state={state}", f"--step={step}", f"--save-seconds={SAVE_SECONDS}", *more)
     with keeping(every, ALONE, options) as group:
         group.wait("a checkpoint", (group.folder / "checkpoint.pt").exists, PATIENCE)
@@ -53,14 +55,14 @@ def restart(state: int, step: float, every: str, *more: str) -> Restart:
         group.wait("a step after the restart", lambda: set(group.log.refresh().incarnations) - before, PATIENCE)
         time.sleep(3 * step)
         found = keep_account(group.log.refresh().incarnations, [(killed, Kind.CRASH)], 0.0, time.time()).seen[0]
-        # All steps up to the newest one are made again, although only the first of them were seen.
+        # All steps up to the newest one are repeated, although the log has only the first ones.
         made = max(one.last_step for number, one in group.log.incarnations.items() if number in before)
         first = min(one.first[0] for number, one in group.log.incarnations.items() if number not in before)
         return Restart(state, every, found.pause, max(0, made - first + 1))
 
 
 def measure(states: list[float], step: float, seconds: float, limit: float, *more: str) -> str:
-    """Return the tables. Parts that may not end within the limit are left out, and named."""
+    """Return the tables. Parts that might exceed the limit are skipped and listed."""
     ends, longest = time.monotonic() + limit, 0.0
     costs, restarts, left_out = list[Cost](), list[Restart](), list[str]()
     parts: list[tuple[str, Callable[[], None]]] = []
@@ -89,19 +91,19 @@ def measure(states: list[float], step: float, seconds: float, limit: float, *mor
 
 
 def why_not() -> str:
-    """Return why nothing can be measured on a GPU; empty if it can."""
+    """Return why a GPU cannot be measured; empty if it can."""
     import torch
 
-    return "" if torch.cuda.is_available() else "torch finds no GPU on this machine"
+    return "" if torch.cuda.is_available() else "torch does not find a GPU on this machine"
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and print the tables. Return 0, also where there is no GPU."""
+    """Measure and print the tables. Return 0, even without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=read_numbers, default=[100e6, 500e6], metavar="BYTES,...")
     parser.add_argument("--step", type=float, default=0.05, help="seconds (default 0.05)")
     parser.add_argument("--seconds", type=float, default=6.0, help="length of a turn (default 6)")
-    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="for all of it (default 300)")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="for the whole benchmark (default 300)")
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
     add_table_option(parser, "snapshots-gpu")
     options = parser.parse_args(arguments)

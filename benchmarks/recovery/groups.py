@@ -31,7 +31,7 @@ SETTLE_STEPS = 30
 
 
 class NotRecovered(Exception):
-    """The group made no more steps; the message says how that was observed."""
+    """The group took no further steps; the message says how that was observed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Group:
         return False
 
     def settle(self) -> Incarnation:
-        """Wait until the complete group has made some steps and its spares are ready."""
+        """Wait until the complete group has taken some steps and its spares are ready."""
 
         def settled() -> Incarnation | None:
             incarnation = self.log.refresh().newest
@@ -137,7 +137,7 @@ class Group:
         self.add()
 
     def created(self, node: str) -> float | None:
-        """Return when a node was created (Unix seconds); None if it starts at the kill."""
+        """Return the Unix time at which a node was created; None if it starts at the kill."""
         return None
 
     def kill_coordinator(self) -> float:
@@ -180,7 +180,7 @@ class Stock(Group):
     def pick(self, incarnation: Incarnation, number: int) -> tuple[str, str]:
         """Return the store's node for odd numbers, otherwise the other node.
 
-        The outcome depends on which node it is.
+        The outcome depends on the choice of the node.
         """
         host = next(name for name in self.nodes if name.startswith("node-0-"))
         return (host, "store's host") if number % 2 else (next(name for name in self.nodes if name != host), "other")
@@ -275,7 +275,7 @@ class Coordinated(Group):
         return report.get("attempt", 0) > 0 and report["state"] == "Running"
 
     def _report(self) -> dict[str, Any]:
-        """Return the coordinator's report; empty if there is none yet."""
+        """Return the coordinator's report; empty if it has not responded yet."""
         try:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{self.port}/status", headers={"Authorization": f"Bearer {self._token}"}

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
     parser.add_argument(
         "--patience", type=float, default=60.0, help="seconds after which a group counts as not recovered (default 60)"
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     add_table_option(parser, "BACKEND")
 
 

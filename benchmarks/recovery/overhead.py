@@ -1,7 +1,7 @@
 """python -m benchmarks.recovery overhead [--windows 40] [--csv FILE] [--table FILE]
 python -m benchmarks.recovery overhead --snapshots [--rounds 5] [--states 80e3,100e6] [--steps 0.05,0.5] [--table FILE]
 
-Measures what a step costs under the launchers, compared with stock torchrun: the same script
+Measures the cost of a step under the launchers, compared with stock torchrun. The same script runs
 without sleep, in groups that take turns. Between its turns, a group is frozen, including its agents
 and its coordinator, so that it takes no CPU time.
 """
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
     """Measure and print the table. Return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40, help="turns per group (default 40)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     parser.add_argument("--snapshots", action="store_true", help="measure copies into memory instead; see copies.py")
     parser.add_argument("--rounds", type=int, default=5, help="of --snapshots (default 5)")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a turn of --snapshots (default 20)")

@@ -1,4 +1,4 @@
-"""Shows where a recovery's time went: the phases of the last rank, as a table and a picture.
+"""Shows how a recovery's time was spent: the phases of the last rank, as a table and a picture.
 
 python -m benchmarks.recovery phases FILE.csv [FILE.csv ...] [-o FILE.png]      draws what was measured with --csv
 """
@@ -50,8 +50,8 @@ def phases(recovered: Incarnation, moment: float, created: Callable[[str], float
     ends += [(WORKER, its["imported"]), (DEVICE, its["device"]), (FORMED, its["formed"]), (STEP, recovered.formed)]
     found, before = {}, moment
     for name, end in ends:
-        # /proc's times have a resolution of 10 ms, and a watch may be late, so a phase that ends
-        # before the previous one took no time.
+        # /proc's times have a resolution of 10 ms, and a watch may be late. A phase that ends
+        # before the previous one therefore counts as zero.
         found[name] = max(0.0, end - before)
         before = max(before, end)
     return found

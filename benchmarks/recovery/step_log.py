@@ -19,21 +19,21 @@ class Incarnation:
     first: dict[int, int] = field(default_factory=dict)
     """The number of each rank's first step."""
     processor: dict[int, list[float]] = field(default_factory=dict)
-    """Processor seconds of each rank at each step, if the script logs them."""
+    """CPU seconds of each rank at each step, if the script logs them."""
     moments: dict[int, dict[str, float]] = field(default_factory=dict)
     """When each rank's `launcher` and `process` began, torch was `imported` and the group was
     `formed`."""
 
     @property
     def formed(self) -> float | None:
-        """When the last rank had made its first step; None until all ranks have made one."""
+        """When the last rank had taken its first step; None until all ranks have done so."""
         if len(self.steps) < self.world:
             return None
         return max(times[0] for times in self.steps.values())
 
     @property
     def began(self) -> float:
-        """When the first rank had made its first step."""
+        """When the first rank had taken its first step."""
         return min(times[0] for times in self.steps.values())
 
     @property
@@ -86,12 +86,14 @@ class StepLog:
         return max(formed, key=lambda one: one.began, default=None)
 
     def first_after(self, moment: float, world: int) -> Incarnation | None:
-        """Return the first incarnation of `world` ranks after `moment` in which all made a step."""
+        """Return the first incarnation of `world` ranks after `moment` in which all ranks took a
+        step.
+        """
         complete = [one for one in self.incarnations.values() if one.world == world and one.formed is not None]
         return min((one for one in complete if one.began > moment), key=lambda one: one.formed or 0.0, default=None)
 
     def longest_gap(self, begin: float, end: float) -> float:
-        """Return the longest time (s) in which any rank of the newest incarnation made no step."""
+        """Return the longest time (s) without a step for any rank of the newest incarnation."""
         assert self.newest is not None
         gaps = [0.0]
         for times in self.newest.steps.values():

@@ -68,7 +68,7 @@ class Log:
 
 
 def process_starts():
-    """Return when the launcher and this process began, in Unix seconds to 10 ms; see proc(5)."""
+    """Return the Unix times at which the launcher and this process began, to 10 ms; see proc(5)."""
     pid = launcher = os.getpid()
     while pid > 0:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 FLOOR = "floor"
-"""The case that kills nothing: how long a start takes without this project."""
+"""The case without a kill, which measures a start without this project."""
 LAST_KILL = 10
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One kill. `seconds`: None if the group did not recover; `outcome`: what was observed."""
+    """One kill. `seconds` is None if the group did not recover, and `outcome` describes the
+    observation.
+    """
 
     case: str
     backend: str

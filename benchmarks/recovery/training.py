@@ -1,17 +1,16 @@
-"""A training with a state of any size, the same for every system that a trace compares.
+"""A training with a state of any size, the same for all systems that are compared under a trace.
 
     torchrun ... training.py FOLDER [--state BYTES] [--step SECONDS] [--save-seconds N] [--cuda]
     python training.py FOLDER --torchft ...
 
-It trains the network of steps.py. Frozen weights make the state larger, so the time of a step does
-not depend on the size of the state. `--step` is spent in the middle of each step: asleep, or with
-matrices on the GPU. `ddpjob_report.Snapshots` does nothing outside of a DDPJob, so stock torchrun
-and DDPJob run the same lines. torchft needs its own process group, optimizer and loop
-(`--torchft`). Whatever a system does to keep or to agree on the state is part of the step that the
-log shows.
+It trains the network of steps.py. Frozen weights enlarge the state, so the time of a step does not
+depend on the size of the state. `--step` is the time spent in the middle of each step, either
+asleep or on GPU matrix products. `ddpjob_report.Snapshots` does nothing outside a DDPJob, so stock
+torchrun and DDPJob run the same lines. torchft needs its own process group, optimizer and loop
+(`--torchft`). A system's work to keep or agree on the state is part of the step that the log shows.
 
-A line of the log says which group made a step: a random number that rank 0 has drawn, or torchft's
-number of its quorum. `cpu` is the processor time of the process.
+Each line of the log identifies the group that took a step, by a random number drawn by rank 0 or by
+torchft's quorum number. `cpu` is the CPU time of the process.
 """
 
 import argparse
@@ -36,17 +35,22 @@ WIDTH = 64
 def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--state", type=int, default=0, help="bytes of weights and optimizer together, at least")
+    parser.add_argument(
+        "--state", type=int, default=0, help="minimum size of weights and optimizer state together, in bytes"
+    )
     parser.add_argument("--step", type=float, default=0.05)
     parser.add_argument("--save-seconds", type=float, default=60.0)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--torchft", action="store_true")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds of torchft's collectives")
     return parser.parse_args()
 
 
 def build(state, device):
-    """Return a network and its optimizer, which have `state` bytes together if that is possible."""
+    """Return a network and its optimizer, whose combined size is `state` bytes if that is
+    possible.
+    """
     model = network(WIDTH)
     left = state - 2 * sum(weights.numel() * weights.element_size() for weights in model.parameters())
     pieces = [min(PIECE, left - start) for start in range(0, left, PIECE)]
@@ -68,13 +72,15 @@ class Log:
 
 
 class Checkpoint:
-    """A file that one rank writes every so many seconds, as scripts do."""
+    """A file that one rank writes at regular intervals, as scripts do."""
 
     def __init__(self, folder, seconds, device):
         self.path, self.seconds, self.device, self.saved = folder / "checkpoint.pt", seconds, device, time.monotonic()
 
     def load(self, model, optimizer):
-        """Restore both, and return the steps that were made; 0 without a file."""
+        """Restore network and optimizer, and return the number of completed steps; 0 without a
+        file.
+        """
         if not self.path.exists():
             return 0
         saved = torch.load(self.path, map_location=self.device)
@@ -92,7 +98,7 @@ class Checkpoint:
 
 
 def idle(seconds, device):
-    """Return a function that takes about as long as a step should."""
+    """Return a function that takes about as long as a step should take."""
     if device.type == "cpu":
         return lambda: time.sleep(seconds)
     matrix = torch.ones(4096, 4096, device=device)
@@ -157,7 +163,7 @@ def train_with_torchft(options):
         plain.load_state_dict(saved["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, load_state_dict=restore,
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=options.timeout)), min_replica_size=1, load_state_dict=restore,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": plain.state_dict()}, hostname=host,
         rank=0, world_size=1, store_addr=host, store_port=store.port, replica_id=os.environ["DDPJOB_POD"],
     )  # fmt: skip
@@ -179,7 +185,8 @@ def train_with_torchft(options):
             continue  # The step was discarded, or this replica has only received the state.
         if rank == 0:
             checkpoint.save(step, model, plain)
-        # The participating ranks change while a quorum lives: a replica that heals counts one step later.
+        # The number of participating ranks changes within a quorum, because a healing replica
+        # counts one step later.
         log.step(step, manager._quorum_id, int(os.environ["DDPJOB_INDEX"]), manager.num_participants())
 
 

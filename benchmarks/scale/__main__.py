@@ -1,4 +1,5 @@
-"""One operator with very many jobs: creation, rest, a storm of losses, a restart, hostile coordinators.
+"""Measures one operator with a large number of jobs: creation, rest, a storm of losses, a restart,
+hostile coordinators.
 
     python -m benchmarks.scale [--sizes 100 300] [--csv FILE] [--chart FILE.png] [--table benchmarks/README.md]
     python -m benchmarks.scale hostile [--large 100] [--reports 500] [--csv FILE] [--table benchmarks/README.md]
@@ -8,8 +9,8 @@ without them for comparison.
 
 Starts only the test cluster's API server (needs root and Go; the slot is DDPJOB_CLUSTER_SLOT) and
 ends it afterwards, or uses a running test cluster. The operator is a separate process, started as
-by the chart. The benchmark simulates kubelets and coordinators; pods run nothing. The pods name a
-scheduler that does not exist.
+by the chart. The benchmark simulates kubelets and coordinators, and pods do not run anything. The
+pods name a scheduler that does not exist.
 
 Each figure is shown with the number of processors that were busy meanwhile. All programs share one
 machine. If all processors are busy, the machine limits the rate, and the operator's share shows how
@@ -131,8 +132,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ended", type=int, default=300, help="ended jobs that are added (default 300)")
     made.add_argument("--storm", type=int, default=1000, help="pods that die at once (default 1000)")
     made.add_argument("--hostile", type=int, default=150, help="hostile coordinators (default 150)")
-    made.add_argument("--csv", type=Path, metavar="FILE", help="write the figures here")
-    made.add_argument("--chart", type=Path, metavar="FILE", help="draw them here")
+    made.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to this file")
+    made.add_argument("--chart", type=Path, metavar="FILE", help="draw the figures to this file")
     add_table_option(made, "scale")
     return made
 
@@ -140,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the benchmark, and return 0, or 1 if a part did not finish.
 
-    In the latter case, there are figures for the other parts, but no chart.
+    If a part did not finish, there are figures for the other parts, but no chart.
     """
     given = parser().parse_args()
     options = Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
@@ -150,7 +151,7 @@ def main() -> int:
         log = Path(folder) / "operator.log"
         parts = asyncio.run(measure(HostileParts if is_hostile else Parts, options, cluster, shared, log))
         if parts.error:
-            print(f"{parts.error}; the end of the operator's log:", *log.read_text().splitlines()[-20:], sep="\n")
+            print(f"{parts.error}. The end of the operator's log:", *log.read_text().splitlines()[-20:], sep="\n")
     if given.csv is not None:
         write_csv(given.csv, parts.figures)
     if parts.error:

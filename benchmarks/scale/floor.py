@@ -1,4 +1,6 @@
-"""The storm without an operator: how fast this machine's API server can replace as many pods."""
+"""Measures the storm without an operator: how fast this machine's API server can replace the same
+number of pods.
+"""
 
 from __future__ import annotations
 

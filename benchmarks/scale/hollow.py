@@ -73,7 +73,7 @@ class Pod:
     attempt: int
     generation: int
     containers: tuple[tuple[str, str], ...]
-    """(name, image)"""
+    """(name, image) of each container."""
     runs: bool
 
     @classmethod
@@ -158,7 +158,7 @@ class Group:
 class Hollow:
     """The kubelets and coordinators of all jobs in some namespaces.
 
-    `managed_by`: the manager of the pods that they see.
+    `managed_by` is the manager label of the pods that they see.
     """
 
     def __init__(self, rest: Rest, operator_key: str, namespaces: Iterable[str], managed_by: str = MANAGED_BY) -> None:
@@ -289,7 +289,7 @@ class Hollow:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 await _answer(group, reader, writer)
-            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):  # cancelled at the end
+            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):  # At the end.
                 pass
             finally:
                 writer.close()

@@ -1,4 +1,4 @@
-"""A tenant against the operator's availability: what one team's large jobs and reports cost others.
+"""Measures how one team's large jobs and reports affect other teams.
 
 There are three parts in one run, so that the machine's load is the same for all: the operator
 alone, with 100 jobs of the largest size that the API server stores, and with many coordinators that

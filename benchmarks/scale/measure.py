@@ -27,7 +27,7 @@ RESOURCES = frozenset(
         "persistentvolumeclaims",
     )
 )
-"""Everything that the operator reads and writes for jobs, and thus not Leases."""
+"""Everything that the operator reads and writes for jobs, which excludes Leases."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Figure:
     value: float
     unit: str
     aim: str = ""
-    """The aim, such as `<= 1.5` or `>= 1.5`; empty if there is none."""
+    """The aim, such as `<= 1.5` or `>= 1.5`; empty for figures without an aim."""
     beside: str = ""
-    """What kept the processors busy, or what the value consists of."""
+    """The programs that kept the CPUs busy, or the components of the value."""
 
     @property
     def reached(self) -> str:

@@ -1,4 +1,4 @@
-"""A separate process that watches one namespace in order to see its pods without delay.
+"""Watches one namespace in a separate process, in order to see its pods without delay.
 
 In a storm, the process that simulates a thousand kubelets may be half a second late, which would
 count as a job's wait.
@@ -29,7 +29,9 @@ class Onlooker:
         """When the watch first showed each pod, by name, in monotonic seconds. That clock is the
         same for all processes on a machine."""
         self.late: list[tuple[float, float]] = []
-        """When the process should have woken from a sleep, and how many seconds it was late."""
+        """When the process should have woken up from a sleep, and by how many seconds it was
+        late.
+        """
 
     async def run(self) -> None:
         """Run until cancelled, or until the process ends."""

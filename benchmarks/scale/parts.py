@@ -51,7 +51,7 @@ class BenchmarkError(Exception):
 
 @dataclass
 class Options:
-    """The options from `__main__`. `sizes`: numbers of jobs, ascending."""
+    """The options from `__main__`. `sizes` are numbers of jobs, ascending."""
 
     sizes: list[int]
     nodes: int
@@ -80,7 +80,7 @@ class Series:
 
 @dataclass(frozen=True)
 class _Burst:
-    """The creation of many pods at once. `rate`: pods per second."""
+    """The creation of many pods at once. `rate` is in pods per second."""
 
     pods: int
     rate: float
@@ -96,8 +96,8 @@ class _Burst:
 class Parts:
     """One run.
 
-    `namespaces`: the teams' namespaces; the last one belongs to another team, whose jobs are the
-    probes. `bare`: creates pods without a job. `onlooker`: sees the pods in the last namespace.
+    `namespaces` are the teams' namespaces; the last one belongs to another team, whose jobs are the
+    probes. `bare` creates pods without a job. `onlooker` sees the pods in the last namespace.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Parts:
     async def _seen(self, names: Iterable[str]) -> float:
         """Return when the onlooker saw the last of these pods."""
         pods, seen = tuple(names), self.onlooker.seen
-        await self._until("the onlooker has seen the pods", lambda: all(name in seen for name in pods))
+        await self._until("the onlooker to see the pods", lambda: all(name in seen for name in pods))
         return max(seen[name] for name in pods)
 
     async def _operator_acts(self) -> None:
@@ -217,7 +217,7 @@ class Parts:
             try:
                 await self.rest.request("DELETE", path, query={"gracePeriodSeconds": "0", **query})
                 return
-            except Unavailable:  # On a busy machine, it takes longer than a request may take.
+            except Unavailable:  # On a busy machine, this may take longer than a request.
                 await asyncio.sleep(LOOK)
 
     # --- creation
@@ -401,7 +401,9 @@ class Parts:
                          f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
         self._note_waits(part, "two pods of a bare client, created one pair after the other, wait", bare)
         late = max((seconds for at, seconds in self.onlooker.late if at >= began), default=0.0)
-        self._note(part, "a process that only sleeps wakes too late by (worst)", late, "s", "", "what the machine adds")
+        self._note(
+            part, "a process that only sleeps wakes up late by (worst)", late, "s", "", "delay of the machine itself"
+        )
         self._note(part, "until all jobs are Running again", time.monotonic() - began, "s")
         await self._sweep_bare([self.other])
 

@@ -1,4 +1,5 @@
-"""The same training under every strategy on this machine: same model, data, global batch and number of epochs.
+"""Compares every strategy on this machine with the same model, data, global batch and number of
+epochs.
 
     python -m benchmarks.strategies [--rounds 3] [--ranks 2] [--strategies ddp,horovod] [--epochs 3]
         [--csv FILE] [--chart FILE.png] [KEY=VALUE ...]
@@ -39,8 +40,8 @@ def main() -> int:
     parser.add_argument(
         "--timeout", type=float, default=1800.0, help="seconds after which a run has failed (default 1800)"
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
-    parser.add_argument("--chart", type=Path, metavar="FILE.png", help="write the chart here")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
+    parser.add_argument("--chart", type=Path, metavar="FILE.png", help="write the chart to this file")
     add_table_option(parser, "strategies")
     given = parser.parse_args()
     wanted = [name.strip() for name in given.strategies.split(",")]
@@ -49,7 +50,7 @@ def main() -> int:
     if given.epochs < 2 or given.rounds < 1 or given.ranks < 1:
         parser.error("--epochs must be at least 2 (the first does not count), --rounds and --ranks at least 1")
     if wrong := [setting for setting in given.settings if "=" not in setting]:
-        parser.error(f"{wrong[0]}: settings of the trainer are written KEY=VALUE")
+        parser.error(f"{wrong[0]}: trainer settings must have the form KEY=VALUE")
 
     cases = [case for case in CASES if case.name in wanted]
     missing = {case.name: reason for case in cases if (reason := case.lacks(given.ranks))}

@@ -1,4 +1,4 @@
-"""The ways to train that are compared: each one's command, and what it lacks on this machine."""
+"""The compared ways to train, with their commands and missing requirements on this machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from scripts import install_horovod
 class Case:
     """One way to train.
 
-    `kind`: its group in the chart; `command(ranks)`: the command without the trainer's arguments;
-    `lacks(ranks)`: why this machine cannot run it, empty if it can.
+    `kind` is its group in the chart. `command(ranks)` returns the command without the trainer's
+    arguments. `lacks(ranks)` returns why this machine cannot run it, empty if it can.
     """
 
     name: str
@@ -74,7 +74,8 @@ def horovodrun(ranks: int) -> list[str]:
 def server_and_workers(ranks: int) -> list[str]:
     """Return the command for a parameter server.
 
-    The server is an extra rank on the CPU, which ranks share, and one of the ranks on GPUs.
+    On the CPU, which ranks share, the server is an additional rank; on GPUs, it is one of the
+    ranks.
     """
     return torchrun(ranks if accelerators() else ranks + 1)
 
@@ -95,7 +96,7 @@ def horovod_folder() -> Path | None:
 
 def _devices(ranks: int) -> str:
     if 0 < accelerators() < ranks:
-        return f"needs {ranks} devices, and {accelerators()} are visible"
+        return f"needs {ranks} devices, but {accelerators()} are visible"
     return ""
 
 
@@ -109,13 +110,13 @@ def _two_devices(ranks: int) -> str:
 
 def _horovod(ranks: int) -> str:
     if importlib.util.find_spec("horovod") is None and horovod_folder() is None:
-        return "Horovod is not installed: python scripts/install_horovod.py"
+        return "Horovod is not installed; run python scripts/install_horovod.py"
     return _devices(ranks)
 
 
 def _deepspeed(ranks: int) -> str:
     if importlib.util.find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed: pip install deepspeed"
+        return "DeepSpeed is not installed; run pip install deepspeed"
     return _devices(ranks)
 
 

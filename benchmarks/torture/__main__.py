@@ -1,4 +1,5 @@
-"""Random kills of everything that can be killed, pauses and cut connections, which must leave no trace in the result.
+"""Kills everything at random, suspends processes and cuts connections, none of which may affect the
+result.
 
     python -m benchmarks.torture [--kills 40] [--seed 1]                under `ddpjob run`, on this machine; processes
                                                                         are also stopped for 2 to 12 s (SIGSTOP), clocks
@@ -9,11 +10,12 @@
     python -m benchmarks.torture --snapshots [...]                      states in memory, checkpoints each hour; workers
                                                                         are also killed in the middle of a copy
 
-Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without spares) train side by side. Each must
-become Complete with no restart counted against it; by its ledger, every sample of every epoch must be consumed exactly
-once; its weights must equal, bit for bit, those of undisturbed training with as many ranks at each step (replay.py
-explains why). With --snapshots, a kill may cost at most one complete step, and the one that has begun. Exit code 1
-when a check fails.
+Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without spares) train side
+by side. Each must become Complete with no restart counted against it; by its ledger, every sample
+of every epoch must be consumed exactly once; its weights must equal, bit for bit, those of
+undisturbed training with as many ranks at each step (replay.py explains why). With --snapshots, a
+kill may cost at most one complete step, and the one that has begun. The exit code is 1 if a check
+fails.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1, help="seed for the choice of victims and times (default 1)")
     made.add_argument("--epochs", type=int, default=40, help="length of a job, 23 steps each (default 40)")
     made.add_argument(
-        "--interval", type=float, default=8.0, help="longest time between two kills in seconds (default 8)"
+        "--interval", type=float, default=8.0, help="maximum number of seconds between two kills (default 8)"
     )
     made.add_argument(
         "--jobs",
@@ -55,18 +57,18 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--snapshots", action="store_true",
-        help="jobs with states in memory after every step, and an hour between checkpoints",
+        help="jobs that keep the state in memory after every step, with an hour between checkpoints",
     )  # fmt: skip
     made.add_argument("--cluster", action="store_true", help="run on the test cluster")
     made.add_argument(
-        "--defect", choices=list(DEFECTS), default="", help="break the trainer on purpose: a check must fail"
+        "--defect", choices=list(DEFECTS), default="", help="break the trainer on purpose, so that a check must fail"
     )
     add_table_option(made, "torture", " (torture-local without --cluster; each with -snapshots)")
     return made
 
 
 def main() -> int:
-    """Return 0 if every job passes all checks, 1 if one does not, 2 on bad input."""
+    """Return 0 if every job passes all checks, 1 if a job fails a check, 2 on bad input."""
     options = parser().parse_args()
     kinds = KINDS_OF_SNAPSHOTS if options.snapshots else KINDS
     wanted = tuple(kind for kind in kinds if not options.jobs or kind.name in options.jobs.split(","))
@@ -101,7 +103,7 @@ def in_own_network() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     trial = ["unshare", "--net", "sh", "-c", enter, "sh"]
     if subprocess.run([*trial, "true"], capture_output=True, check=False).returncode:
-        print("no connections are cut: that needs root, unshare, ip and iptables", file=sys.stderr)
+        print("connections are not cut, because that needs root, unshare, ip and iptables", file=sys.stderr)
         return
     os.execvp("unshare", [*trial, *words])
 

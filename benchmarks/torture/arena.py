@@ -19,9 +19,9 @@ from benchmarks.torture.standstill import FARTHEST, Standstill, of_container, se
 
 Json = dict[str, Any]
 COPY_KILL = "worker in a copy"
-"""A worker that is killed while it copies its state. The job counts it as its own failure."""
+"""The kill of a worker while it copies its state. The job counts this as its own failure."""
 COPY_POINTS = ("tensor", "mark", "begin", "made", "neighbour")
-"""Points of a copy at which it dies (clocks/copy_kills.py)."""
+"""Points in a copy at which the worker dies (clocks/copy_kills.py)."""
 
 
 @dataclass
@@ -32,9 +32,11 @@ class Observed:
     step: int = 0
     counted: int = 0
     round: int = 0
-    """How often the group has formed again."""
+    """Number of times that the group has formed again."""
     start: str = ""
-    """The newest round whose workers have said where they continue: all nodes have that state."""
+    """The newest round whose workers have reported where they continue, which means that all nodes
+    have that state.
+    """
     pods: list[str] = field(default_factory=list)
     coordinators: list[str] = field(default_factory=list)
     message: str = ""
@@ -43,8 +45,8 @@ class Observed:
 class Arena(Protocol):
     """Runs jobs and kills their pods.
 
-    `extras`: what else can be killed, with a weight (in addition to those in torture.WEIGHTS) and a
-    function that kills it, or returns False if that is impossible now.
+    `extras` maps additional victims to a weight (like those in torture.WEIGHTS) and to a function
+    that kills the victim, or returns False if that is impossible now.
     """
 
     extras: dict[str, tuple[int, Callable[[], bool]]]
@@ -69,8 +71,8 @@ class Processes:
     """Jobs under `ddpjob run`: pods are process groups, and each runner contains an operator for
     its job.
 
-    `cuts`: whether connections can be cut, which requires root and a separate network namespace.
-    `copies`: whether workers are killed in the middle of copies of their state.
+    `cuts` is whether connections can be cut, which requires root and a separate network namespace.
+    `copies` is whether workers are killed in the middle of copies of their state.
     """
 
     def __init__(self, folder: Path, *, cuts: bool = False, copies: bool = False) -> None:
@@ -129,7 +131,7 @@ class Processes:
             ask(JobFolder(self._runs / name), "kill", pod)
 
     def skewed(self) -> dict[str, str]:
-        """The variables that give pods' processes adjustable clocks."""
+        """Environment variables that give pods' processes adjustable clocks."""
         path = filter(None, (str(Path(__file__).with_name("clocks")), os.environ.get("PYTHONPATH")))
         folders = {"TORTURE_CLOCKS": str(self._clocks), "TORTURE_COPY_KILLS": str(self._copies)}
         return {"PYTHONPATH": os.pathsep.join(path), **folders}
@@ -142,7 +144,7 @@ class Processes:
         return f"{pod} to {behind:.0f} s behind" if set_clock(self._clocks / pod, behind) else ""
 
     def _kill_in_copy(self, pods: list[str]) -> str:
-        """Have a worker of one of the pods die in its next copy, or the one after."""
+        """Make a worker of one of the pods die in one of its next two copies."""
         if not pods:
             return ""
         pod, point = random.SystemRandom().choice(pods), random.SystemRandom().choice(COPY_POINTS)
@@ -173,7 +175,7 @@ class Processes:
             try:
                 runner.wait(60)
             except subprocess.TimeoutExpired:
-                runner.kill()  # The runner's guard process ends the others.
+                runner.kill()  # The runner's guard process ends the other processes.
                 runner.wait()
 
 

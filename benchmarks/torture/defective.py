@@ -1,4 +1,4 @@
-"""The trainer with a deliberate defect, with which the checks must fail.
+"""Runs the trainer with a deliberate defect, which the checks must find.
 
 python defective.py DEFECT ARGUMENTS_OF_THE_TRAINER
 """
@@ -38,7 +38,7 @@ def forget_momentum():
 
 
 def no_resume():
-    """Fail to read any checkpoint, so that the job can never continue after a kill."""
+    """Fail to read every checkpoint, so that the job can never continue after a kill."""
     from ddpjob_trainer.checkpoints import torch_file
 
     def broken(content):
@@ -94,7 +94,7 @@ def leave_out_momentum():
 
 
 def send_older():
-    """Give the next node the part of the copy before, as if it were the new one."""
+    """Send the next node a part of the previous copy as if it belonged to the new one."""
     give = rank_snapshots.RankSnapshots._copy_to_neighbour
 
     def older(self, moment):

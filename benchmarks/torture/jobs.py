@@ -25,7 +25,7 @@ class Kind:
     nodes: int = 2
     strategy: str = "ddp"
     snapshots: bool = False
-    """Whether states are kept in memory after every step, and checkpoints only each hour."""
+    """Whether states are kept in memory after every step, with checkpoints only every hour."""
 
     @property
     def elastic(self) -> bool:
@@ -47,7 +47,9 @@ KINDS_OF_SNAPSHOTS = (
     Kind("memory-fsdp-2", "Fast", strategy="fsdp", snapshots=True),
     Kind("memory-fsdp-3", "Fast", nodes=3, strategy="fsdp", snapshots=True),
 )
-"""The kinds with --snapshots. Their number of nodes is fixed, so that one loss leaves a holder."""
+"""The kinds with --snapshots. Their number of nodes is fixed, so that after one loss another node
+still has the state.
+"""
 
 
 def trainer_arguments(epochs: int, kind: Kind | None = None) -> list[str]:
@@ -73,7 +75,7 @@ def spec(kind: Kind, epochs: int, defect: str) -> Json:
     """Return the DDPJob's spec. `defect` breaks the trainer on purpose."""
     recovery: Json = {"mode": kind.mode, "nodeLostAfterSeconds": 10}
     if kind.snapshots:
-        recovery |= {"snapshots": 1, "maxRestarts": 1000}  # A worker's own end is counted.
+        recovery |= {"snapshots": 1, "maxRestarts": 1000}  # A worker that ends by itself counts.
     program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs, kind)}
     if defect:
         recovery.setdefault("maxRestarts", 2)

@@ -26,7 +26,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def segments(incarnations: list[Incarnation]) -> Segments:
-    """Return how many ranks made which steps in the final history of a ledger."""
+    """Return the segments of a ledger's final history: how many ranks took which steps."""
     worlds: dict[int, int] = {}
     for incarnation in incarnations:
         worlds = {step: world for step, world in worlds.items() if step <= incarnation.start}
@@ -40,7 +40,7 @@ def segments(incarnations: list[Incarnation]) -> Segments:
 
 
 def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
-    """Train, unless this was done before. Return the checkpoint folder.
+    """Train unless an earlier call did so. Return the checkpoint folder.
 
     Raises CalledProcessError.
     """
@@ -52,7 +52,7 @@ def replay(folder: Path, parts: Segments, arguments: list[str]) -> Path:
     return own
 
 
-# ---- The program: it imports torch once and forks the ranks.
+# ---- The program. It imports torch once and forks the ranks.
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ def main() -> int:
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         if codes != [expected] * world:
             print(
-                f"replay of steps {done + 1} to {last} on {world} ranks ended with {codes}, not {expected}",
+                f"replay of steps {done + 1} to {last} on {world} ranks ended with {codes} instead of {expected}",
                 file=sys.stderr,
             )
             return 1

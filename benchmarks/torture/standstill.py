@@ -39,7 +39,7 @@ class Standstill:
     def cut(self, pids: Iterable[int]) -> float:
         """Drop packets on the processes' connections, and to the ports on which they listen.
 
-        Return for how many seconds. Needs root and a separate network namespace, whose end removes
+        Return the number of seconds. Needs root and a separate network namespace, whose end removes
         the rules.
         """
         rules = [

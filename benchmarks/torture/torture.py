@@ -15,14 +15,15 @@ from benchmarks.torture.verdict import Verdict, judge
 
 WEIGHTS = {"pod": 6, "two pods": 2, "coordinator": 2, "coordinator and pod": 1}
 OF_PODS = ("pod", "coordinator and pod")
-"""Kills that take one node, and its memory with it."""
+"""Kills that remove one node together with its memory."""
 SEVERAL = ("two pods", "host")
-"""Kills that may take all nodes of a job at once, and their memory with them."""
+"""Kills that may remove all nodes of a job at once, together with their memory."""
 APART = 15.0
-"""Seconds between two kills of a job whose states are in memory. By then a pause has cost what it
-costs."""
+"""Seconds between two kills of a job whose states are in memory. By then, the cost of a pause has
+been paid.
+"""
 PATIENCE = 900.0
-"""Seconds that a wave has to end after its last kill."""
+"""Seconds after the last kill within which a wave must end."""
 
 
 @dataclass
@@ -37,16 +38,16 @@ class Running:
     """The job before the last kill."""
     disturbed_at: float = 0.0
     loses: bool = False
-    """Whether the last kill took a node's memory."""
+    """Whether the last kill removed a node's memory."""
     ended: Observed | None = None
     seconds: float = 0.0
 
     def disturb(self, observed: Observed, what: str) -> None:
-        """Note a kill."""
+        """Record a kill."""
         self.disturbed, self.disturbed_at, self.loses = observed, time.monotonic(), what in OF_PODS
 
     def has_recovered(self, observed: Observed) -> bool:
-        """Whether all nodes have the newest state again, so that one of them may be lost."""
+        """Whether all nodes have the newest state again, so that a node may be lost."""
         before = self.disturbed
         if before is None:
             return True
@@ -56,7 +57,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's options. `interval`: maximum time between two kills, in seconds."""
+    """A run's options. `interval` is the maximum time between two kills in seconds."""
 
     kills: int
     seed: int

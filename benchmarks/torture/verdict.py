@@ -63,7 +63,7 @@ def judge(
     repeated = sum(lost)
     if kind.snapshots and (most := max(lost, default=0)) > 2:
         problems.append(
-            f"{most} steps were begun and made again after one kill, which is not 1 complete step and 1 begun"
+            f"{most} steps were repeated after one kill; at most one complete step and one started step may be"
         )
     return Verdict(
         kind, kills, len(incarnations), max(0, len(parts) - 1), repeated, samples, difference, tuple(problems)
@@ -71,7 +71,9 @@ def judge(
 
 
 def table(verdicts: list[Verdict], for_all: Counter[str], seed: int) -> str:
-    """Return a table with one row per kind of job. `for_all`: kills that affected all jobs."""
+    """Return a table with one row per kind of job. `for_all` has the kills that affected all
+    jobs.
+    """
     lines = [
         "| jobs | runs | kills | of them | Complete, ledger exact, weights equal | incarnations"
         " | changes of size | steps repeated |",

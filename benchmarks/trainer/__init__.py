@@ -1,1 +1,1 @@
-"""Measures how fast the trainer feeds a model, and what its bookkeeping costs."""
+"""Measures how fast the trainer feeds a model, and the cost of its bookkeeping."""

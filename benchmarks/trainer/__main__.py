@@ -1,4 +1,4 @@
-"""How fast the trainer feeds a model, and what its bookkeeping costs.
+"""Measures how fast the trainer feeds a model, and the cost of its bookkeeping.
 
     python -m benchmarks.trainer [cifar|jpeg|bare|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
 
@@ -40,7 +40,7 @@ def main() -> int:
         default=os.cpu_count() or 1,
         help="worker processes of both loaders (default: number of cores)",
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement here")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     add_table_option(parser, "speed")
     parser.add_argument(
         "--elasticity",

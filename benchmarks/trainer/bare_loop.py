@@ -1,4 +1,5 @@
-"""A model's upper limit on a GPU: the same batch repeatedly, without data loading or meters.
+"""Measures a model's maximum speed on a GPU, by training on the same batch repeatedly, without data
+loading or meters.
 
 It uses the trainer's precision, layout and optimizer.
 """

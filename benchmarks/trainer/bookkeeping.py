@@ -1,4 +1,5 @@
-"""Measures how much of a step the trainer's bookkeeping takes, such as ledger, reports and checks.
+"""Measures the share of a step that the trainer's bookkeeping takes, such as ledger, reports and
+checks.
 
 It measures processor time, which is little affected by other work on the machine. The parts of a
 rank's main thread are compared with a bare loop of the same model on the same batches in the same

@@ -66,7 +66,8 @@ _ITERATORS = [(ElasticSampler, "upcoming", "dealing"), (MemoryData, "train_strea
 
 
 class Meter:
-    """The thread's processor time, charged to the innermost open part, or to REST if there is none.
+    """The thread's processor time, charged to the innermost open part, or to REST outside all
+    parts.
 
     The time for reading the clock is measured once and subtracted.
     """

@@ -1,4 +1,4 @@
-"""What a change in the number of ranks costs a model with batch normalization.
+"""Measures the cost of a changed number of ranks for a model with batch normalization.
 
 Whole micro-batches cannot be distributed evenly among a changed number of ranks.
 

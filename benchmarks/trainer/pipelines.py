@@ -18,7 +18,7 @@ from benchmarks import CHECKOUT
 class Case:
     """A measured case, in which the first `warm` of its `steps` do not count.
 
-    `target`: the trainer's speed relative to the plain loop's. `keys`: the trainer's keys, in
+    `target` is the trainer's speed relative to the plain loop's. `keys` has the trainer's keys in
     addition to those determined by the case.
     """
 
@@ -43,12 +43,12 @@ CASES = (
         "cifar-small", "cifar", "small_cnn:8", 128, 20, 140, 1.3,
         "CIFAR-10, a small network: arithmetic and input take about as long",
     ),
-    Case("cifar-input", "cifar", "tiny", 128, 20, 320, 1.3, "CIFAR-10, hardly any network: the input alone"),
+    Case("cifar-input", "cifar", "tiny", 128, 20, 320, 1.3, "CIFAR-10, tiny network: the input alone"),
     Case(
         "jpeg-resnet18", "jpeg", "torchvision:resnet18", 32, 2, 8, None,
         "JPEGs, ResNet-18 at 224: dominated by arithmetic on a CPU",
     ),
-    Case("jpeg-input", "jpeg", "tiny", 64, 5, 45, 1.5, "JPEGs, hardly any network: reading and decoding alone"),
+    Case("jpeg-input", "jpeg", "tiny", 64, 5, 45, 1.5, "JPEGs, tiny network: reading and decoding alone"),
     Case(
         "cifar-gpu", "cifar", "resnet18_cifar", 128, 100, 400, None,
         "GPU: CIFAR-10, ResNet-18", ("model.channels_last=true",), gpu=True,
@@ -59,7 +59,7 @@ CASES = (
     ),
     Case(
         "resnet50-gpu", "bare", "torchvision:resnet50", 256, 20, 80, 0.97,
-        "GPU: generated images, ResNet-50 at 224, against one batch over and over",
+        "GPU: generated images, ResNet-50 at 224, compared with a single repeated batch",
         ("model.channels_last=true", "data.shape=[3,224,224]", "checkpoint.every_epochs=0"), gpu=True,
     ),
 )  # fmt: skip

@@ -23,7 +23,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--warm", type=int, required=True, help="steps before the clock starts")
-    parser.add_argument("--steps", type=int, required=True, help="steps in all")
+    parser.add_argument("--steps", type=int, required=True, help="total number of steps")
     return parser.parse_args()
 
 

@@ -24,6 +24,6 @@ def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
         except Damaged:
             raise
         except BucketError as error:
-            say(f"{error}; tried again")
+            say(f"{error}; retrying")
             time.sleep(FIRST_PAUSE * 2 ** (number - 1))
     return act()

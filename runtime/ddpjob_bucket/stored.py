@@ -6,7 +6,7 @@
     scores.json                 the evaluations of one metric, which choose the best checkpoint
 
 A checkpoint is a file or a folder. Terms order the checkpoints of incarnations without any clock: a
-process that was partitioned and comes back puts its checkpoints below those of the incarnation that
+process that returns after a partition writes its checkpoints below those of the incarnation that
 continued, whatever their steps.
 """
 
@@ -37,7 +37,7 @@ _MANIFEST_BYTES = 2**20
 MOST_FILES = 5000
 _PIECE = 2**20
 _REQUEST_SECONDS = 120
-"""How long a request may take in total, even while bytes are moving."""
+"""Maximum number of seconds for a whole request, even while bytes are moving."""
 _RANGE = 64 * 2**20
 """Maximum number of bytes that one request reads from a file."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
@@ -48,7 +48,7 @@ URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]
 
 
 class BucketError(Exception):
-    """A failed operation, with the object's URL and the reason."""
+    """A failed operation. The message has the object's URL and the reason."""
 
 
 class LibraryMissing(BucketError):
@@ -88,7 +88,7 @@ class File:
 class CopyManifest:
     """The contents of a checkpoint.
 
-    `name`: the checkpoint's file or folder; `data`: the key prefix of its files.
+    `name` is the checkpoint's file or folder, and `data` is the key prefix of its files.
     """
 
     name: str
@@ -122,7 +122,7 @@ class CopyManifest:
 class Bucket:
     """Checkpoints below one prefix.
 
-    `store`: any obstore store. Methods raise BucketError with the URL and the reason.
+    `store` is any obstore store. Methods raise BucketError with the URL and the reason.
     """
 
     def __init__(self, store: Any, url: str) -> None:
@@ -147,13 +147,13 @@ class Bucket:
                 cannot be created.
         """
         if not URL.fullmatch(url):
-            raise BucketError(f"{url}: write s3://BUCKET/PREFIX, or file:///FOLDER")
+            raise BucketError(f"{url}: must be s3://BUCKET/PREFIX or file:///FOLDER")
         try:
             from obstore.exceptions import BaseError
             from obstore.store import LocalStore, S3Store
         except ImportError:
             raise LibraryMissing(
-                f"{url} needs the library obstore, which this image lacks: add `pip install obstore` to the image"
+                f"{url} needs the package obstore, which this image lacks; add `pip install obstore` to the image"
             ) from None
         options: dict[str, Any] = {"client_options": {"connect_timeout": "10s", "timeout": f"{_REQUEST_SECONDS}s"}}
         options["retry_config"] = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=60)}
@@ -246,7 +246,7 @@ class Bucket:
             file.flush()
             os.fsync(file.fileno())
         if size != expected.size or digest.hexdigest() != expected.sha256:
-            raise Damaged(f"{self.url}/{key} is not what was uploaded: its size or checksum differs")
+            raise Damaged(f"{self.url}/{key} differs from the uploaded file in size or checksum")
 
     def scores(self, metric: str) -> dict[int, float]:
         """Return {step: score} as `put_scores` last wrote it; empty for a different metric.
@@ -277,7 +277,7 @@ class Bucket:
         """Join an incarnation of `job`, and return the checkpoint that all its ranks continue from.
 
         The first rank decides with a conditional write. The server refuses the other ranks' writes,
-        and they read the first one's, so ranks need not reach each other. `order`: the
+        and they read the first one's, so ranks need not reach each other. `order` is the
         incarnation's position among the job's incarnations, the same on all ranks.
 
         Returns the newest complete checkpoint as the first rank saw it; None if there was none.
@@ -292,7 +292,7 @@ class Bucket:
                     self.term = highest
                     return self._source(begun)
                 if tuple(others) > order:
-                    raise BucketError(f"{self.url}: a later start of this job continues there; this process ends")
+                    raise BucketError(f"{self.url}: a later start of this job continues there, so this process ends")
             whole = self.entries()
             source = [whole[0].term, whole[0].step] if whole else None
             text = json.dumps({"job": job, "order": order, "from": source}).encode()
@@ -300,7 +300,7 @@ class Bucket:
                 self.term = highest + 1
                 return whole[0] if whole else None
         raise BucketError(
-            f"{self.url}/{_TERMS} changes all the time: more than one job writes there; use another folder"
+            f"{self.url}/{_TERMS} keeps changing, because several jobs write there; use a different folder"
         )
 
     def _highest_term(self) -> int:
@@ -364,8 +364,8 @@ class Bucket:
         self._put(f"{data}/{below}", file)
         if _signature(file) != before:
             raise BucketError(
-                f"{file} has changed while it was copied to {self.url}: write each checkpoint to another name"
-                " first, then os.replace"
+                f"{file} changed while it was being copied to {self.url}; write each checkpoint under a"
+                " different name first, then call os.replace"
             )
         return File(below, before[0], digest)
 
@@ -403,7 +403,7 @@ class Bucket:
             try:
                 file.stat()
             except FileNotFoundError:
-                raise Vanished(f"{file} was removed before it was in {self.url}") from None
+                raise Vanished(f"{file} was removed before it was uploaded to {self.url}") from None
 
     def lacking(self, manifest: CopyManifest) -> list[str]:
         """Return the files of a checkpoint that the bucket lacks or holds with a different size.
@@ -414,7 +414,9 @@ class Bucket:
         there = self._sizes(manifest.data)
         if f"{manifest.data}/{_VANISHED}" in there:
             self._failed.add(manifest.data)
-            raise Vanished(f"a part of {manifest.name} was removed by another node before it was in {self.url}")
+            raise Vanished(
+                f"a part of {manifest.name} was removed by another node before it was uploaded to {self.url}"
+            )
         return [file.path for file in manifest.files if there.get(f"{manifest.data}/{file.path}") != file.size]
 
     def commit(self, step: int, manifest: CopyManifest) -> Stored:
@@ -431,8 +433,8 @@ class Bucket:
         text = manifest.written(step)
         if len(text) > _MANIFEST_BYTES or len(manifest.files) > MOST_FILES:
             raise BucketError(
-                f"{self.url}/{entry.key} would name {len(manifest.files)} files in {len(text)} bytes, and no reader"
-                f" takes more than {MOST_FILES} in {_MANIFEST_BYTES}"
+                f"{self.url}/{entry.key} would name {len(manifest.files)} files in {len(text)} bytes, but"
+                f" readers accept at most {MOST_FILES} in {_MANIFEST_BYTES}"
             )
         self._try("written", entry.key, lambda: self._obs.put(self._store, entry.key, text))
         return entry
@@ -478,7 +480,7 @@ class Bucket:
         Leftovers are interrupted uploads and superseded checkpoints. Must not run during a
         `publish`.
         """
-        listed = self._listed()  # Once: a second list may have a checkpoint that a later incarnation just completed.
+        listed = self._listed()  # A second list may have newer checkpoints.
         whole = _in_order(listed)
         self.remove(set(listed) - set(whole))
         named = set[str]()
@@ -507,7 +509,7 @@ class Bucket:
         def get() -> bytes:
             found = self._obs.get(self._store, key)
             if found.meta["size"] > _MANIFEST_BYTES:
-                raise Damaged(f"{self.url}/{key} is too large for what it should be")
+                raise Damaged(f"{self.url}/{key} is too large to be valid")
             return bytes(found.bytes())
 
         read: bytes = self._try("read", key, get)
@@ -547,11 +549,9 @@ def files_of(path: Path) -> list[Path]:
     for file in found:
         names = file.relative_to(path.parent).parts
         if file.is_dir():  # Its files would be missing from the copy.
-            raise BucketError(f"{file}: a link to a folder cannot be copied; put the files themselves there")
+            raise BucketError(f"{file}: links to folders cannot be copied; put the files themselves there")
         if not file.is_file() or not all(_NAME.fullmatch(name) for name in names):
-            raise BucketError(
-                f"{file}: files of letters, digits and -_.=+@, in their names can be copied, and nothing else"
-            )
+            raise BucketError(f"{file}: only files with names of letters, digits and -_.=+@, can be copied")
     return found
 
 

@@ -29,7 +29,7 @@ class Waiting:
     step: int
     epoch: int | None = None
     time: float = 0.0
-    """When it was saved, in Unix seconds."""
+    """Unix time at which it was saved."""
     names: tuple[str, ...] = ()
     """The files that this process uploads if several processes upload one folder; empty means all
     files."""
@@ -42,9 +42,9 @@ class Uploads:
     have vanished is given up.
 
     `tidy` is called after each upload, in the thread; `release` is called with each checkpoint that
-    is no longer needed. `publish` uploads a checkpoint instead of `bucket.publish`. `in_turn`:
-    upload all checkpoints, oldest first, because other processes upload parts of them. `done` is
-    called in the thread once a checkpoint is uploaded and shown by `figures`, before waiting
+    is no longer needed. `publish` uploads a checkpoint instead of `bucket.publish`. With `in_turn`,
+    all checkpoints are uploaded, oldest first, because other processes upload parts of them. `done`
+    is called in the thread once a checkpoint is uploaded and shown by `figures`, before waiting
     callers wake up.
     """
 
@@ -84,7 +84,7 @@ class Uploads:
         return self._newest.step if self._newest is not None else None
 
     def offer(self, waiting: Waiting) -> None:
-        """Upload this checkpoint when it is its turn, unless a newer one replaces it."""
+        """Upload this checkpoint when its turn comes, unless a newer one replaces it."""
         with self._changed:
             passed = [] if self._in_turn else list(self._waiting)
             self._waiting = deque([*(self._waiting if self._in_turn else ()), waiting])
@@ -101,8 +101,8 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """Seconds for which a checkpoint has existed only here without a completed upload; else
-        0.
+        """Seconds for which a checkpoint has existed only here without a completed upload;
+        otherwise 0.
         """
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
@@ -146,7 +146,7 @@ class Uploads:
                 current = self._current = self._waiting.popleft()
             problem = self._upload(current)
             if self.lost:
-                self._say(f"warning: {problem}; the checkpoint of step {current.step} is not copied")
+                self._say(f"warning: {problem}; the checkpoint of step {current.step} will not be copied")
                 problem = ""
             if not problem:
                 self._release(current)  # Before waiting callers wake up.
@@ -167,7 +167,7 @@ class Uploads:
                 self._release(current)
             if problem:
                 pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.failures - 1, 10))
-                self._say(f"warning: {problem}; training continues, and the upload is tried again in {pause:.0f} s")
+                self._say(f"warning: {problem}; training continues, and the upload will be retried in {pause:.0f} s")
                 self._rest(pause)
 
     def _rest(self, seconds: float) -> None:

@@ -1,8 +1,8 @@
 """Finds lagging ranks, for which all others wait in each step.
 
 A rank that is 30 % slower than the others makes the whole training 30 % slower. The training's
-figures do not show which one it is, because every rank's step takes equally long. So the ranks
-compare their own work, which is the time without waiting (the trainer's `step_clock.py`, and
+figures do not show which one it is, because every rank's step takes equally long. The ranks
+therefore compare the time that they work without waiting (the trainer's `step_clock.py`, and
 `own_work.py` for scripts).
 
 - A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline, a rank
@@ -11,8 +11,8 @@ compare their own work, which is the time without waiting (the trainer's `step_c
   slowdown counts. A rank with more samples is not lagging, and ranks do not wait for one with
   fewer.
 - A rank is named after its slowdown has exceeded `factor` for `seconds` and at least three reports.
-  It is named until its excess has been below half of that for as long. So a single slow batch has
-  no effect, and a rank at the limit does not flicker.
+  It is named until its excess has been below half of that for as long. A single slow batch
+  therefore has no effect, and a rank at the limit does not flicker.
 - Its cost is the share of each step that would be saved if it kept pace. A rank may be twice as
   slow as the others in work that is a hundredth of the step, or by less than a millisecond, which
   is noise. The operator moves a rank only if that saves something (its `slow_ranks.py`).
@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 8
-"""Maximum number of ranks to name, slowest first. More than this are not an exception."""
+"""Maximum number of ranks to name, slowest first. If more ranks are slow, they are not exceptions.
+"""
 _REPORTS = 3
 _RECENT = 0.3
 """Weight of the newest report in a rank's slowdown and cost."""
@@ -61,7 +62,9 @@ class _Rank:
     cost: float = 0.0
     named: bool = False
     since: float | None = None
-    """When its state began to contradict `named`: slow but not named, or fast but named."""
+    """Since when its state contradicts `named`, because it is slow but not named, or fast but
+    named.
+    """
     reports: int = 0
 
 
@@ -72,7 +75,7 @@ class Stragglers:
     """
 
     def __init__(self, factor: float, seconds: float) -> None:
-        """Watch for stragglers. If `factor` is 0, none is named."""
+        """Watch for stragglers. If `factor` is 0, no rank is ever named."""
         self._factor, self._seconds = factor, seconds
         self._back = 1 + (factor - 1) / 2
         self._ranks: dict[int, _Rank] = {}

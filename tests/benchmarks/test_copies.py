@@ -18,7 +18,7 @@ from benchmarks.recovery.step_log import Incarnation, StepLog
 def test_a_turn_counts_the_steps_since_its_beginning_and_the_rare_slow_one() -> None:
     incarnation = Incarnation(1, {0: [1.0, 9.0, 10.0, 11.0, 15.0]}, {}, {0: 1}, {0: [0.0, 5.0, 5.5, 6.0, 8.0]})
     assert measured(incarnation, 8.5, 3) == Turn(2.0, 1.0, 3)
-    with pytest.raises(NotRecovered, match="give more --seconds"):
+    with pytest.raises(NotRecovered, match="increase --seconds"):
         measured(incarnation, 10.5, None)
 
 
@@ -66,10 +66,10 @@ def test_the_overhead_of_snapshots_is_printed_and_written(
 
 
 def test_without_a_gpu_nothing_is_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(gpu, "why_not", lambda: "torch finds no GPU on this machine")
+    monkeypatch.setattr(gpu, "why_not", lambda: "torch does not find a GPU on this machine")
     monkeypatch.setattr(gpu, "measure", None)
     assert gpu.main([]) == 0
-    assert capsys.readouterr().out == "not run: torch finds no GPU on this machine\n"
+    assert capsys.readouterr().out == "not run: torch does not find a GPU on this machine\n"
 
 
 def test_what_does_not_fit_into_the_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_the_first_epoch_does_not_count_and_a_failure_names_its_cause() -> None:
     tiny = ["data.size=40", "data.batch=20", "data.shape=1,8,8", "model.width=4"]
     result = runs.run(single, 1, tiny, epochs=3, timeout=240)
     assert len(result.speeds) == 2 and min(result.speeds) > 0 and 0 < result.loss < 10 and result.whole > 0
-    with pytest.raises(runs.NotMeasured, match=r"model.width: 5 is not a positive multiple of 4"):
+    with pytest.raises(runs.NotMeasured, match=r"model.width=5: must be a positive multiple of 4"):
         runs.run(single, 1, [*tiny, "model.width=5"], epochs=3, timeout=240)
 
 
@@ -62,4 +62,4 @@ def test_what_cannot_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "DeepSpeed is not installed" in lacks["deepspeed ZeRO-3"]
     assert lacks["single"] == lacks["ddp"] == lacks["ddp O2"] == ""
     monkeypatch.setattr(cases, "accelerators", lambda: 1)
-    assert "needs 2 devices, and 1 are visible" in {case.name: case.lacks(2) for case in cases.CASES}["ddp"]
+    assert "needs 2 devices, but 1 are visible" in {case.name: case.lacks(2) for case in cases.CASES}["ddp"]

@@ -64,7 +64,7 @@ def test_a_kept_claim_holds_the_checkpoints_and_serves_the_next_job_of_the_name(
         finish(jobs, "kept", template(made))
         assert claims(jobs) == before, "the same claim"
         log = jobs.kubectl("logs", "kept-0-0", "--container=trainer")
-        assert "nothing is left to train: the checkpoint of step" in log, log[-2000:]
+        assert "nothing is left to train, because the checkpoint of step" in log, log[-2000:]
         jobs.kubectl("delete", "ddpjob", "kept")
         jobs.apply(steps_job("kept", 5, recovery=FAST, storage=template(made, whenDeleted="Delete")))
         waits_with(jobs, "kept", "ClaimTaken")

@@ -20,7 +20,7 @@ from testcluster.cluster import Cluster
 
 RUNNING = ("fast", "standard", "command")
 GRACE = 5
-SAID = "this operator acts on no job, because the DDPJob definition (CRD) in the cluster lacks status.invented"
+SAID = "this operator does not act on any job, because the DDPJob definition (CRD) in the cluster lacks status.invented"
 CHECKOUT = Path(__file__).parents[2]
 NEXT_CRD = Path("charts", "ddpjob-operator", "crds", "ddpjobs.ddpjob.io.yaml")
 FIELD = f"\n{' ' * 16}runtime: "

@@ -63,7 +63,7 @@ async def test_an_event_says_that_a_defect_of_the_operator_keeps_it_from_its_job
                 await c.reconcile()
     [event] = c.server.events
     assert (event["type"], event["reason"], event["regarding"]["name"]) == ("Warning", "ReconcileFailed", "job")
-    assert event["note"].startswith(r"KeyError: '\udc80nodes' (a defect of the operator; its log has the")
+    assert event["note"].startswith(r"KeyError: '\udc80nodes' (a bug in the operator; its log has the")
     assert not caplog.records, "the same event again is no fault"
     await c.reconcile()
     assert len(c.pods()) == 3

@@ -202,7 +202,7 @@ async def test_a_hanging_receiver_is_left_after_its_time(
     server.handlers["/stuck"] = hangs
     scene = Scene(server, tmp_path, "stuck")
     scene.notifier.send(JOB, "id", "stuck", BODY)
-    assert (await scene.outcome(JOB, "id")).message == "no answer within 0.1 s (2 tries)"
+    assert (await scene.outcome(JOB, "id")).message == "no response within 0.1 s (2 attempts)"
     await scene.notifier.close()
 
 

@@ -280,7 +280,7 @@ async def test_a_report_that_is_too_large_is_refused_with_its_size_and_remedy(wo
         world.watch.follow(KEY, c.target)
         await asyncio.sleep(40)
         assert world.watch.report(KEY) is None
-        assert "more than 165888 bytes, the most for 2 pods; shorten" in world.watch.refusal(KEY)
+        assert "more than 165888 bytes, the limit for 2 pods; make" in world.watch.refusal(KEY)
     c.news(3)
     await asyncio.sleep(40)
     assert world.watch.report(KEY) is not None and world.watch.refusal(KEY) == ""

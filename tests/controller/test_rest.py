@@ -73,7 +73,7 @@ def test_an_answer_that_does_not_come_ends_after_the_limit() -> None:
     async def main() -> float:
         before = asyncio.get_running_loop().time()
         error = await asked(Fault("hang"))
-        assert isinstance(error, Unavailable) and str(error) == f"GET {NODES}: no answer within 30 s"
+        assert isinstance(error, Unavailable) and str(error) == f"GET {NODES}: no response within 30 s"
         return asyncio.get_running_loop().time() - before
 
     assert run(main()) == pytest.approx(REQUEST_SECONDS, abs=1)
@@ -253,7 +253,7 @@ def test_without_credentials_the_operator_ends_with_a_line_that_says_what_is_mis
     ended = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     said = ended.stderr.splitlines()[-1]
-    assert said.startswith("ddpjob-operator: it cannot sign in")
+    assert said.startswith("ddpjob-operator: cannot sign in")
     assert "Service token file does not exist." in said and "kubeconfig (" in said
 
 

@@ -157,7 +157,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted(machine: SameProcess) -> None
     (machine.runs / "job").mkdir(parents=True)
     (machine.runs / "job" / "checkpoints").symlink_to("/no/such/disk")
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
-    assert answer.returncode == 2 and "checkpoints: a link to /no/such/disk, which is not there" in answer.stderr, (
+    assert answer.returncode == 2 and "checkpoints: a link to /no/such/disk, which does not exist" in answer.stderr, (
         answer
     )
 

@@ -317,7 +317,7 @@ def test_a_request_that_is_not_done_is_refused(machine: Machine, monkeypatch: py
     run = machine.start(manifest(command=HANG, nodes=1, gpusPerNode=1))
     run.until(lambda r: r.status.get("phase") == "Running")
     scaled = machine.command("scale", "job", "3")
-    assert (scaled.returncode, scaled.stderr) == (2, "3 nodes need 3 GPUs, this machine has 1\n"), scaled
+    assert (scaled.returncode, scaled.stderr) == (2, "3 nodes need 3 GPUs, but this machine has 1\n"), scaled
     run.signal(signal.SIGINT)
     run.until(lambda r: "a second signal" in r.output)
     resumed = machine.command("resume", "job")
@@ -391,7 +391,7 @@ def test_a_job_runs_once_at_a_time_and_two_jobs_side_by_side(machine: Machine) -
     first = machine.start(manifest(command=["sleep", "600"]))
     first.until(lambda r: r.status.get("phase") == "Running")
     second = machine.command("run", str(machine.write(manifest(command=["sleep", "1"]))))
-    assert second.returncode == 2 and "is running already" in second.stderr
+    assert second.returncode == 2 and "is already running" in second.stderr
     other = machine.run(manifest("other", command=["sleep", "1"]), seconds=30)
     assert other.process.returncode == 0, other.everything()
     assert machine.command("stop", "job").returncode == 0

@@ -47,7 +47,7 @@ def test_a_spare_takes_over_within_half_a_second_of_the_report(mode: str) -> Non
     assert world.ranks() == [0, 1, 3, 4]
     assert world.incidents() == [("PeerLost", "job-2-0", 0)]
     message = world.report()["incidents"][0]["message"]
-    assert message == "its host does not acknowledge bytes, neither to rank 1 nor to the coordinator"
+    assert message == "its host does not acknowledge bytes, neither to job-1-0 nor to the coordinator"
 
 
 def test_a_stopped_process_whose_host_acknowledges_is_not_lost() -> None:
@@ -91,6 +91,17 @@ def test_a_withdrawn_report_is_no_witness() -> None:
     report(world, members[1], members[2], silent=False)
     report(world, members[3], members[2], silent=False)
     world.pass_time(5)
+    assert lost(world) == []
+
+
+def test_a_report_that_is_not_repeated_expires() -> None:
+    world = World(4)
+    members = world.form(4, spares=1)
+    report(world, members[1], members[2])
+    world.pass_time(3)
+    cut(world, members[2])
+    report(world, members[3], members[0])
+    world.pass_time(3)
     assert lost(world) == []
 
 

@@ -78,7 +78,10 @@ def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["train.accumulate=6"], "train.accumulate=6: makes 12 micro-batches of data.batch=8, .*; set it to 4, or"),
+        (
+            ["train.accumulate=6"],
+            "train.accumulate=6: makes 12 micro-batches, more than data.batch=8 .*; set it to 4, or",
+        ),
         (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9: makes 9 .*; set it to 8, or"),
     ],
 )

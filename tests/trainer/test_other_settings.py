@@ -39,7 +39,7 @@ def test_batch_world_and_epochs_may_change_at_any_resume(schedule: str, tmp_path
 
 def test_the_steps_to_do_are_counted_with_the_batch_of_now(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [end.code for end in run(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare=stop_at(4))] == [75]
-    assert "16 steps to do" in capfd.readouterr().out
+    assert "16 steps to train" in capfd.readouterr().out
     good(1, [*TINY, "data.batch=400", f"checkpoint.dir={tmp_path}"])
     assert "resuming after step 4 of 10," in capfd.readouterr().out, (
         "4 of 200, 2 of 400 in the first epoch, 4 in the next"
@@ -57,7 +57,10 @@ def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFix
     torch_file.write(path, snapshot | {"epochs_evaluated": 0}, metadata)
     good(1, [*keys, "train.epochs=1"])
     output = capfd.readouterr().out
-    assert "nothing is left to train: the checkpoint of step 16 has 2 whole epoch(s), and train.epochs=1;" in output
+    assert (
+        "nothing is left to train, because the checkpoint of step 16 has 2 complete epoch(s) and train.epochs=1;"
+        in output
+    )
     assert "resuming" not in output and "epoch 2/2: test" in output and "done: 2 epochs, 16 steps" in output, output
 
 

@@ -318,7 +318,7 @@ def test_an_evaluation_finds_targets_of_bce_that_are_no_probabilities() -> None:
     """On an accelerator, where the loss itself does not look at them."""
     adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)
     adding.add(torch.randn(2, 1), torch.ones(2))
-    with pytest.raises(ConfigError, match=r"optim.loss=bce: a target is 3; give probabilities"):
+    with pytest.raises(ConfigError, match=r"optim.loss=bce: a target is 3; use probabilities"):
         adding.add(torch.randn(2, 1), torch.tensor([0.5, 3]))
 
 
@@ -416,16 +416,19 @@ def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
         ("nowhere:data", r"data.name=nowhere:data: No module named 'nowhere'; put its folder on PYTHONPATH"),
         ("somebodys_data:regresion", r"has no function 'regresion'; did you mean somebodys_data:regression\?"),
         ("somebodys_data:nothing", r"returned 3; return \(train, test\), or \(train, test, classes\)"),
-        ("somebodys_data:uneven", r"train is a pair of tensors of shapes \(5, 6\) and \(4, 2\); give as many targets"),
+        (
+            "somebodys_data:uneven",
+            r"train is a pair of tensors of shapes \(5, 6\) and \(4, 2\); provide as many targets",
+        ),
         ("somebodys_data:unnamed", r"returned no classes, .*; return \(train, test, classes\) with the number"),
         ("somebodys_data:flags", r"returned array\(\[ True, False\]\) as classes, .*; return \(train, test, classes\)"),
-        ("somebodys_data:outside", r"the target of train\[100\] is outside of 0..99: correct it"),
-        ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; give .*x.float\(\) / 255"),
+        ("somebodys_data:outside", r"the target of train\[100\] is outside 0..99; correct it"),
+        ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; use .*x.float\(\) / 255"),
         (
             "somebodys_data:other_test",
-            r"the input of test\[0\] is torch.float32 of shape \(3,\), .* \(6,\); all samples",
+            r"the input of test\[0\] is torch.float32 of shape \(3,\), .* \(6,\); pad or crop",
         ),
-        ("somebodys_data:endless", r"train is a .*iterator; give a torch Dataset with __len__ and __getitem__"),
+        ("somebodys_data:endless", r"train is a .*iterator; provide a torch Dataset with __len__ and __getitem__"),
     ],
 )
 def test_mistakes_in_data_are_named_before_training(name: str, message: str) -> None:
@@ -442,25 +445,25 @@ def test_a_sample_of_another_shape_is_named() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ([REGRESSION], r"optim.loss=cross_entropy: the targets of .* are float values; set optim.loss to bce, mse, l1"),
-        (["optim.loss=mse"], r"the targets of data.name=digits are class numbers; set optim.loss to cross_entropy"),
-        (["optim.loss=msee"], r"optim.loss: 'msee' is not known; .*did you mean 'mse'\?"),
+        ([REGRESSION], r"optim.loss=cross_entropy: does not support .*float values.*; set optim.loss to bce, mse, l1"),
+        (["optim.loss=mse"], r"does not support .*class numbers.; set optim.loss to cross_entropy"),
+        (["optim.loss=msee"], r"optim.loss: 'msee' is unknown; .*did you mean 'mse'\?"),
         (["optim.loss=bce", "optim.label_smoothing=0.1"], r"optim.label_smoothing=0.1: spreads a class"),
         ([REGRESSION, "optim.loss=bce", "data.mixup=0.2"], r"data.mixup: mixes classes, and the targets"),
         (["optim.loss=somebodys_data:quantile", "data.cutmix=1"], r"data.cutmix: turns classes into fractions"),
         ([REGRESSION, "optim.loss=mse", "checkpoint.keep_best=1"], r"set checkpoint.best_by=loss"),
-        ([REGRESSION, "optim.loss=mse", "eval.pr=exact"], r"eval.pr=exact: precision and recall need classes"),
-        ([REGRESSION, "optim.loss=mse", "model.name=small_cnn"], r"model.name=small_cnn: takes images"),
-        ([REGRESSION, "optim.loss=somebodys_data:mean"], r"returned shape \(\) for 4 samples; return the loss of each"),
+        ([REGRESSION, "optim.loss=mse", "eval.pr=exact"], r"eval.pr=exact: needs targets that are classes"),
+        ([REGRESSION, "optim.loss=mse", "model.name=small_cnn"], r"model.name=small_cnn: needs images"),
+        ([REGRESSION, "optim.loss=somebodys_data:mean"], r"returned shape \(\) for 4 samples; return one loss"),
         (  # 101 = 6 * 16 + 5.
             [REGRESSION, "optim.loss=mse", "model.name=somebodys_data:normalized"],
-            r"a single sample, of which somebodys_data:normalized takes statistics of one value per channel; set",
+            r"a single sample .*, but somebodys_data:normalized needs more than one value per channel; set",
         ),
-        ([TOKENS, "data.mixup=0.2"], r"data.mixup=0.2: blends inputs, and those of data.name=.*:tokens are whole"),
-        ([TOKENS, "data.cutmix=1"], r"data.cutmix=1.0: takes a rectangle of images .* have the shape \(6,\); leave it"),
-        ([TOKENS, "model.channels_last=true"], r"model.channels_last: applies to images"),
-        ([TOKENS, "strategy=pipeline"], r"strategy=pipeline: splits models of float inputs only, .*; set strategy=ddp"),
-        ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; give probabilities from 0 to 1"),
+        ([TOKENS, "data.mixup=0.2"], r"data.mixup=0.2: blends inputs, but .*:tokens are integers"),
+        ([TOKENS, "data.cutmix=1"], r"data.cutmix=1.0: needs images .* have the shape \(6,\); leave it"),
+        ([TOKENS, "model.channels_last=true"], r"model.channels_last: needs images"),
+        ([TOKENS, "strategy=pipeline"], r"strategy=pipeline: needs a model with float inputs, .*; set strategy=ddp"),
+        ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; use probabilities from 0 to 1"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_together_is_refused(keys: list[str], message: str, tmp_path: Path) -> None:
@@ -475,7 +478,7 @@ def test_an_own_loss_of_classes_needs_their_outputs_from_the_first_step(tmp_path
     """The first evaluation refused other outputs, an epoch later. Of numbers of shape (1,) any are taken."""
     keys = [*TINY, "model.name=somebodys_data:points", "optim.loss=somebodys_data:length", "train.epochs=1"]
     (end,) = run(1, [*keys, f"checkpoint.dir={tmp_path / 'classes'}"])
-    assert "(200, 3) for 200 samples of 10 classes; give a model whose last layer has 10 outputs, or data" in end.error
+    assert "(200, 3) for 200 samples of 10 classes; use a model whose last layer has 10 outputs, or data" in end.error
     assert not metrics(tmp_path / "classes" / "run", "step")
     good(1, [*keys, "data.name=somebodys_data:boxed", f"checkpoint.dir={tmp_path / 'boxed'}"])
     (row,) = metrics(tmp_path / "boxed" / "run", "eval")

@@ -31,7 +31,7 @@ def test_a_micro_batch_that_is_left_out_is_found_in_the_next_step(
         return backward(self, list(islice(micro_batches, len(micro_batches) - 1)), count)
 
     monkeypatch.setattr(Strategy, "backward", all_but_the_last)
-    with pytest.raises(AssertionError, match="micro-batch 0 was to come and 3 of another step came"):
+    with pytest.raises(AssertionError, match="expected micro-batch 0, but got 3 of a different step"):
         train.run(settings(tmp_path))
 
 

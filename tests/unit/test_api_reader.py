@@ -93,8 +93,8 @@ def test_lines_count_from_the_file_s_beginning() -> None:
         ("a: !secret b", "the tag !secret is not supported"),
         ("? [a]\n: b", "a field name must be text"),
         ("a: .nan", "quote it if it is text"),
-        ("a:\n\tb: c\n", "line 2: not YAML: found character '\\t' that cannot start any token; indent by spaces"),
-        ("a: b\nc: 'd\ne: f\n", "line 2: not YAML: a quote that opens in this line is not closed"),
+        ("a:\n\tb: c\n", "line 2: not YAML: found character '\\t' that cannot start any token; indent with spaces"),
+        ("a: b\nc: 'd\ne: f\n", "line 2: not YAML: a quote opened on this line is not closed"),
         ('{"a": "\\ud83d"}', "half of a surrogate pair, which is written as"),
         (JOB + "  image: other\n", "line 7: spec.image: given twice (first in line 5); remove one"),
         (JOB.replace("v1alpha1", "v2"), "apiVersion: 'ddpjob.io/v2' is not supported; use ddpjob.io/v1alpha1"),
@@ -102,7 +102,7 @@ def test_lines_count_from_the_file_s_beginning() -> None:
         (JOB.replace("metadata: {name: digits}\n", ""), "metadata.name: required, but missing"),
         (
             JOB + "  recovery: {rules: [{on: Hang, action: Fail}]}\n",
-            "spec.recovery.rules[0].true: unknown field; YAML reads on",
+            "spec.recovery.rules[0].true: unknown field; YAML reads unquoted on",
         ),
         (JOB.replace("{name: digits}", "digits"), "metadata: must be a mapping, not a string"),
     ],
@@ -218,7 +218,7 @@ def job_with_nodes(value: str) -> str:
 
 
 NINES, ONES = "9" * 100_000, "1:" * 20_000
-_TOO_LONG = r"spec\.nodes=\S{20}\.\.\.\(\d+ more\)\.\.\.\S{20}: a number of [\d,]+ characters; write a whole number"
+_TOO_LONG = r"spec\.nodes=\S{20}\.\.\.\(\d+ more\)\.\.\.\S{20}: a number of [\d,]+ characters; write an integer"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ _TOO_LONG = r"spec\.nodes=\S{20}\.\.\.\(\d+ more\)\.\.\.\S{20}: a number of [\d,
         *((f"{sign}{base}", _TOO_LONG) for sign in ("", "-") for base in ("0x" + "f" * 500_000, "0" + "7" * 200_000)),
         *((value, _TOO_LONG) for value in ("0b" + "1" * 50_000, "1_0" * 30_000, f"!!float {ONES}1.5")),
         *(
-            (value, rf"spec\.nodes={value}: a number of more than 64 bits; write a whole number of at most 64 bits")
+            (value, rf"spec\.nodes={value}: a number of more than 64 bits; write an integer of at most 64 bits")
             for value in (str(2**63), str(-(2**63) - 1), hex(2**63), "1_0000_0000_0000_0000_0000")
         ),
         *((value, rf"spec\.nodes={value}: not a number that a manifest can") for value in ("1e400", "-1e400", ".inf")),

@@ -47,9 +47,9 @@ def test_pip_s_own_index_is_uv_s(tmp_path: Path) -> None:
     ("uv", "pip", "says", "code"),
     [
         ("exit 0", "exit 9", "uv pip install --python", 0),
-        ("exit 2", "exit 0", "uv could not install that: pip tries\n", 0),
-        ("exit 2", "exit 1", "uv could not install that: pip tries\n", 1),
-        ("", "exit 0", "uv cannot be installed here: pip does its work\n", 0),
+        ("exit 2", "exit 0", "uv failed; trying pip\n", 0),
+        ("exit 2", "exit 1", "uv failed; trying pip\n", 1),
+        ("", "exit 0", "uv cannot be installed here; using pip instead\n", 0),
     ],
 )
 def test_pip_does_what_uv_cannot(

@@ -105,7 +105,7 @@ def test_a_missing_interpreter_skips_its_row(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     result = matrix.run_row(matrix.Row("3.99"))
-    assert result.ok and result.skipped_because == "no python3.99 on PATH or among pyenv's"
+    assert result.ok and result.skipped_because == "no python3.99 on PATH or in pyenv"
     assert "skipped: no python3.99" in matrix.table([result])
 
 

@@ -25,12 +25,12 @@ _INSTALL = "pip install '.[trainer]' in the checkout of DDPJob"
 def main() -> int:
     """Run the command line and return the exit code.
 
-    Raises TrainerError with a message for the user, and Refused if the arguments are wrong or the
-    folder they name is in use.
+    Raises TrainerError with a message for the user, and StartRefused if the arguments are wrong or
+    another job uses the checkpoint folder.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        # `record` would do this without an error file, but importing it imports torch, which would
-        # delay --help by seconds.
+        # `record` does this too, but importing it imports torch, which would delay --help by
+        # seconds.
         faulthandler.enable(all_threads=True)
         return _main()
     with uncollected(keep=True):
@@ -57,7 +57,7 @@ def _refused(error: ConfigError | FolderTakenError) -> StartRefused:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)  # `record` does not do this for an exit.
+        get_error_handler().record_exception(error)  # `record` ignores SystemExit.
     return StartRefused(f"{error}", fast_exit.with_code(exit_code(error)))
 
 

@@ -20,7 +20,9 @@ class ConfigError(TrainerError):
 
 
 class DeviceError(TrainerError):
-    """This machine lacks an accelerator that the configuration needs; another one may have it."""
+    """This machine lacks an accelerator that the configuration needs; a different machine may have
+    it.
+    """
 
 
 class DataError(TrainerError):
@@ -39,7 +41,7 @@ class FencedError(CheckpointError):
 
 
 class FolderTakenError(CheckpointError):
-    """Another job uses the checkpoint folder, so this one must not begin."""
+    """Another job uses the checkpoint folder, so this job must not start."""
 
 
 class RendezvousError(TrainerError):

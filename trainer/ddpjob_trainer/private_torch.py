@@ -1,7 +1,7 @@
 """The private parts of torch that the trainer replaces or calls, each through a function here.
 
 torch may rename them in any release. If a part is missing, a TrainingError names it and says what
-to install. Otherwise there would be an AttributeError or, worse, nothing would happen.
+to install, instead of an AttributeError or, worse, no error at all.
 
     replaced (all since torch 2.6, the oldest supported)
         torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of
@@ -73,7 +73,7 @@ def call_after_backward(act: Callable[[], None]) -> None:
 
 
 def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return a flag per device: whether unscaling found a non-finite gradient.
+    """Return, per device, whether unscaling found a non-finite gradient.
 
     The optimizer then leaves skipping to the scaler. A fused optimizer would itself skip the step,
     leaving SGD's momentum uninitialized if it is the first step.
@@ -93,7 +93,7 @@ def check_dimensions(module: torch.nn.Module, values: torch.Tensor) -> None:
 
 
 def layout_of(sharded: Any) -> Any:
-    """Return the layout of a DTensor."""
+    """Return the layout of a DTensor (mesh, placements and shape)."""
     return _part(sharded, "_spec")
 
 
@@ -107,7 +107,8 @@ def _part(owner: Any, name: str) -> Any:
         kind = owner if isinstance(owner, type) else type(owner)
         of = getattr(owner, "__name__", f"{kind.__module__}.{kind.__qualname__}")
         raise TrainingError(
-            f"torch {torch.__version__} has no {of}.{name}, which the trainer needs; install an earlier torch from 2.6"
+            f"torch {torch.__version__} has no {of}.{name}, which the trainer needs; install an earlier torch"
+            " from 2.6"
             " on, or a later release of DDPJob"
         )
     return found

@@ -1,7 +1,8 @@
 """Decides how a run's batches are divided among its ranks, and refuses runs that cannot work.
 
 Everything here depends on the configuration, data, strategy and number of ranks, but not on steps.
-So a run that cannot work ends before its first step, and the error names the key to change.
+A run that cannot work therefore ends before its first step, with an error that names the key to
+change.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ddpjob_trainer.model.shared_parts import can_be_shared
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _WORTH_A_NOTE = 1.1
-"""Maximum multiple of an even share that the busiest rank may have without a remark in the log."""
+"""Maximum load of the busiest rank, in even shares, that the log does not mention."""
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
@@ -45,11 +46,13 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
         return seen[0]
     names = f" ({', '.join(data.class_names[:5])}{', ...' * (data.classes > 5)})" if data.class_names else ""
     where, things = config.data.url or config.data.dir or config.data.name, "images"
-    of, remedy = "names of classes and files, of sizes and of labels", "make data.dir the same on all nodes"
+    of, remedy = "names of classes and files, sizes and labels", "make data.dir the same on all nodes"
     if ":" in config.data.name:
         where, things = config.data.name, "samples"
         of = "sizes, shapes, classes, targets and some inputs"
-        remedy = "let the function return the same samples in the same order on all ranks, such as by a seed of its own"
+        remedy = (
+            "make the function return the same samples in the same order on all ranks, for example with a fixed seed"
+        )
     own = (
         f"{data.train_size} training {things}, {data.test_size} test {things}, {data.classes} classes{names},"
         f" fingerprint {seen[group.rank]:016x}"
@@ -60,7 +63,7 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
         described = group.broadcast_bytes(sent, rank).decode(errors="replace")
         which.append(f"rank {rank}{' and others' if seen.count(seen[rank]) > 1 else ''}: {described}")
     raise DataError(
-        f"the ranks see different data in {where} ({'; '.join(which)}): {remedy}. The fingerprint is of the {of}"
+        f"the ranks see different data in {where} ({'; '.join(which)}): {remedy}. The fingerprint covers {of}"
     )
 
 
@@ -74,17 +77,17 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     _refuse(
         (
             keys.cutmix and len(data.shape) != 3,
-            f"data.cutmix={keys.cutmix}: takes a rectangle of images (channels, height, width), and the inputs {inputs}"
-            f" have the shape {data.shape}; leave it out, or set data.mixup",
+            f"data.cutmix={keys.cutmix}: needs images (channels, height, width), but the inputs {inputs} have"
+            f" the shape {data.shape}; leave it out, or set data.mixup",
         ),
         (
             data.whole_numbers and keys.mixup,
-            f"data.mixup={keys.mixup}: blends inputs, and those {inputs} are whole numbers; leave it out",
+            f"data.mixup={keys.mixup}: blends inputs, but the inputs {inputs} are integers; leave it out",
         ),
         (
             data.whole_numbers and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP),
-            f"strategy={config.strategy.value}: splits models of float inputs only, and those {inputs} are whole"
-            " numbers; set strategy=ddp or fsdp",
+            f"strategy={config.strategy.value}: needs a model with float inputs, but the inputs {inputs} are"
+            " integers; set strategy=ddp or fsdp",
         ),
     )
     criterion.check(keys, data.targets, data.classes)
@@ -93,7 +96,7 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     _refuse(
         (
             saved.keep_best and saved.best_by is Metric.ACCURACY and not has_accuracy,
-            f"checkpoint.best_by=accuracy: optim.loss={criterion.name} of {data.targets.value} has none; set"
+            f"checkpoint.best_by=accuracy: optim.loss={criterion.name} with {data.targets.value} has no accuracy; set"
             " checkpoint.best_by=loss",
         )
     )
@@ -115,7 +118,7 @@ def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class Division:
-    """Division of global batches into `micro_batches` (0: sample by sample), and among ranks."""
+    """The division of global batches into `micro_batches` (0: sample by sample) and among ranks."""
 
     config: Config
     data: DataSet
@@ -129,7 +132,7 @@ class Division:
     ) -> Division:
         """Choose how to divide.
 
-        `tied`: what `model` computes for a sample depends on its micro-batch.
+        `tied` means that the output of `model` for a sample depends on its micro-batch.
         """
         tied = tied or config.ddp.ordered or mixup.is_wanted(config.data)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
@@ -189,13 +192,14 @@ class Division:
         _refuse(
             (
                 parts > batch,
-                f"data.batch={batch} cannot be divided among {parts} ranks: each needs at least one sample;"
-                f" set data.batch to {parts} or more, or start {batch} ranks",
+                f"data.batch={batch} cannot be divided among {parts} ranks, because each needs a sample; set"
+                f" data.batch to {parts} or more, or start {batch} ranks",
             ),
             (
                 micro_batches > batch and portions > 1 and not keys.micro_batches,
-                f"{'pipeline.micro_batches' if pipeline else 'train.accumulate'}={portions}: makes {micro_batches}"
-                f" micro-batches of data.batch={batch}, with none for some; set it to {fitting}, or data.batch to"
+                f"{'pipeline.micro_batches' if pipeline else 'train.accumulate'}={portions}: makes"
+                f" {micro_batches} micro-batches, more than data.batch={batch} has samples; set it to"
+                f" {fitting}, or data.batch to"
                 f" {micro_batches} or more",
             ),
             (
@@ -226,9 +230,9 @@ class Division:
         remedy = f"data.batch={fitting}" if fitting else "fewer data.micro_batches"
         pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
         raise ConfigError(
-            f"data.batch={batch}: an epoch of {size} samples has a step of {min(short)}, and one of its {parts}"
-            f" micro-batches a single sample, of which {config.model.name} takes statistics of one value per"
-            f" channel{pixels}; set {remedy}, or take a model that normalizes each sample by itself"
+            f"data.batch={batch}: an epoch of {size} samples has a step of {min(short)}, with a single sample"
+            f" in one of its {parts} micro-batches, but {config.model.name} needs more than one value per"
+            f" channel{pixels}; set {remedy}, or use a model that normalizes each sample separately"
         )
 
     def explain_waits(self) -> str:
@@ -238,14 +242,15 @@ class Division:
             return ""
         if (idle := self.parts - min(self.micro_batches or batch, batch)) > 0:
             return (
-                f"{idle} rank(s) are idle: the global batch has fewer micro-batches or samples than ranks"
+                f"{idle} rank(s) are idle, because the global batch has fewer micro-batches or samples than ranks"
                 " (data.micro_batches, data.batch)"
             )
         if dealing.busiest > _WORTH_A_NOTE:
             return (
-                f"{self.micro_batches} micro-batches cannot be dealt out evenly to {self.parts} ranks: a step takes"
-                f" {dealing.busiest:.2f} times as long as an even share would; take a number of ranks that divides"
-                " data.micro_batches, or data.exact=false (strategy=ddp or fsdp, without ddp.ordered)"
+                f"{self.micro_batches} micro-batches cannot be divided evenly among {self.parts} ranks, so a"
+                " step takes"
+                f" {dealing.busiest:.2f} times as long as an even share; use a number of ranks that divides"
+                " data.micro_batches, or set data.exact=false (strategy=ddp or fsdp, without ddp.ordered)"
             )
         return ""
 
@@ -269,24 +274,27 @@ def note_choices(
     profiled = config.report.profile_steps
     if profiled and steps and steps.stop - 1 < profiled[0]:
         notes.append(
-            f"no profile: report.profile_steps begins at step {profiled[0]}, and the last is {steps.stop - 1}; write"
-            " less"
+            f"no profile, because report.profile_steps starts at step {profiled[0]} but the last step is"
+            f" {steps.stop - 1}; set an earlier step"
         )
     if any(peaks) and not all(peaks):
         notes.append(
-            f"no MFU: the peak of rank {list(peaks).index(0)}'s device is not known; set report.peak_flops if all ranks"
+            f"no MFU, because the peak of rank {list(peaks).index(0)}'s device is unknown; set"
+            " report.peak_flops if all ranks"
             " have the same"
         )
     elif any(peaks) and not flops:
-        notes.append(f"no MFU: the FLOPs of model.name={config.model.name} cannot be counted on a model without values")
+        notes.append(
+            f"no MFU, because the FLOPs of model.name={config.model.name} cannot be counted without tensor values"
+        )
     return notes
 
 
 def note_changed_data(epoch: int) -> str:
     """Return the warning that the data differ from the checkpoint's data."""
     return (
-        "warning: the data look other than those of the checkpoint (names of classes or files, sizes, labels, content)."
-        f" Where sample numbers mean other samples now, epoch {epoch} takes some twice and leaves others out"
+        "warning: the data differ from those of the checkpoint (names of classes or files, sizes, labels, content)."
+        f" If sample numbers now mean different samples, epoch {epoch} repeats some and omits others"
     )
 
 

@@ -96,7 +96,7 @@ class _StepBatches:
         for micro in self._micros:
             found, batch = next(self._loaded)
             if found is not micro:
-                raise AssertionError(f"micro-batch {micro.number} was to come and {found.number} of another step came")
+                raise AssertionError(f"expected micro-batch {micro.number}, but got {found.number} of a different step")
             yield micro, batch
 
 
@@ -275,7 +275,7 @@ class Trainer:
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
         for epoch, micro in micros:
-            self._clock.lap(self._end_of_passes)  # Ends the passes of the previous micro-batch.
+            self._clock.lap(self._end_of_passes)  # Ends the previous micro-batch's passes.
             waiting = time.perf_counter()
             batch = next(loaded)
             self.reporter.waited(time.perf_counter() - waiting)
@@ -309,7 +309,7 @@ class Trainer:
         if samples and not math.isfinite(mean):
             raise TrainingError(
                 f"the loss is {mean} at step {self.step} (epoch {state.epoch + 1}): lower optim.lr or lengthen"
-                f" optim.warmup_epochs; the checkpoints in {self.checkpoints.path} are from before"
+                f" optim.warmup_epochs; the checkpoints in {self.checkpoints.path} are from earlier steps"
             )
         left = (self.config.train.epochs - state.epoch) * self.data.train_size - state.consumed
         self.reporter.report(
@@ -339,7 +339,7 @@ class Trainer:
         figures[1 + self.group.rank :: self.group.world] = torch.tensor(
             [
                 own / steps,
-                own / steps * even / taken if taken else 0.0,  # A rank with more samples is not slower per se.
+                own / steps * even / taken if taken else 0.0,  # Having more samples is not being slow.
                 phases.get(StepPhase.DATA, 0.0) / spent if spent else 0.0,
                 float(peak_memory(self.device)),
             ],
@@ -428,8 +428,8 @@ class Trainer:
             self.reporter.copies = copies.figures()
         for step in copied:
             self.reporter.copied(step)
-        # Only checkpoints that a restart is certain to find: with checkpoint.url, the folder may be
-        # lost with its machine.
+        # Post only checkpoints that a restart is certain to find. With checkpoint.url, the folder
+        # may be lost with its machine.
         for step in copied if self.config.checkpoint.url else [save.step for save in completed]:
             self.ledger.checkpoint(step)
 
@@ -467,9 +467,9 @@ class Trainer:
             self.strategy.load(snapshot)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot['step']} in {self.checkpoints.path} does not fit this optimizer or"
-                f" precision ({error}); give the configuration that it was made with, or another checkpoint.dir to"
-                " start from scratch"
+                f"the checkpoint of step {snapshot['step']} in {self.checkpoints.path} does not fit this"
+                f" optimizer or precision ({error}); use the configuration that wrote it, or set a different"
+                " checkpoint.dir to start over"
             ) from error
         self.sampler.load_state_dict(snapshot["sampler"])
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint

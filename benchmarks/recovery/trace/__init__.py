@@ -1,1 +1,3 @@
-"""Compares systems under one trace of failures: what they repeat, how long they stand still, what is left."""
+"""Compares systems under the same trace of failures: repeated steps, standstills and useful
+steps.
+"""

@@ -1,10 +1,10 @@
-"""What a trace did to a training, by the logs of its steps. Pure.
+"""Computes the effects of a trace on a training, from its step logs. Pure.
 
-A step counts when the first rank has made it. It is useful once: a step that a later group makes
-again is repeated. A group of ranks is an incarnation, under torchft a quorum. A standstill is the
-gap between the last step of one incarnation and the first step of the next one; what it has above
-the usual gap is the pause. Several standstills that follow one failure are added up, such as those
-of a group that shrinks and then grows again.
+A step counts when the first rank has taken it. It is useful once; a step that a later group takes
+again is repeated. A group of ranks is an incarnation or, under torchft, a quorum. A standstill is
+the gap between the last step of an incarnation and the first step of the next one. The part of a
+standstill beyond the usual gap is the pause. Several standstills after one failure are added up,
+such as those of a group that shrinks and then grows again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from benchmarks.recovery.trace.events import Kind
 
 @dataclass(frozen=True)
 class Seen:
-    """What followed from a failure, until the next one. `pause` in seconds."""
+    """The effects of a failure until the next one. `pause` is in seconds."""
 
     kind: Kind
     pause: float
     repeated: int
     recovered: bool = True
-    """Whether any group made a step after the last standstill."""
+    """Whether any group took a step after the last standstill."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,17 @@ class Account:
 
     seconds: float
     useful: int
-    """Steps that were made for the first time."""
+    """Number of steps that were taken for the first time."""
     gap: float
     """Median seconds from one step to the next in one incarnation."""
     mean_gap: float
-    """The mean of the same, which has checkpoints and copies in it."""
+    """Mean seconds between such steps, which includes checkpoints and copies."""
     seen: tuple[Seen, ...]
 
     def per_ideal(self, ideal_gap: float) -> float:
-        """Return useful steps per ideal step. `ideal_gap`: seconds of a step without any system."""
+        """Return useful steps per ideal step. `ideal_gap` is the time of a step without any system,
+        in seconds.
+        """
         return self.useful * ideal_gap / self.seconds
 
 
@@ -58,7 +60,7 @@ class _Made:
 def keep_account(
     incarnations: Mapping[int, Incarnation], events: Sequence[tuple[float, Kind]], begin: float, end: float
 ) -> Account:
-    """Return the account from `begin` to `end`. `events`: the moment and the kind of each failure."""
+    """Return the account from `begin` to `end`. `events` has the time and kind of each failure."""
     every = _made(incarnations)
     made = [one for one in every if begin <= one.when <= end]
     gaps = [after.when - before.when for before, after in pairwise(made) if before.incarnation == after.incarnation]
@@ -77,7 +79,7 @@ def keep_account(
 
 
 def _made(incarnations: Mapping[int, Incarnation]) -> list[_Made]:
-    """Return when the first rank of each incarnation made each step, oldest first."""
+    """Return when the first rank of each incarnation took each step, oldest first."""
     found: dict[tuple[int, int], float] = {}
     for number, incarnation in incarnations.items():
         for rank, times in incarnation.steps.items():
@@ -100,6 +102,6 @@ def _pause(every: Sequence[_Made], moment: float, limit: float, gap: float) -> t
     last = (earlier + own)[-1]
     is_standing = later[0].incarnation != last.incarnation if later else last.when < limit - 3 * gap
     if is_standing and not later:
-        pause += max(0.0, limit - max(last.when, moment - gap) - gap)  # No group made a step again.
+        pause += max(0.0, limit - max(last.when, moment - gap) - gap)  # No group took a step again.
     changed = any(one.incarnation != earlier[-1].incarnation for one in own) if earlier else bool(own)
     return pause, bool(own) and (changed or not is_standing)

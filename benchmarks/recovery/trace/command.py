@@ -3,11 +3,11 @@
 Plays one trace of failures on DDPJob (`ddpjob run`), torchft and stock torchrun, in turns, with the
 same script, size of the state and time of a step. A trace has clean kills of a node, crashes of a
 worker, hosts that fall silent (SIGSTOP), and a node that joins. Prints useful steps per ideal step,
-pause and repeated steps, each as median / worst, and the effective training time that they give
-with 1,000 to 16,000 nodes. `--from FILE` prints and draws again what `--record` has written.
+pauses and repeated steps (median / worst), and the resulting effective training time with 1,000 to
+16,000 nodes. `--from FILE` prints and draws the results of an earlier `--record`.
 
-torchft is installed into ~/.cache/ddpjob/torchft at the first run, and left out with the reason
-where that is impossible. A run takes `--count` times `--every` seconds, and half a minute more.
+torchft is installed into ~/.cache/ddpjob/torchft on the first run. If that is impossible, it is
+skipped with the reason. A run takes `--count` times `--every` seconds, plus half a minute.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--states", type=report.read_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
     parser.add_argument("--steps", type=report.read_numbers, default=[0.05], metavar="SECONDS,...")
     parser.add_argument("--count", type=int, default=8, help="failures in a run (default 8)")
-    parser.add_argument("--every", type=float, default=60.0, help="seconds from one to the next (default 60)")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between two failures (default 60)")
     parser.add_argument("--save-seconds", type=float, default=60.0, help="between two checkpoints (default 60)")
-    parser.add_argument("--patience", type=float, default=60.0, help="without a step until all is started again")
-    parser.add_argument("--seed", type=int, default=1, help="round N has the trace of seed + N - 1 (default 1)")
-    parser.add_argument("--node-days", type=float, default=effective_time.NODE_DAYS, help="of one node per failure")
+    parser.add_argument("--patience", type=float, default=60.0, help="without a step until everything is restarted")
+    parser.add_argument("--seed", type=int, default=1, help="round N uses the trace for seed + N - 1 (default 1)")
+    parser.add_argument("--node-days", type=float, default=effective_time.NODE_DAYS, help="per failure of one node")
     parser.add_argument("--record", type=Path, metavar="FILE", help="add each run to this file")
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing; read this file")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="read this file instead of measuring")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="draw a picture")
     add_table_option(parser, "trace", " (and effective-time)")
     return parser.parse_args(arguments)
@@ -80,7 +80,7 @@ def _play_all(options: argparse.Namespace) -> list[Run]:
 
 
 def _installed(systems: Sequence[str]) -> list[str]:
-    """Return the systems that can run here, and say why others cannot."""
+    """Return the systems that can run here, and print why other systems cannot."""
     if not any(name.startswith("torchft") for name in systems):
         return list(systems)
     try:
@@ -88,7 +88,7 @@ def _installed(systems: Sequence[str]) -> list[str]:
         print(f"torchft {version} in {torchft_packages.FOLDER}", file=sys.stderr)
         return list(systems)
     except torchft_packages.NotInstalled as error:
-        print(f"left out: {error}", file=sys.stderr)
+        print(f"skipped: {error}", file=sys.stderr)
         return [name for name in systems if not name.startswith("torchft")]
 
 
@@ -105,7 +105,7 @@ def _show(run: Run) -> None:
 
 
 class _names:
-    """Reads a comma-separated list of known words."""
+    """Parses a comma-separated list of known words."""
 
     def __init__(self, known: object) -> None:
         self._known = {str(name): name for name in known}  # type: ignore[attr-defined]

@@ -1,17 +1,17 @@
-"""Turns the measured parts of a trace into the effective training time of a large job.
+"""Computes the effective training time of a large job from the measured parts of a trace.
 
-Effective time is the share of a job's time in which new steps are made:
+Effective time is the share of a job's time in which new steps are taken:
 
     E = (1 - c) * exp(-L * (p + r * s)),    L = nodes / time between the failures of one node
 
-`c` is the share of a step that the system takes (copies, checkpoints, agreement), `p` the mean
-pause and `r` the mean number of repeated steps of a failure, `s` the seconds of a step. Failures
-come as in a Poisson process with the rate L, during a pause as well: the pause then begins again. A
-pause of d = p + r * s takes (exp(L * d) - 1) / L on average until it has ended without another
-failure, and 1 / L of new work lies between two pauses; the quotient is exp(-L * d).
+`c` is the share of a step that the system costs (copies, checkpoints, agreement), `p` is the mean
+pause and `r` the mean number of repeated steps per failure, and `s` is the time of a step in
+seconds. Failures are a Poisson process with rate L. If one occurs during a pause, the pause begins
+again. On average, a pause of d = p + r * s therefore takes (exp(L * d) - 1) / L until it ends
+without another failure, and 1 / L of new work lies between two pauses. The quotient is exp(-L * d).
 
-p, r and c were measured with two nodes. What grows with the number of nodes (a larger group to
-form, a slower first step) is not in it.
+p, r and c were measured with two nodes. The result does not include costs that grow with the number
+of nodes, such as forming a larger group or a slower first step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from benchmarks.recovery.trace.report import accounts, by_group, ideal_gap, size
 
 NODES = (1000, 2000, 4000, 8000, 16_000)
 NODE_DAYS = 264.0
-"""Days between two failures of one node: 419 unexpected interruptions in 54 days on 2,048 nodes of
-eight GPUs (Llama 3, table 5)."""
+"""Mean days between two failures of one node: 419 unexpected interruptions in 54 days on 2,048
+nodes of eight GPUs (Llama 3, table 5).
+"""
 DAY = 86_400.0
 FORMULA = """\
-Effective time, the share in which new steps are made, follows from the mean pause `p`, the mean
-number of repeated steps `r`, the time of a step `s` and the share `c` that a system takes of a step:
+Effective time, the share of time in which new steps are taken, follows from the mean pause `p`, the mean
+number of repeated steps `r`, the time of a step `s` and the share `c` of a step that a system costs:
 
 ```
 E = (1 - c) * exp(-L * (p + r * s)),    L = nodes / time between failures of one node
@@ -51,18 +52,18 @@ class Parts:
     repeated: float
     """Mean number of repeated steps per failure."""
     cost: float
-    """Share of a step that the system takes, from 0 to 1."""
+    """Share of a step that the system costs, from 0 to 1."""
     step: float
-    """Seconds of a step."""
+    """Time of a step in seconds."""
 
     def effective(self, nodes: int, node_days: float) -> float:
-        """Return the share of time in which new steps are made."""
+        """Return the share of time in which new steps are taken."""
         rate = nodes / (node_days * DAY)
         return (1 - self.cost) * math.exp(-rate * (self.pause + self.repeated * self.step))
 
 
 def parts_of(runs: Sequence[Run], ideal: float) -> Parts | None:
-    """Return a system's measured parts, None if it saw no failure. Joins are not failures."""
+    """Return a system's measured parts; None without a failure. Joins are not failures."""
     found = accounts(runs)
     seen = [one for account in found for one in account.seen if one.kind is not Kind.JOIN]
     if not seen:

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 JITTER = 0.25
-"""How much earlier or later a failure comes at most, as a share of the interval."""
+"""Maximum shift of a failure, earlier or later, as a share of the interval."""
 ONE_IN = 4
-"""One of so many failures takes the node of rank 0."""
+"""One in this many failures hits the node of rank 0."""
 
 
 class Kind(StrEnum):
-    """What happens to a node."""
+    """A kind of failure of a node."""
 
     KILL = "kill"
     """All processes of a node end, as with `kubectl delete pod --force`; a replacement starts at once."""
     CRASH = "crash"
-    """A worker ends by SIGKILL, and its node is well."""
+    """A worker is killed (SIGKILL), and its node is healthy."""
     SILENT = "silent"
-    """A host answers no more: all processes of a node are stopped (SIGSTOP) for good."""
+    """A host stops responding: all processes of a node are suspended (SIGSTOP) forever."""
     JOIN = "join"
-    """One more node arrives."""
+    """An additional node arrives."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A failure. `at` in seconds; `number` chooses the node, as in `Group.pick`."""
+    """A failure. `at` is in seconds, and `number` chooses the node, as in `Group.pick`."""
 
     at: float
     kind: Kind
@@ -49,11 +49,11 @@ class Trace:
 
 
 def make_trace(count: int, every: float, kinds: Sequence[Kind], seed: int) -> Trace:
-    """Return `count` failures, one in `every` seconds on average.
+    """Return `count` failures, one every `every` seconds on average.
 
-    Their times vary by a quarter of the interval, so each one is seen to its end. The kinds take
-    turns in a random order. More than one join would leave no cores for the others, so later turns
-    of it are kills.
+    Their times vary by a quarter of the interval, so each failure ends before the next one. The
+    kinds take turns in a random order. More than one join would leave no cores for the other nodes,
+    so later joins are replaced with kills.
     """
     random_ = random.Random(seed)
     events, turn = list[Event](), list[Kind]()

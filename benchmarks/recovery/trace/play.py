@@ -1,4 +1,4 @@
-"""Plays a trace on a system, and keeps the account of what it did."""
+"""Plays a trace on a system, and computes the account of its effects."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ TEND_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """What all systems of a comparison have in common."""
+    """The settings shared by all systems of a comparison."""
 
     state: int
-    """Bytes of weights and optimizer."""
+    """Size of weights and optimizer state in bytes."""
     step: float
-    """Seconds of a step, without what the system adds."""
+    """Time of a step in seconds, without the system's overhead."""
     save_seconds: float
     patience: float
-    """Seconds without a step until everything is restarted, as a person or an operator would do."""
+    """Seconds without a step until everything is restarted, as a person or an operator would do
+    it.
+    """
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -38,7 +40,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """A trace that was played. `note`: why there is no account."""
+    """A played trace. `note` says why there is no account."""
 
     system: str
     state: int
@@ -70,7 +72,7 @@ def play(system: str, setting: Setting, trace: Trace, round_: int) -> Run:
 
 
 def play_on(group: Any, trace: Trace, patience: float) -> Account:
-    """Let the failures happen to a group that trains, and return the account."""
+    """Inflict the failures on a training group, and return the account."""
     begin, struck = time.time(), list[tuple[float, Kind]]()
     for event in trace.events:
         _tend_until(group, begin + event.at, patience)
@@ -81,7 +83,7 @@ def play_on(group: Any, trace: Trace, patience: float) -> Account:
 
 
 def strike(group: Any, event: Event) -> None:
-    """Let a failure happen to the newest incarnation. Without one there is nothing to break."""
+    """Inflict a failure on the newest incarnation, if there is one."""
     if event.kind is Kind.JOIN:
         group.join_node()
         return
@@ -93,7 +95,7 @@ def strike(group: Any, event: Event) -> None:
 
 
 def _tend_until(group: Any, when: float, patience: float) -> None:
-    """Wait, and start all again if there is no step for too long."""
+    """Wait, and restart everything if there is no step for too long."""
     began = time.time()
     while (now := time.time()) < when:
         group.tend()

@@ -1,4 +1,4 @@
-"""The runs of a trace as lines of JSON, as a table in Markdown and as a picture."""
+"""Writes the runs of a trace as lines of JSON, as a Markdown table and as a picture."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ NOTES = """\
 Median / worst. An ideal step is the median step of the fastest system between failures. A step is
 useful once. A pause is the gap between steps of two groups, without the usual gap."""
 Group = tuple[int, float]
-"""State in bytes, step in seconds: what can be compared."""
+"""State size in bytes and step time in seconds. Only runs with the same values can be compared."""
 
 
 def append(path: Path, run: Run) -> None:
-    """Add a run to a file, so that an interrupted benchmark keeps what it measured."""
+    """Append a run to a file, so that an interrupted benchmark keeps its measurements."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(run)) + "\n")
 
 
 def read(path: Path) -> list[Run]:
-    """Read the runs of a file that `append` has written."""
+    """Read the runs from a file written by `append`."""
     return [_run(json.loads(line)) for line in path.read_text().splitlines()]
 
 
@@ -44,7 +44,7 @@ def _run(line: dict[str, Any]) -> Run:
 
 
 def by_group(runs: Iterable[Run]) -> dict[Group, dict[str, list[Run]]]:
-    """Return the runs by state and step, and then by system."""
+    """Return the runs by state and step, then by system."""
     found: dict[Group, dict[str, list[Run]]] = {}
     for run in runs:
         found.setdefault((run.state, run.step), {}).setdefault(run.system, []).append(run)
@@ -52,7 +52,7 @@ def by_group(runs: Iterable[Run]) -> dict[Group, dict[str, list[Run]]]:
 
 
 def accounts(runs: Iterable[Run]) -> list[Account]:
-    """Return the accounts of the runs that have one."""
+    """Return the accounts of the runs, without those that failed."""
     return [run.account for run in runs if run.account is not None]
 
 
@@ -65,17 +65,17 @@ def ideal_gap(of_group: dict[str, list[Run]]) -> float:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes in words."""
+    """Format a number of bytes."""
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
 def read_numbers(text: str) -> list[float]:
-    """Read numbers with commas between them."""
+    """Parse comma-separated numbers."""
     return [float(word) for word in text.split(",")]
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return one row per system, with median and worst of everything."""
+    """Return one row per system, with the median and the worst of each figure."""
     kinds = [kind for kind in Kind if any(seen.kind is kind for a in accounts(runs) for seen in a.seen)]
     heads = ["state", "step s", "system", "runs", "failures", "useful steps per ideal step", "step ms"]
     heads += [f"pause s, {kind}" for kind in kinds] + ["repeated steps", "whole restarts"]
@@ -107,7 +107,9 @@ def _cells(runs: Sequence[Run], ideal: float, kinds: Sequence[Kind]) -> list[str
 
 
 def pause_cell(seen: Sequence[Seen]) -> str:
-    """Return median and worst pause. A group that stood still until the next failure is marked."""
+    """Return the median and the worst pause. A group that stood still until the next failure is
+    marked.
+    """
     if not seen:
         return ""
     pauses = [one.pause for one in seen]
@@ -116,7 +118,9 @@ def pause_cell(seen: Sequence[Seen]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw useful steps, pause and repeated steps: bars are medians, ticks are the worst."""
+    """Draw useful steps, pauses and repeated steps, with medians as bars and the worst values as
+    ticks.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

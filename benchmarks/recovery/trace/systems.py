@@ -1,4 +1,4 @@
-"""The systems of a trace: stock torchrun, torchft and `ddpjob run`, with one script and one size."""
+"""The compared systems: stock torchrun, torchft and `ddpjob run`, with the same script and size."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from benchmarks.recovery.trace import torchft_packages
 TRAINING = Path(__file__).parents[1] / "training.py"
 NODES = 2
 LOST_SECONDS = 30.0
-"""After how many seconds a silent node is replaced, the default of `recovery.nodeLostAfterSeconds`.
-Kubernetes alone takes 40 s to call a node not ready, and minutes to evict its pods."""
+"""Seconds after which a silent node is replaced: the default of `recovery.nodeLostAfterSeconds`.
+Kubernetes alone takes 40 s to mark a node as not ready, and minutes to evict its pods.
+"""
 AS_SHIPPED, TUNED = (10_000, 100, 5000), (100, 20, 500)
 """torchft's lighthouse: join timeout, tick of the quorum, heartbeat timeout, in milliseconds."""
 _LIGHTHOUSE = """
@@ -45,32 +46,32 @@ Json = dict[str, Any]
 
 
 class System(Protocol):
-    """A training under a system, and what can happen to its nodes."""
+    """A training under a system, and the failures of its nodes."""
 
     restarts: int
-    """How often all of it had to be started again."""
+    """Number of times that everything had to be restarted."""
 
     def kill_node(self, node: str) -> None:
-        """End all processes of a node. Its replacement starts at once."""
+        """Kill all processes of a node. Its replacement starts at once."""
 
     def crash_worker(self, node: str) -> None:
-        """End a worker by SIGKILL, and nothing else of its node."""
+        """Kill a worker (SIGKILL), but no other process of its node."""
 
     def silence_node(self, node: str) -> None:
-        """Stop all processes of a node for good. It is replaced after LOST_SECONDS."""
+        """Suspend all processes of a node forever. The node is replaced after LOST_SECONDS."""
 
     def join_node(self) -> None:
         """Add a node."""
 
     def tend(self) -> None:
-        """Do what an orchestrator does meanwhile, without waiting."""
+        """Act as the orchestrator, without waiting."""
 
     def restart_all(self) -> None:
-        """End what is left, and start all of it again."""
+        """Kill the remaining processes, and restart everything."""
 
 
 class Orchestrated(Group):
-    """A group whose nodes this benchmark replaces, as an orchestrator would."""
+    """A group whose nodes are replaced by this benchmark, as an orchestrator would do."""
 
     script = TRAINING
 
@@ -139,11 +140,11 @@ class TorchFT(Orchestrated):
 
     def start(self) -> None:
         self.start_lighthouse()
-        self.wait("the lighthouse listens", lambda: listens(self._port), START_SECONDS)
+        self.wait("the lighthouse to listen", lambda: listens(self._port), START_SECONDS)
         super().start()
 
     def crash_worker(self, node: str) -> None:
-        """End the only process of a node, which its supervisor starts again."""
+        """Kill the only process of a node. Its supervisor restarts it."""
         self.kill_node(node)
 
     def check(self) -> None:
@@ -164,7 +165,9 @@ class TorchFT(Orchestrated):
 
 
 class TunedTorchFT(TorchFT):
-    """torchft with a lighthouse that notices a loss ten times as fast, and may take a pause for one."""
+    """torchft with a lighthouse that notices a loss ten times as fast, and may mistake a pause for
+    a loss.
+    """
 
     settings = TUNED
 
@@ -181,7 +184,7 @@ class Job(Group):
         self._job = JobFolder(folder / "runs" / "trace")
 
     def manifest(self) -> Json:
-        """Return the DDPJob, with the defaults of all fields that the comparison does not need."""
+        """Return the DDPJob, with defaults for all fields that do not matter for the comparison."""
         spec: Json = {
             "image": "any:1", "nodes": NODES, "gpusPerNode": 0, "spares": self.spares, "script": str(TRAINING),
             "args": [str(self.folder), *self.options], "elastic": {"minNodes": 1},
@@ -226,7 +229,7 @@ class Job(Group):
         self.start()
 
     def close(self) -> None:
-        """End the run by two signals: the second one waits for no checkpoint."""
+        """End the run with two signals, because the second one does not wait for a checkpoint."""
         for _ in range(2):
             if (process := self.nodes.get("run")) is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -239,13 +242,13 @@ class Job(Group):
 
 
 class JobWithSpare(Job):
-    """The same with a spare."""
+    """A `Job` with a spare."""
 
     spares = 1
 
 
 class JobWithoutSnapshots(JobWithSpare):
-    """The same with a spare and with checkpoints only."""
+    """A `Job` with a spare, and with checkpoints only."""
 
     snapshots = "none"
 
@@ -258,11 +261,13 @@ SYSTEMS: dict[str, Callable[[Path, tuple[str, ...], int], Any]] = {
     "torchft-tuned": TunedTorchFT,
     "stock": StockTorchrun,
 }
-"""The systems by their names on the command line."""
+"""Systems by name on the command line."""
 
 
 def kill_worker(folder: Path, node: str) -> bool:
-    """Send SIGKILL to the newest worker of a node, by the name of its log. Return whether there is one."""
+    """Send SIGKILL to a node's newest worker, found by the name of its log. Return whether there
+    was one.
+    """
     logs = [path for path in folder.glob(f"steps-{node}-*.jsonl") if re.search(r"-(\d+)$", path.stem)]
     if not logs:
         return False

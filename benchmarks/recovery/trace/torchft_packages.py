@@ -1,4 +1,4 @@
-"""torchft, installed into a virtual environment of its own, with the torch of this one."""
+"""Installs torchft into its own virtual environment, which uses this environment's torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NotInstalled(Exception):
 
 
 def find_python() -> Path:
-    """Return a Python that can import torchft. It is installed at the first call.
+    """Return a Python interpreter that can import torchft, which is installed on the first call.
 
     Raises NotInstalled.
     """
@@ -24,7 +24,7 @@ def find_python() -> Path:
     if not _imports_torchft(python):
         _install(FOLDER, python)
         if not _imports_torchft(python):
-            raise NotInstalled(f"torchft was installed in {FOLDER}, and cannot be imported there")
+            raise NotInstalled(f"torchft was installed in {FOLDER}, but cannot be imported there")
     return python
 
 
@@ -44,7 +44,8 @@ def _install(folder: Path, python: Path) -> None:
     try:
         _run(sys.executable, "-m", "venv", str(folder))
         packages = Path(_run(str(python), "-c", code).strip())
-        # torch is too large to be there twice. pip sees it, and leaves what is in another environment.
+        # torch is too large to be installed twice. pip detects it in the other environment, and
+        # leaves it there.
         (packages / "other_environment.pth").write_text(own + "\n")
         _run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES)
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,5 @@
-"""Kills workers of tortured jobs in the middle of a copy of their state, where a file says so.
+"""Kills workers of tortured jobs in the middle of a copy of their state, at a point named by a
+file.
 
 It wraps functions of `ddpjob_pod` when a worker imports them; the product has no such points. The
 file has the pod's name, in the folder TORTURE_COPY_KILLS, and the name of one of POINTS.
@@ -17,9 +18,11 @@ POINTS = {
     "made": ("ddpjob_pod.snapshot_store", "SnapshotStore", "note_made"),
     "neighbour": ("ddpjob_pod.rank_snapshots", "TorchExchange", "receive"),
 }
-"""The module, the class (empty: none) and the function in which workers die, by point."""
+"""The module, the class (empty for a plain function) and the function in which workers die, by
+point.
+"""
 SHARE = 0.2
-"""How often a function that is called is the one in which the worker dies."""
+"""Probability that a call of such a function kills the worker."""
 
 
 class Finder:

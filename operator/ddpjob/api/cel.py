@@ -79,8 +79,8 @@ def _holds(text: str, variables: Variables, transition: bool) -> bool:
         return bool(_program(text).evaluate(variables()))
     except CELEvalError:
         if transition:
-            # cel-python raises an error if values of different types, such as 1 and "1", are
-            # compared. The API server treats them as unequal.
+            # cel-python raises an error when it compares values of different types, such as 1 and
+            # "1". The API server treats them as unequal.
             return False
         raise
 

@@ -87,7 +87,7 @@ class DDPJob:
     def made_claim(self) -> str:
         """Name of the PersistentVolumeClaim that the job makes from its claimTemplate.
 
-        Empty if it makes none.
+        Empty if it does not make a claim.
         """
         return f"{self.name}-checkpoints" if self.spec.storage.claim_template else ""
 

@@ -59,7 +59,7 @@ class JobClasses:
         Raises ValueError, which names the faulty field and the remedy.
         """
         if len(found) > MOST_CLASSES:
-            raise ValueError(f"there are {len(found)} classes; at most {MOST_CLASSES} are possible")
+            raise ValueError(f"there are {len(found)} classes; at most {MOST_CLASSES} are allowed")
         found = {str(name): without_nulls(one) for name, one in found.items()}
         classes = {name: _read(name, one) for name, one in found.items()}
         return cls(classes, {name: tuple(one.get("namespaces", ["*"])) for name, one in found.items()})
@@ -111,7 +111,7 @@ def _fixed(job: DDPJob, given: JobClass) -> Iterator[str]:
                     yield f"spec.env: class {given.name} sets {variable['name']}, which a job may not set; {remedy}"
         elif path != QUEUE and not is_empty(path, mine) and mine != at(given.spec, path):
             sets = at(given.spec, path) is not None
-            what = f"is set by class {given.name}, and a job may not" if sets else f"no job of class {given.name} may"
+            what = f"is set by class {given.name}, and a job may not" if sets else f"jobs of class {given.name} may not"
             yield f"spec.{path}: {what} set it; {remedy}"
 
 
@@ -211,7 +211,7 @@ def _read(name: str, given: Any) -> JobClass:
             raise ValueError(f"{name}.{key}: unknown; the fields are {', '.join(_KEYS)}")
     if len(json.dumps(given)) > LARGEST_CLASS:
         raise ValueError(
-            f"{name}: larger than {LARGEST_CLASS} bytes, and the status of every job of the class holds it"
+            f"{name}: larger than {LARGEST_CLASS} bytes, and the status of every job of the class contains it"
         )
     for key in ("namespaces", "fixed"):
         _texts(given.get(key, []), f"{name}.{key}")
@@ -234,8 +234,8 @@ def _spec(name: str, spec: Any) -> Json:
         below = [f"{key}.{inner}" for inner in value] if key in _GROUPS and isinstance(value, Mapping) else [key]
         for path in below:
             if path not in CLASS_FIELDS:
-                remedy = f"a job decides it, or has the CRD's default; a class can set {', '.join(CLASS_FIELDS)}"
-                raise ValueError(f"{name}.spec.{path}: a class cannot set it; {remedy}")
+                remedy = f"only a job can set it; a class can set {', '.join(CLASS_FIELDS)}"
+                raise ValueError(f"{name}.spec.{path}: not allowed in a class; {remedy}")
     # Add the minimum that the jobs of the class must set themselves.
     whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
     problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
@@ -253,7 +253,7 @@ def _limits(name: str, limits: Any) -> ClassLimits:
             raise ValueError(f"{name}.limits.{key}: {value!r} is not an integer from {least} to {_MOST}")
     for image in _texts(limits.get("images", []), f"{name}.limits.images"):
         if "*" in image[:-1] or image in ("", "*"):
-            raise ValueError(f"{name}.limits.images: {image!r}; write an image, or a prefix that ends with *")
+            raise ValueError(f"{name}.limits.images={image!r}: must be an image, or a prefix that ends with *")
     return ClassLimits(
         max_nodes=limits.get("maxNodes"),
         max_gpus_per_node=limits.get("maxGpusPerNode"),
@@ -263,5 +263,5 @@ def _limits(name: str, limits: Any) -> ClassLimits:
 
 def _texts(value: Any, path: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{path}: must be a list of texts, not {value!r}")
+        raise ValueError(f"{path}: must be a list of strings, not {value!r}")
     return value

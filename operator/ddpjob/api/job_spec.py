@@ -21,13 +21,15 @@ from pydantic.alias_generators import to_camel
 from ddpjob.api.schema import apply_defaults, default_of, exceeds, schema_of, without_nulls
 
 MANAGER = "ddpjob.io/operator"
-"""`spec.managedBy` of a job that this operator runs; leaving the field out means the same."""
+"""The value of `spec.managedBy` for jobs that this operator runs. A missing field means the
+same.
+"""
 Json = dict[str, Any]
 """An unparsed JSON object: a manifest or a part of one."""
 
 
-# pydantic reads a validator's signature, and Python's patch releases report different ones for
-# builtins: 3.12.3 reports that an itemgetter takes any arguments, which pydantic refuses.
+# pydantic reads a validator's signature, and Python's patch releases report different signatures
+# for builtins. For 3.12.3, an itemgetter takes any arguments, which pydantic refuses.
 def _name_of(reference: Json) -> Any:
     return reference["name"]
 
@@ -44,7 +46,7 @@ class Placement(StrEnum):
 
 
 class WhenDeleted(StrEnum):
-    """What happens on deletion of a job to the claim that it made."""
+    """How a job's deletion affects the claim that it made."""
 
     RETAIN = "Retain"
     DELETE = "Delete"
@@ -58,7 +60,7 @@ class SlowRanks(StrEnum):
 
 
 class RuleCause(StrEnum):
-    """The cause that a rule of `recovery.rules` matches."""
+    """A cause that a rule in `recovery.rules` matches."""
 
     OOM_KILLED = "OOMKilled"
     EXIT_CODE = "ExitCode"
@@ -69,7 +71,7 @@ class RuleCause(StrEnum):
 
 
 class RuleAction(StrEnum):
-    """What a matching rule does."""
+    """The effect of a matching rule."""
 
     RESTART = "Restart"
     RESTART_UNCOUNTED = "RestartUncounted"
@@ -191,7 +193,7 @@ class Storage:
 
     @property
     def claim_template(self) -> ClaimTemplate | None:
-        """Template of the claim that the job makes; None if it makes none."""
+        """Template of the claim that the job makes; None if it does not make a claim."""
         return self.checkpoints.claim_template if self.checkpoints else None
 
 
@@ -308,7 +310,7 @@ class Scheduling:
 
 
 class PreflightScope(StrEnum):
-    """What is checked before a pod trains."""
+    """The scope of the checks before a pod trains."""
 
     NODE = "Node"
     GROUP = "Group"
@@ -325,7 +327,7 @@ class Preflight:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Who may reach the job's pods, and the interface through which the pods reach each other."""
+    """Access to the job's pods, and the interface through which they reach each other."""
 
     isolate: bool
     interface: str | None = None

@@ -115,7 +115,7 @@ def known_time(text: Any) -> datetime | None:
 
 def _computable(moment: datetime) -> datetime:
     if moment.tzinfo is None or not 1970 <= moment.year < 9000:
-        raise ValueError("a time without a zone, or one to which an hour cannot be added")
+        raise ValueError("a time without a zone, or too close to the last possible time")
     return moment
 
 
@@ -260,14 +260,15 @@ class Restart:
     node: Annotated[str, _OMIT_EMPTY] = ""
     rank: Annotated[_Number | None, _OMIT_NONE] = None
     seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds from the break until the group ran again; None until it does."""
+    """Seconds from the break until the group ran again; None until then."""
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
-    """Complete steps that were made twice; None if that is not known."""
+    """Number of complete steps that were repeated; None if unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds in which they were made again; None until they are."""
+    """Seconds spent on repeating them; None until all have been repeated."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
-    """Where training continued from: memory, storage, scratch, or unknown if the script has not
-    said; empty until the first step."""
+    """The source from which training continued: memory, storage, scratch, or unknown if the script
+    has not reported it; empty until the first step.
+    """
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
@@ -292,11 +293,11 @@ class Restarts:
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """The round of the last incident."""
     repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Complete steps that were made twice, as far as known, since the job began."""
+    """Number of complete steps that were repeated since the job began, as far as known."""
     repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
-    """Seconds in which they were made again."""
+    """Seconds spent on repeating them."""
     unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Restarts after which it is not known how many steps were made twice."""
+    """Number of restarts with an unknown number of repeated steps."""
     seen_start: Annotated[str, _below("seen", "start")] = ""
     """GENERATION.ROUND of the coordinator's last round whose repeated steps are counted."""
     recent: tuple[Restart, ...] = ()
@@ -374,8 +375,9 @@ class JobStatus:
     own_folder: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the job began under an operator that gives each job a checkpoint folder."""
     trained: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the job has made a step, or has run so long that it must be assumed to have made
-    one."""
+    """Whether the job has taken a step, or has run long enough that it must be assumed to have done
+    so.
+    """
     claim_made: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the claim of the job's claimTemplate has ever existed. If so and it is now gone, the
     checkpoints are lost."""
@@ -417,7 +419,7 @@ class JobStatus:
     def ended_without_recovery(self, restart: Restart) -> bool:
         """Whether a suspension cut this restart short.
 
-        It then never recovered but ended with the job's pods.
+        Such a restart never recovered, but ended with the job's pods.
         """
         return restart.seconds is None and (self.start_time is None or restart.time < self.start_time)
 
@@ -515,7 +517,7 @@ def _validated(status: Json) -> JobStatus:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     kept = deepcopy(status)
     paths = dict.fromkeys(p["loc"][:-1] if p["type"] == "missing" else p["loc"] for p in problems)
-    for path in reversed(paths):  # the last item of a list first
+    for path in reversed(paths):  # Delete the last item of a list first.
         _leave_out(kept, path)
     return _validated(kept) if kept != status else JobStatus()
 

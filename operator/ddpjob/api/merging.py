@@ -169,7 +169,8 @@ def _merge_list(old: list[Json], new: list[Json], field: str) -> list[Json]:
 
 
 def _replaces(old: Json, new: Json, field: str) -> bool:
-    """Whether the overlay's item replaces the base's item of the same key instead of merging.
+    """Whether the overlay's item replaces the base's item with the same key instead of being
+    merged.
 
     A variable with a value replaces one with valueFrom, and a volume with a new source replaces the
     old volume, since neither can have both.

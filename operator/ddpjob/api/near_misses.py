@@ -1,4 +1,4 @@
-"""Suggests what a refused field or value means: other operators' words, units, shapes."""
+"""Suggests the meaning of a refused field or value: other operators' words, units, shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads a DDPJob manifest: the object that `kubectl apply` would store, or why it is rejected."""
+"""Reads a DDPJob manifest. Returns the object that `kubectl apply` would store, or why it is
+rejected.
+"""
 
 from __future__ import annotations
 

@@ -196,8 +196,9 @@ def _validator() -> Any:
 
 
 MOST_PROBLEMS = 100
-"""Maximum number of problems explained for one manifest, because each search for a suggestion takes
-a millisecond."""
+"""Maximum number of problems reported for one manifest, because each search for a suggestion takes
+a millisecond.
+"""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
@@ -293,7 +294,7 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     It is a field of the same object, or a field of the same name elsewhere.
     """
     if name in ("true", "false"):
-        return "; YAML reads on, yes and y without quotes as true, and off, no and n as false: quote the name"
+        return "; YAML reads unquoted on, yes and y as true, and off, no and n as false, so quote the name"
     if path == "spec" and name in ("name", "generateName", "namespace"):
         return f"; did you mean metadata.{name}?"
     if "claimName" in known and re.sub("[-_]", "", name.lower()) in ("pvc", "claim", "persistentvolumeclaim"):
@@ -324,7 +325,7 @@ def _paths_by_name() -> dict[str, list[str]]:
     def walk(schema: Mapping[str, Any], path: str) -> None:
         for name, child in schema.get("properties", {}).items():
             found.setdefault(name.lower(), []).append(join(path, name))
-            if name != "dataSource":  # nobody means its `name` and `kind` elsewhere
+            if name != "dataSource":  # `name` and `kind` never mean these fields elsewhere.
                 walk(child, join(path, name))
 
     walk(object_schema()["properties"]["spec"], "spec")
@@ -337,7 +338,7 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
     Only lists with x-kubernetes-list-map-keys have map keys.
     """
     if not schema:
-        return  # The schema describes nothing below.
+        return  # The schema does not describe anything below this.
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _duplicates(item, schema.get("properties", {}).get(name, {}), join(path, name))

@@ -42,7 +42,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 def shown(text: str, most: int = MAX_SHOWN) -> str:
     """Return the text, or only its beginning and end if it is too long.
 
-    The number of omitted characters stands in between.
+    The number of omitted characters appears between them.
     """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...({len(text) - 2 * half} more)...{text[-half:]}"
@@ -106,7 +106,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise YamlError(f"nested more than {MAX_DEPTH} levels deep, too many for a manifest", self.line + 1)
+            raise YamlError(f"nested more than {MAX_DEPTH} levels deep, too deep for a manifest", self.line + 1)
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -120,7 +120,7 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise YamlError(f"<<: merges through more than {MAX_DEPTH} levels, too many for a manifest", line)
-        pairs, node.value = node.value, []  # so that a mapping that merges itself finds nothing
+        pairs, node.value = node.value, []  # A mapping that merges itself finds nothing.
         own, merged = [], list[tuple[yaml.Node, yaml.Node]]()
         for key, value in pairs:
             if key.tag != _MERGE:
@@ -223,7 +223,7 @@ def read_documents(text: str) -> Iterator[Document]:
     try:
         while loader.check_node():
             node = loader.get_node()
-            assert node is not None  # check_node returned True
+            assert node is not None  # check_node returned True.
             builder = _Builder(loader)
             value = builder.build(node, "")
             if value is not None:
@@ -232,9 +232,9 @@ def read_documents(text: str) -> Iterator[Document]:
         mark = error.problem_mark or error.context_mark
         problem = shown(str(error.problem or error.context))
         if "'\\t'" in problem:
-            problem += "; indent by spaces, since YAML allows no tabs there"
+            problem += "; indent with spaces, since YAML does not allow tabs there"
         elif error.context == "while scanning a quoted scalar" and error.context_mark:
-            mark, problem = error.context_mark, "a quote that opens in this line is not closed"
+            mark, problem = error.context_mark, "a quote opened on this line is not closed"
         elif "<block" in problem or "not allowed here" in problem:
             problem += "; check the indentation of this line against the lines above it"
         raise YamlError(f"not YAML: {problem}", mark.line + 1 if mark else 1) from error
@@ -274,7 +274,7 @@ class _Builder:
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self._child(item, join(path, position)) for position, item in enumerate(node.value)]
-            assert isinstance(node, yaml.ScalarNode)  # there are no other kinds
+            assert isinstance(node, yaml.ScalarNode)  # There are no other kinds.
             return self._scalar(node, path)
         finally:
             self._open.discard(id(node))
@@ -308,7 +308,7 @@ class _Builder:
         if not isinstance(node, yaml.ScalarNode):
             raise YamlError("a field name must be text; quote templates such as {{ name }}", node.start_mark.line + 1)
         if node.tag == _BOOL:
-            return str(_is_true(node)).lower()  # as kubectl does
+            return str(_is_true(node)).lower()  # kubectl does the same.
         return _characters(node.value, node.start_mark.line + 1)
 
     def _scalar(self, node: yaml.ScalarNode, path: str) -> Any:
@@ -337,7 +337,7 @@ class _Builder:
         return value
 
 
-_NUMBERS = "write a whole number of at most 64 bits or a finite float, or quote it if it is text"
+_NUMBERS = "write an integer of at most 64 bits or a finite float, or quote it if it is text"
 
 
 def _field(path: str, node: yaml.ScalarNode) -> str:

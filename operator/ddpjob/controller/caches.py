@@ -6,9 +6,10 @@ nothing changes.
 
 - Views are kept, not objects. A pod is a `PodView`; only the metadata of services, ConfigMaps,
   policies and budgets is read; and an ended job's spec loses the parts that pods are made from.
-  Users choose how large their objects are, so this bounds the operator's memory.
+  This bounds the operator's memory, because users choose how large their objects are.
 - An object belongs to the job whose uid is in its labels or owner references. Names do not count,
-  because a job that is deleted and recreated under its name owns nothing from the first one.
+  because a job that was deleted and recreated under its name does not own objects of its
+  predecessor.
 - A change wakes the job that it concerns. It is urgent if a user has changed the job, if a pod has
   ended, is about to end or is gone, or if Kueue has changed a Workload. The operator's own writes
   do not wake jobs (`_writing`), since otherwise each status write would cause the next reconcile.
@@ -154,7 +155,7 @@ class Caches:
     ) -> None:
         self._on_job = on_job
         self.restored = asyncio.Event()
-        """Set if the jobs' versions have gone back, because kopf's watch then shows nothing."""
+        """Set when the jobs' versions have gone back, because kopf's watch is then silent."""
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
@@ -226,7 +227,7 @@ class Caches:
     def complete_in(self, namespace: str) -> bool:
         """Whether everything in a namespace has been read.
 
-        A namespace that may not be read does not delay the others.
+        A namespace that may not be read does not delay the other namespaces.
         """
         return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 
@@ -338,7 +339,7 @@ class Caches:
         self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
 
     def writing(self, job: DDPJob) -> AbstractContextManager[None]:
-        """Mark this job as being written by the operator."""
+        """Mark this job as being written by the operator while in the context."""
         return self._jobs_of(job.namespace).writing((job.namespace, job.name))
 
     # --- changes
@@ -419,9 +420,8 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return a job, without the fields that pods are made from if it has ended.
-
-    An ended job does not make pods.
+    """Return a job without the fields that pods are made from if it has ended, because it does not
+    make pods.
     """
     if not job.status.terminal:
         return job

@@ -37,8 +37,8 @@ RETRY = 2.0
 class Patience:
     """Endless sequence of seconds between kopf's attempts at a request.
 
-    It restarts with every iteration. kopf's own delays are finite, so kopf would end once the API
-    server has responded with 5xx for a minute, as happens during a control plane upgrade.
+    Every iteration starts from the beginning. kopf's own delays are finite, so kopf would end once
+    the API server has responded with 5xx for a minute, as happens during a control plane upgrade.
     """
 
     def __iter__(self) -> Iterator[float]:
@@ -92,8 +92,8 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
 async def follow_jobs(settings: Settings, seen: Seen) -> None:
     """Run kopf until cancelled, and restart it whenever it exits with an error.
 
-    kopf exits so on watch errors. It has its own thread, because on exit it cancels all newer tasks
-    in its event loop.
+    kopf exits on watch errors. It runs in its own thread, because on exit it cancels all newer
+    tasks in its event loop.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -106,7 +106,7 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
         stop = asyncio.Event()
         running[:] = [(asyncio.get_running_loop(), stop)]
         if ended.is_set():
-            return  # The stop was requested before there was anything to stop.
+            return  # The stop was requested before kopf had started.
         await kopf.operator(
             registry=build_registry(hand_over),
             settings=kopf_settings(settings),
@@ -121,7 +121,7 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
             try:
                 asyncio.run(once())
             except Exception as error:
-                log.warning("kopf's watch of the DDPJobs ended; the next one begins in %s s: %r", RETRY, error)
+                log.warning("kopf's watch of the DDPJobs ended, and starts again in %s s: %r", RETRY, error)
             ended.wait(RETRY)
 
     threading.Thread(target=thread, name="kopf", daemon=True).start()

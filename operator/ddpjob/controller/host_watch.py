@@ -33,7 +33,7 @@ class HostWatch(Informer[HostView]):
         super().__init__(rest, NODES, partial(HostView.read, signals=signals), self._changed)
         self.on_hosts = on_hosts
         self.hosts: Hosts | None = None
-        """An immutable mapping, so that a reconcile that holds it sees one consistent moment."""
+        """An immutable mapping, so that a reconcile sees one consistent state."""
         self._pending: set[str] = set()
         self._listing = False
 
@@ -78,8 +78,8 @@ class HostWatch(Informer[HostView]):
         if not self._logged_forbidden:
             self._logged_forbidden = True
             log.warning(
-                "nodes are not watched, so a lost node is detected only when its pods fall silent (%s). To watch "
-                "nodes, grant the operator get, list and watch of nodes by a ClusterRole",
+                "nodes are not watched, so a lost node is detected only when its pods fall silent (%s). Grant"
+                " the operator get, list and watch on nodes with a ClusterRole",
                 error,
             )
         self.listed.set()  # If nodes may not be read, there is nothing to wait for.

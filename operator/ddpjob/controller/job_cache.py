@@ -137,17 +137,17 @@ class JobCache(Cache[DDPJob]):
                 continue
             except Unavailable as error:
                 pause = error.retry_after or RETRY
-                log.info("%s cannot be read for %s s: %s", self.path, pause, error)
+                log.info("%s cannot be read; next attempt in %s s: %s", self.path, pause, error)
             except ApiError as error:
                 if error.status == HTTPStatus.FORBIDDEN:
                     self._log_forbidden(error)
                     self.answered.set()
                 else:
-                    log.warning("%s is read again in %s s: %s", self.path, pause, error)
+                    log.warning("%s will be read again in %s s: %s", self.path, pause, error)
             except Exception as error:
                 # The response may be a proxy's page, for instance. The process continues in any
                 # case.
-                log.warning("%s is read again in %s s: an answer cannot be read: %r", self.path, pause, error)
+                log.warning("%s will be read again in %s s: the response is invalid: %r", self.path, pause, error)
             self._errors.inc()
             await asyncio.sleep(pause)
 
@@ -167,7 +167,7 @@ class JobCache(Cache[DDPJob]):
             await (self._read_all() if len(chosen) > 1 else self._read(*chosen))
         finally:
             self._busy.difference_update(chosen)
-            for key in chosen:  # A job that could not be read moves behind the others.
+            for key in chosen:  # If the job cannot be read, it moves to the end of the queue.
                 if key in self._due:
                     self._due[key] = self._due.pop(key)
             self._some_due.set()
@@ -181,7 +181,7 @@ class JobCache(Cache[DDPJob]):
                 raise
             self.forget(*key)
             return
-        if key in self._due:  # Otherwise kopf has meanwhile shown its deletion.
+        if key in self._due:  # Otherwise kopf has shown the job's deletion in the meantime.
             self.take(body)
         if self._due.get(key) == version:
             del self._due[key]

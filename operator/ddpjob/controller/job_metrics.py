@@ -51,12 +51,12 @@ _STARTS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 _RECOVERIES = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 _STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
-CREATED = Counter("ddpjob_jobs_created", "Jobs that the operator has begun to work on")
+CREATED = Counter("ddpjob_jobs_created", "Jobs that the operator has started")
 COMPLETED = Counter("ddpjob_jobs_completed", "Jobs that became Complete")
 FAILED = Counter("ddpjob_jobs_failed", "Jobs that became Failed, by the condition's reason", ["reason"])
 RESTARTS = Counter(
     "ddpjob_restarts",
-    "Restarts of jobs, by cause and by whether they counted against recovery.maxRestarts (true, false)",
+    "Restarts of jobs, by cause and by whether they count against recovery.maxRestarts (true, false)",
     ["reason", "counted"],
 )
 TO_PODS = Histogram(
@@ -66,7 +66,7 @@ TO_PODS = Histogram(
 )
 TO_RUNNING = Histogram(
     "ddpjob_time_to_running_seconds",
-    "Time from a job's start, or its resumption, until its group runs; starts that broke before that are left out",
+    "Time from a job's start, or its resumption, until its group runs, excluding starts that broke before that",
     buckets=_STARTS,
 )
 TO_FIRST_STEP = Histogram(
@@ -74,14 +74,14 @@ TO_FIRST_STEP = Histogram(
 )
 RECOVERY = Histogram(
     "ddpjob_recovery_seconds",
-    "Time from a break until the next step (or until the group runs, if the script reports no steps), by cause; "
-    "planned restarts are left out",
+    "Time from a break until the next step (or until the group runs, if the script reports no steps), by cause,"
+    " excluding planned restarts",
     ["reason"],
     buckets=_RECOVERIES,
 )
 LOST_STEPS = Histogram(
     "ddpjob_lost_steps",
-    "Steps by which a job's reported step fell back after a break; jobs that report no steps are left out",
+    "Steps by which a job's reported step fell back after a break, excluding jobs that do not report steps",
     buckets=_STEPS,
 )
 
@@ -248,7 +248,7 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
         if timed and restart.round and restart.reason not in PLANNED:
             RECOVERY.labels(reason).observe(max(0.0, restart.seconds or 0.0))
     unseen = fresh - len(new.restarts.recent)
-    if unseen > 0:  # More restarts at once than a status lists.
+    if unseen > 0:  # There are more restarts than a status lists.
         RESTARTS.labels(OTHER, "false").inc(unseen)
     _count_lost_steps(old, new, new.restarts.recent[-fresh:] if fresh else (), account)
 
@@ -263,7 +263,7 @@ def _known_cause(restart: Restart) -> str:
 
 
 def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
-    """Count lost steps. The first step reported after a break shows how far training fell back."""
+    """Count lost steps, given by how far the first reported step after a break fell back."""
     before, step = _step(old), _step(new)
     if any(restart.round and restart.reason not in PLANNED for restart in fresh):
         known = [s for s in (before, step, account.step_at_break) if s is not None]
@@ -284,23 +284,23 @@ JOB_LABELS = ("namespace", "job_name")
 _TEXTS = {
     "ddpjob_job_phase": "1 for the phase that a job is in",
     "ddpjob_job_failed": "1 for a job that has failed, with the reason",
-    "ddpjob_job_nodes_wanted": "Nodes that a job that has not ended asks for (spec.nodes)",
+    "ddpjob_job_nodes_wanted": "Nodes requested by a job that has not ended (spec.nodes)",
     "ddpjob_job_nodes_training": "Nodes that train as one group",
     "ddpjob_job_stalled": "1 while the next step is overdue (reason StepOverdue), else 0",
-    "ddpjob_job_coordinator_unreachable": "1 while the job's coordinator does not answer the operator, else 0",
+    "ddpjob_job_coordinator_unreachable": "1 while the job's coordinator does not respond to the operator, else 0",
     "ddpjob_job_queue_not_served":
-        "1 while a job waits in a queue and the cluster serves none (reason QueueNotServed), else 0",
-    "ddpjob_job_restarts": "Restarts of a job since it began, of any cause",
-    "ddpjob_job_budget_spent_restarts": "Restarts that count now against recovery.maxRestarts",
+        "1 while a job waits in a queue that the cluster does not serve (reason QueueNotServed), else 0",
+    "ddpjob_job_restarts": "Restarts of a job since it began, for any cause",
+    "ddpjob_job_budget_spent_restarts": "Restarts that currently count against recovery.maxRestarts",
     "ddpjob_job_budget_restarts": "Restarts that recovery.maxRestarts allows",
     "ddpjob_job_pod_seconds":
         "Time that pods have held resources of a Kubernetes node, summed over a job's pods, spares included",
     "ddpjob_job_useful_seconds":
-        "Time in which nodes made new steps, summed over a job's nodes: without starts, restarts, stalls and steps "
-        "that are known to be repeated",
-    "ddpjob_job_repeated_steps": "Complete steps that were made twice after restarts of a job, as far as known",
-    "ddpjob_job_repeated_seconds": "Time in which a job made steps again after restarts, as far as known",
-    "ddpjob_job_unknown_repeats": "Restarts of a job after which it is unknown how many steps were made twice",
+        "Time in which nodes took new steps, summed over a job's nodes, excluding starts, restarts, stalls and"
+        " known repeated steps",
+    "ddpjob_job_repeated_steps": "Complete steps that were taken again after restarts of a job, as far as known",
+    "ddpjob_job_repeated_seconds": "Time in which a job repeated steps after restarts, as far as known",
+    "ddpjob_job_unknown_repeats": "Restarts of a job with an unknown number of repeated steps",
     "ddpjob_job_snapshots_refused":
         "1 while the states of the training do not fit into the pods' memory (condition SnapshotsHeld), else 0",
     "ddpjob_job_slow_rank":
@@ -309,12 +309,13 @@ _TEXTS = {
     "ddpjob_train_copy_timestamp_seconds":
         "Unix time at which the newest checkpoint in the bucket was saved, as reported",
     "ddpjob_train_copy_behind_seconds":
-        "Time for which a checkpoint has existed only on its machine while none reached the bucket, as reported",
+        "Time for which the newest checkpoints have existed only on their machine and not in the bucket, as reported",
     "ddpjob_train_epoch": "Epoch that the script has reported",
     "ddpjob_train_step": "Step that the script has reported; falls back to the checkpoint's after a break",
     "ddpjob_train_planned_steps": "Steps that the whole training takes, as reported",
     "ddpjob_job_steps_at_risk":
-        "Complete steps that a loss now repeats at most, by the states in memory; no sample while none is held",
+        "Maximum number of complete steps that a loss would now repeat, given the states in memory; no sample"
+        " without such states",
     "ddpjob_train_loss": "Training loss that the script has reported",
     "ddpjob_train_samples_per_second": "Samples per second over all ranks, as reported; only while nodes train",
 }  # fmt: skip
@@ -346,12 +347,12 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Begin a term: export its jobs."""
+        """Begin a term by exporting its jobs."""
         with self._lock:
             self._terms.append(accounts)
 
     def end(self, accounts: JobAccounts) -> None:
-        """End a term: from now on another replica exports its jobs."""
+        """End a term. From now on, another replica exports its jobs."""
         with self._lock:
             self._terms.remove(accounts)
 
@@ -384,7 +385,7 @@ _Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
 
 def _make_families() -> _Families:
     jobs, others = "Jobs by phase, in the shards for which this replica acts", "ddpjob_operator_jobs_without_series"
-    beyond = f"Jobs beyond the first {MOST_JOBS}, which get no series of their own"
+    beyond = f"Jobs beyond the first {MOST_JOBS}, which do not get their own series"
     families: _Families = {
         "ddpjob_jobs": GaugeMetricFamily("ddpjob_jobs", jobs, labels=["phase"]),
         others: GaugeMetricFamily(others, beyond, labels=[]),

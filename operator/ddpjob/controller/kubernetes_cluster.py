@@ -129,7 +129,7 @@ class _Shared:
 
 
 class _Collected(NameTaken):
-    """The caches know that a shared ConfigMap is gone or has been replaced."""
+    """A shared ConfigMap is gone or has been replaced, according to the caches."""
 
 
 class KubernetesCluster:
@@ -231,7 +231,7 @@ class KubernetesCluster:
 
     def _report(self, key: JobKey) -> Report | None:
         if self.report_watch.is_asking(key):
-            raise ReportPending(f"the coordinator of {key.name} is asked for the first time", REPORT_RETRY)
+            raise ReportPending(f"waiting for the first response from the coordinator of {key.name}", REPORT_RETRY)
         return self.report_watch.report(key)
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
@@ -264,7 +264,7 @@ class KubernetesCluster:
         return self.caches.hosts.get("", host)
 
     def _known_world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
-        """Return what is known without requests, which is all that an ended job needs."""
+        """Return the world as known without requests, which is enough for an ended job."""
         return World(
             pods=pods,
             deletion_refused=self._deletion_refused(job, pods),
@@ -387,9 +387,9 @@ class KubernetesCluster:
         meta = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
-        # The write succeeds only if the rest of the object is still that of `job`, so those up to
-        # 1.5 MB need not be returned. But a different class in the status changes the meaning of
-        # the spec.
+        # The write succeeds only if the rest of the object is still that of `job`, so the response
+        # need not include it, which may be up to 1.5 MB. But a different class in the status
+        # changes the meaning of the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -524,8 +524,8 @@ class KubernetesCluster:
     def _has_token(self, job: DDPJob, secret: Json, error: ApiError) -> bool:
         """Whether the Secret exists although the API server refuses to create it.
 
-        The operator may not read Secrets. A ResourceQuota is checked before the name, so if it is
-        used up, it refuses even a Secret that already exists.
+        The operator may not read Secrets. The API server checks a ResourceQuota before the name, so
+        a used-up quota refuses even a Secret that already exists.
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
@@ -576,7 +576,7 @@ class KubernetesCluster:
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
             if not any(o["uid"] == job.uid for o in owners):
-                raise NameTaken("it belongs to an earlier job of this name and is still being removed")
+                raise NameTaken("it belongs to an earlier job with this name, and is still being removed")
             if "deletionTimestamp" in found["metadata"]:
                 raise NameTaken("an object with this name is still being removed")
             if labels.get(LABEL_MANAGED) != MANAGED_BY:
@@ -688,7 +688,7 @@ class KubernetesCluster:
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
-            # The pod never ran on a host, or its host is not waited for.
+            # Either the pod never ran on a host, or its host need not confirm its end.
             self.caches.forget("Pod", job.namespace, name)
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
@@ -703,7 +703,7 @@ class KubernetesCluster:
         pauses = self._pauses_of(job)
         before = pauses.get((uid, what))
         if before is None:
-            log.warning("%s/%s: the %s of %s is refused: %s", job.namespace, job.name, what, of, error)
+            log.warning("%s/%s: the API server refuses the %s of %s: %s", job.namespace, job.name, what, of, error)
         pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
@@ -841,7 +841,7 @@ class KubernetesCluster:
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
     """Whether an object stays long enough.
 
-    Either the job is one of its owners, or it has the maximum number of owners.
+    That is the case if the job is one of its owners, or if it has the maximum number of owners.
     """
     return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 
@@ -854,6 +854,6 @@ def _path(kind: str, namespace: str, name: str) -> str:
 
 
 _NOT_THE_RUNTIME = (
-    "a ConfigMap with this name exists that the operator did not make, or that was changed; remove it, and the "
-    "operator makes it again"
+    "a ConfigMap with this name exists, but the operator did not create it or it was changed; remove it, and the"
+    " operator creates it again"
 )

@@ -72,14 +72,14 @@ def _is_of_jobs(response: Any) -> bool:
 
 
 class _Requests:
-    """Asks for the metadata of jobs.
+    """Requests only the metadata of jobs.
 
     Watches must not request the type of a list, because the API server would end them at the first
     event.
     """
 
     def __init__(self) -> None:
-        self._watched: dict[str, float] = {}  # path -> when its newest watch began
+        self._watched: dict[str, float] = {}  # Maps a path to the time when its newest watch began.
 
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
@@ -115,7 +115,9 @@ def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
                 if len(text) > PAGE_BYTES and size > 1:
                     settings.watching.chunk_size = max(1, size // 4)
                     self.close()
-                    raise aiohttp.ClientPayloadError(f"a page of {size} jobs is too large; the next is smaller")
+                    raise aiohttp.ClientPayloadError(
+                        f"a page of {size} jobs is too large; retrying with a smaller page"
+                    )
             page = loads(bytes(text))
             return {**page, "items": [_identity(item) for item in page.get("items") or ()]}
 

@@ -67,8 +67,8 @@ class Leader:
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
-        # Each namespace has its share of the workers; see `_rank` for the order. Creating pods
-        # comes before statuses that only report them.
+        # Each namespace has its share of the workers; see `_rank` for the order. Jobs that need
+        # pods come before jobs whose status only reports them.
         self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
@@ -142,7 +142,7 @@ class Leader:
         return 0.0 if ours else OTHERS_SECONDS
 
     async def _is_ours(self, key: JobKey) -> bool:
-        """Whether this operator and no other acts on the job."""
+        """Whether this operator, and no other, acts on the job."""
         try:
             return self.claims is None or await self.claims.mine(key.namespace)
         except Unavailable as error:
@@ -264,12 +264,12 @@ async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIter
 
     async def readyz(request: web.Request) -> web.Response:
         if operator.schema.missing:
-            text = f"the DDPJob definition (CRD) in the cluster lacks fields, see the log; {REMEDY}"
+            text = f"the DDPJob definition (CRD) in the cluster lacks fields (see the log); {REMEDY}"
             return web.Response(status=503, text=text)
         return (
             web.Response(text="ok")
             if operator.ready
-            else web.Response(status=503, text="the first lists are incomplete")
+            else web.Response(status=503, text="the first lists have not been read completely")
         )
 
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
@@ -316,7 +316,9 @@ async def run_until_signal(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Run the operator and return the exit code: 2 for wrong settings or missing credentials."""
+    """Run the operator, and return the exit code, which is 2 for wrong settings or missing
+    credentials.
+    """
     try:
         settings = Settings.from_environment()
     except SettingsError as error:

@@ -1,7 +1,7 @@
-"""Claims namespaces: if two operators watch the same one, only the first acts on its jobs.
+"""Claims namespaces, so that only the first of two operators acts on the jobs of a namespace.
 
 Otherwise each would mistake the other's key for a change of its own and restart every job forever.
-Helm refuses most such installations, but not all.
+Helm prevents most such installations, but not all.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class NamespaceClaims:
             return
         if not held and (known.mine or not known.due):
             log.error(
-                "namespace %s: another operator acts on its jobs (Lease %s/%s), so this one does not. Assign the "
-                "namespace to one of them with watchNamespaces; the claim of a stopped operator ends %s s after its "
-                "last renewal",
+                "namespace %s: another operator acts on its jobs (Lease %s/%s), so this one does not. Assign"
+                " the namespace to one operator with watchNamespaces. The claim of a stopped operator ends %s s"
+                " after its last renewal",
                 *(name, name, CLAIM_NAME, CLAIM_SECONDS),
             )
         known.mine, known.due = held, now + (RENEW_SECONDS if held else RETRY_SECONDS)

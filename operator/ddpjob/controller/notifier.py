@@ -78,10 +78,10 @@ class Receivers:
             parts = urlsplit(url)
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and len(url) <= LONGEST_URL
         except (OSError, ValueError):
-            raise Unsent("the Secret of the chart's notify.secretName holds no URL for this receiver") from None
+            raise Unsent("the Secret in the chart's notify.secretName has no URL for this receiver") from None
         if not usable:
             raise Unsent(
-                "the value in the Secret of the chart's notify.secretName is not a URL that begins with https://"
+                "the value in the Secret in the chart's notify.secretName must be a URL that begins with https://"
             )
         return url
 
@@ -162,7 +162,7 @@ class Notifier:
         return self._queues[receiver][0]
 
     async def _attempt(self, receiver: str, id: _Id) -> float | None:
-        """Try once. Return the seconds until the next attempt; None if there will be none."""
+        """Try once. Return the seconds until the next attempt, or None if this was the last one."""
         key, name = id
         sending = self._sending.get(key, {}).get(name)
         if sending is None or sending.outcome is not None or sending.receiver != receiver:
@@ -176,7 +176,7 @@ class Notifier:
             if sending.tries < TRIES:
                 return min(LONGEST_PAUSE, max(problem.pause, FIRST_PAUSE * 2.0 ** (sending.tries - 1)))
             NOTIFICATIONS.labels("given_up").inc()
-            sending.outcome = NotificationOutcome(delivered=False, message=f"{problem} ({TRIES} tries)")
+            sending.outcome = NotificationOutcome(delivered=False, message=f"{problem} ({TRIES} attempts)")
         else:
             NOTIFICATIONS.labels("delivered").inc()
             sending.outcome = NotificationOutcome(delivered=True)
@@ -195,11 +195,11 @@ class Notifier:
                 status, pause = answer.status, answer.headers.get("Retry-After", "")
                 answer.close()
         except TimeoutError:
-            raise Unsent(f"no answer within {SECONDS:g} s") from None
+            raise Unsent(f"no response within {SECONDS:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise Unsent(f"no answer: {type(error).__name__}") from None
+            raise Unsent(f"no response: {type(error).__name__}") from None
         if 300 <= status < 400:
-            raise Unsent(f"HTTP {status}: redirects are not followed; the Secret must hold the receiver's own URL")
+            raise Unsent(f"HTTP {status}: redirects are not followed; the Secret must contain the receiver's final URL")
         if not 200 <= status < 300:
             seconds = float(pause) if pause.isascii() and pause.isdigit() else 0.0
             raise Unsent(f"HTTP {status}", min(LONGEST_PAUSE, seconds))
@@ -210,6 +210,6 @@ class Notifier:
                 connector=aiohttp.TCPConnector(force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                trust_env=True,  # receivers are often behind a proxy (HTTPS_PROXY, NO_PROXY)
+                trust_env=True,  # Receivers are often behind a proxy (HTTPS_PROXY, NO_PROXY).
             )
         return self._session

@@ -25,8 +25,8 @@ from ddpjob.missing_package import installed_version
 RECONCILE_SECONDS = Histogram(
     "ddpjob_operator_reconcile_duration_seconds",
     "Duration of one reconcile, by result: done, conflict (another client wrote the status, so the reconcile is "
-    "repeated), unavailable (the API server did not answer), left (the job belongs to another operator, the first "
-    "lists are incomplete, or the Lease was lost), failed (a defect; the log has its traceback)",
+    "repeated), unavailable (the API server did not respond), left (the job belongs to another operator, the"
+    " first lists are incomplete, or the Lease was lost), failed (a defect; the log has its traceback)",
     ["result"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )
@@ -35,25 +35,26 @@ for _result in RESULTS:
     RECONCILE_SECONDS.labels(_result)
 SHARDS = Gauge("ddpjob_operator_shards", "Number of shards with which this replica was started")
 LEADING = Gauge("ddpjob_operator_leader", "Shards for which this replica acts; without shards 1 at the leader, else 0")
-QUEUE_DEPTH = Gauge("ddpjob_operator_queue_depth", "Jobs that are due and wait for a worker")
+QUEUE_DEPTH = Gauge("ddpjob_operator_queue_depth", "Due jobs that are waiting for a worker")
 QUEUE_AGE = Gauge("ddpjob_operator_queue_age_seconds", "Time for which the first due job has waited for a worker")
 LONGEST_TURN = Gauge(
     "ddpjob_operator_longest_loop_turn_seconds",
-    "Longest turn of the event loop within the last minute or two, during which nothing else ran, such as the renewal "
+    "Longest turn of the event loop within the last minute or two, during which nothing else ran, such as the"
+    " renewal "
     "of the Lease",
 )
 MISSING_FIELDS = Gauge(
     "ddpjob_operator_crd_missing_fields",
-    "Status fields that the DDPJob definition in the cluster lacks; if above 0, the operator acts on no job",
+    "Status fields that the DDPJob definition in the cluster lacks; if above 0, the operator does not act on any job",
 )
 COORDINATORS = Gauge(
     "ddpjob_operator_coordinators",
-    "Coordinators of running jobs, by whether they answer the operator: reachable, unreachable",
+    "Coordinators of running jobs, by whether they respond to the operator (reachable, unreachable)",
     ["state"],
 )
 NOTIFICATIONS = Counter(
     "ddpjob_operator_notifications",
-    "Attempts to notify a receiver, by result: delivered, failed (and then retried or given up), and given_up",
+    "Attempts to notify a receiver, by result: delivered, failed (to be retried or given up), given_up",
     ["result"],
 )
 for _result in ("delivered", "failed", "given_up"):
@@ -82,7 +83,7 @@ class TurnMeter(selectors.DefaultSelector):
         self._began: float | None = None
         """When the current turn began; None while the loop waits."""
         self._kept = 0, 0.0, 0.0
-        """A period's number, and the longest turns of that period and the previous one."""
+        """The number of the current period, and the longest turns in it and in the previous one."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events, which ends one turn and begins the next."""

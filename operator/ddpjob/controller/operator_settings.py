@@ -96,14 +96,15 @@ class Settings:
         key = text("KEY", "").encode(errors="surrogateescape")  # A Secret may hold arbitrary bytes.
         if len(key) < 16:
             raise SettingsError(
-                f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start; with a different "
-                f"one, running jobs restart from their checkpoints. The chart generates a secret and keeps it"
+                f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start; with a"
+                " different secret, running jobs restart from their checkpoints. The chart generates a secret"
+                " and keeps it"
             )
         shards, lease_namespace = number("SHARDS", cls.shards), text("LEASE_NAMESPACE", "")
         if not 1 <= shards <= MOST_SHARDS:
             raise SettingsError(f"{PREFIX}SHARDS is {shards}; it must be from 1 to {MOST_SHARDS}")
         if shards > 1 and not lease_namespace:
-            raise SettingsError(f"{PREFIX}SHARDS is {shards}; more than one needs {PREFIX}LEASE_NAMESPACE")
+            raise SettingsError(f"{PREFIX}SHARDS is {shards}; more than one shard needs {PREFIX}LEASE_NAMESPACE")
         log_level = text("LOG_LEVEL", cls.log_level).upper()
         if log_level not in logging.getLevelNamesMapping():
             remedy = "it must be DEBUG, INFO, WARNING, ERROR or CRITICAL"
@@ -177,14 +178,15 @@ def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSign
             raise SettingsError(f"{PREFIX}NODE_CONDITIONS has {text!r}; {remedy}")
         for known, good in _OF_A_HEALTHY_NODE.items():
             if status == good and HealthSignals(((kind, status),)).against([{"type": known, "status": good}], ()):
-                remedy = "write the whole TYPE of the condition that you mean, with the status that is bad"
+                remedy = "write the full TYPE of the condition, with the status that means unhealthy"
                 raise SettingsError(
-                    f"{PREFIX}NODE_CONDITIONS has {text!r}, which matches {known}={good} of a healthy node; {remedy}"
+                    f"{PREFIX}NODE_CONDITIONS has {text!r}, which matches {known}={good}, the condition of a"
+                    f" healthy node; {remedy}"
                 )
         pairs.append((kind, status))
     for key in taints:
         if "*" in key[:-1]:
-            raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; a key may have * only at its end")
+            raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; * is allowed only at the end of a key")
         if "node.kubernetes.io/".startswith(key.rstrip("*")) or key.startswith("node.kubernetes.io/"):
             remedy = "Kubernetes' own taints, including a cordon, do not describe a node's health"
             raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; {remedy}")

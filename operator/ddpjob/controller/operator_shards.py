@@ -98,7 +98,7 @@ class Shards:
             found = (await self.rest.request("GET", self.leases[0].collection))["items"]
         except ApiError as error:
             if error.status == HTTPStatus.FORBIDDEN and len(self.leases) == 1:
-                log.warning("the operator does not look for Leases of a different number of shards: %s", error)
+                log.warning("Leases of a different number of shards cannot be listed: %s", error)
                 return False
             raise
         ours = {lease.name for lease in self.leases}
@@ -108,7 +108,7 @@ class Shards:
                 stranger = self._strangers.setdefault(name, Lease(self.rest, self.namespace, name, ""))
                 stranger.observe(body)
                 if stranger.is_held_by_another(body):
-                    log.info("waits for the Lease %s, which belongs to a different number of shards", name)
+                    log.info("waiting for the Lease %s, which belongs to a different number of shards", name)
                     return True
         return False
 
@@ -169,7 +169,7 @@ class ShardLease(Lease):
         if self.holder == self.identity:
             if self.held and wanted_by not in ("", self.identity) and self.shards.held > 1:
                 self.held = False
-                raise LeadershipLost(f"the Lease {self.namespace}/{self.name} is released for {wanted_by}")
+                raise LeadershipLost(f"the Lease {self.namespace}/{self.name} is being released for {wanted_by}")
         elif self.holder:
             if found is not None and not wanted_by and self.shards.asks(self.holder):
                 annotations = {**annotations, WANTED_BY: self.identity}

@@ -190,7 +190,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
 
 
 def _said(conditions: Mapping[str, Any], held: set[str], status: Mapping[str, Any]) -> str:
-    """Return why a Workload is evicted or waiting, in Kueue's words."""
+    """Return Kueue's explanation of why a Workload is evicted or waiting."""
     if "Evicted" in held and "QuotaReserved" in held:
         return str(conditions["Evicted"].get("message", ""))[:_LONGEST_TEXT]
     if "QuotaReserved" not in held:
@@ -215,9 +215,9 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 
 
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
-    """Return the changes together with those of a flavor or an admission check.
+    """Return these changes together with those of a flavor or an admission check.
 
-    The latter are tolerations, labels and annotations in `more`, and the selector.
+    The latter are the selector, and the tolerations, labels and annotations in `more`.
     """
     tolerations = [t for t in more.get("tolerations") or () if t not in changes.tolerations]
     return PodChanges(

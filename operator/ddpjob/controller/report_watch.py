@@ -1,4 +1,4 @@
-"""Follows coordinators: one pending request per job, its last report, and a wake-up for news.
+"""Follows coordinators. Each job has one pending request, its last report, and a wake-up for news.
 
 A reconcile reads the reports kept here and never waits for a coordinator. Coordinators run users'
 images, so one that hangs, floods or lies must harm only its own job. Still, a break should wake its
@@ -85,8 +85,8 @@ class FollowedCoordinator:
 class ReportWatch:
     """Follows coordinators.
 
-    `wake(job)` is called for news of the job's coordinator: a break, a different state, or its
-    silence.
+    `wake(job)` is called when the job's coordinator reports a break or a different state, or falls
+    silent.
     """
 
     def __init__(self, wake: Callable[[JobKey], None], client: CoordinatorClient | None = None) -> None:
@@ -135,7 +135,7 @@ class ReportWatch:
         return followed.refusal if followed is not None else ""
 
     def count(self, *, answers: bool) -> int:
-        """Return how many coordinators have (or have not) responded to the last request.
+        """Return how many coordinators have responded (or have not responded) to the last request.
 
         May be called from any thread.
         """
@@ -154,7 +154,7 @@ class ReportWatch:
         while True:
             try:
                 report = await link.report(followed.report, self.progress_seconds)
-            except Exception as error:  # whatever it sent, the next response may be usable
+            except Exception as error:  # The next response may be usable.
                 self._failed(key, followed, error)
                 await asyncio.sleep(min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(followed.failures - 1, 10)) * _jitter())
             else:

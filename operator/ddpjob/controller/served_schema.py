@@ -23,8 +23,9 @@ log = logging.getLogger("ddpjob.schema")
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
 UNKNOWN_SECONDS = 45.0
 """Seconds for which an unknown schema may keep the operator from acting; after that it acts
-unchecked. A schema is unknown after 429 and 5xx, if the index does not list it, or if it gets no
-response while the rest of the API server responds."""
+unchecked. A schema is unknown after 429 and 5xx, if the index does not list it, or if its request
+gets no response although the API server responds to others.
+"""
 INDEX = "/openapi/v3"
 """The index of schemas. Every authenticated client may read it, so the right to read CRDs is not
 needed."""
@@ -68,7 +69,7 @@ class ServedSchema:
                 await self.look()
                 self._unknown_since = None
             except Unavailable as error:
-                log.info("the served schema is not known: %s", error)
+                log.info("the served schema is unknown: %s", error)
                 if error.status is None and not await self._rest_answers():
                     self._unknown_since = None
                 elif self._unknown_since is None:
@@ -78,7 +79,11 @@ class ServedSchema:
             except Exception as error:
                 # The right may be missing, or a proxy in the way. The check is helpful but not
                 # required.
-                log.log(logging.DEBUG if self.missing == () else logging.INFO, "the schema is not checked: %r", error)
+                log.log(
+                    logging.DEBUG if self.missing == () else logging.INFO,
+                    "the served schema could not be checked: %r",
+                    error,
+                )
                 self._judge(self.missing or ())
             await asyncio.sleep(LOOK_SECONDS if self.fits else RETRY_SECONDS)
 
@@ -93,7 +98,7 @@ class ServedSchema:
                 return
             if self.missing == _NOT_INSTALLED:
                 self.missing = None
-            raise Unavailable(f"{INDEX} does not list {_API}, which is served", status=200)
+            raise Unavailable(f"{INDEX} does not list {_API}, although the API server serves it", status=200)
         if address != self._seen or self.missing is None:
             path, _, query = address.partition("?")
             served = await self.rest.request("GET", path, query=dict(q.split("=", 1) for q in query.split("&") if q))
@@ -137,7 +142,8 @@ class ServedSchema:
             self._logged = now
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             log.error(
-                "this operator acts on no job, because the DDPJob definition (CRD) in the cluster lacks %s%s, which "
+                "this operator does not act on any job, because the DDPJob definition (CRD) in the cluster"
+                " lacks %s%s, which "
                 "the API server would drop. Running pods are not touched. Apply the definition of this release: %s",
                 *(", ".join(missing[:_SHOWN]), more, REMEDY),
             )

@@ -73,7 +73,7 @@ async def _renew(tls: ssl.SSLContext, folder: Path) -> None:
 
 
 def _say(port: int) -> None:
-    logging.info("listening on port %d; every request is answered with its viewer's own token", port)
+    logging.info("listening on port %d; every request uses its viewer's own token", port)
 
 
 def _given(name: str) -> str:
@@ -89,7 +89,7 @@ def _words(name: str) -> list[str]:
     except ValueError:
         found = None
     if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-        raise WrongSetting(f"{name} must be a JSON list of texts")
+        raise WrongSetting(f"{name} must be a JSON list of strings")
     return found
 
 

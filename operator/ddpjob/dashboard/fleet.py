@@ -67,11 +67,11 @@ class FleetRow:
     gpus: int = 0
     """Number of GPUs that the job's pods hold."""
     pods_useful: int = 0
-    """Pods that make new steps, as far as is known."""
+    """Number of pods that take new steps, as far as is known."""
     repeated_seconds: float = 0.0
-    """Seconds of its life in which steps were made again, as far as known."""
+    """Seconds of the job's time in which steps were repeated, as far as known."""
     unknown_repeats: int = 0
-    """Restarts after which it is unknown how many were."""
+    """Number of restarts with an unknown number of repeated steps."""
     gpus_training: int = 0
     created: datetime | None = None
     started: datetime | None = None
@@ -184,12 +184,13 @@ class Goodput:
     """How well the pods of all jobs were used while the dashboard followed them."""
 
     share: float | None
-    """The share of pod time in which new steps were made; None without pods. Repeated steps that
-    nobody has reported count as new."""
+    """The share of pod time spent on new steps; None without pods. Repeated steps that were not
+    reported count as new.
+    """
     seconds: float
-    """Time for which the jobs were followed."""
+    """Time in seconds for which the jobs were followed."""
     unknown: int
-    """Restarts in this time after which it is unknown how many steps were repeated."""
+    """Number of restarts in this time with an unknown number of repeated steps."""
 
 
 class Fleet:
@@ -250,7 +251,9 @@ class Fleet:
         self._since = now
 
     def _account_restarts(self, before: FleetRow, row: FleetRow) -> None:
-        """Take back the time of steps whose repetition was over when it was first seen."""
+        """Subtract the time of repeated steps that were first seen only after the repetition was
+        over.
+        """
         again = max(0.0, row.repeated_seconds - before.repeated_seconds) * before.pods_useful
         self._useful_seconds = max(0.0, self._useful_seconds - again)
         self._unknown += max(0, row.unknown_repeats - before.unknown_repeats)
@@ -276,7 +279,7 @@ class Fleet:
     def _follow(self, backend: Backend) -> None:
         while not self._stop.is_set():
             try:
-                # Jobs that were deleted since the last look are not in any list.
+                # Jobs that were deleted since the last look are missing from the list.
                 known = [{"metadata": {"namespace": of, "name": name}} for of, name in self._keys(backend)]
                 for body, gone in backend.changes(None, known=known):
                     if self._stop.is_set():

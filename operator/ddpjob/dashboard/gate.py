@@ -73,7 +73,7 @@ class FleetView:
         rights.
         """
         if self.closed.is_set():
-            raise AccessRefused(401, "Open the page again", "This view was closed while its page was rendered.")
+            raise AccessRefused(401, "Open the page again", "This view was closed while its page was being rendered.")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class FleetView:
 
 
 class AccessRefused(Exception):
-    """The request is not allowed. With `form`, the page asks for a token."""
+    """The request is not allowed. If `form` is true, the page asks for a token."""
 
     def __init__(self, status: int, title: str, message: str, *, form: bool = False) -> None:
         super().__init__(message)
@@ -159,7 +159,7 @@ def own_host(header: str, names: Collection[str]) -> bool:
 
 
 def host_name(header: str) -> str:
-    """Return the name or address in a Host header in lower case; empty if there is none."""
+    """Return the name or address in a Host header in lower case; empty without one."""
     try:
         return (urlsplit(f"//{header}").hostname or "") if re.fullmatch(r"[\w.:\[\]-]{1,260}", header) else ""
     except ValueError:

@@ -43,7 +43,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which jobs the list shows and in which order: the query in its address."""
+    """The list's selection and order of jobs, as given by the query in its address."""
 
     words: str = ""
     state: str = ""
@@ -150,8 +150,9 @@ class Span:
     begin: float
     width: float
     kind: str
-    """start, round, restart, repeat (steps that were made before), or unknown (the time before the
-    restarts still listed in the status)."""
+    """start, round, restart, repeat (steps taken before), or unknown (the time before the restarts
+    that the status still lists).
+    """
     title: str
 
 
@@ -165,7 +166,7 @@ class Timeline:
 
     @property
     def useful(self) -> float | None:
-        """The share of time in which new steps were made, as far as is known.
+        """The share of time spent on new steps, as far as is known.
 
         None if some restarts are no longer listed.
         """
@@ -225,7 +226,9 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
 
 
 def _repeated_seconds(restart: Restart) -> float:
-    """Return for how long steps were repeated after a restart: without end while they are."""
+    """Return for how long steps were repeated after a restart; infinite while they are being
+    repeated.
+    """
     unfinished = restart.repeated_steps and restart.seconds is not None
     return restart.repeated_seconds if restart.repeated_seconds is not None else math.inf if unfinished else 0.0
 
@@ -247,7 +250,7 @@ class SlotRow:
 
 
 def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
-    """Return (a page's rows, number of further rows).
+    """Return (the rows of a page, the number of rows not shown).
 
     Rows are the coordinator and the slots, in order. If there are many, only those with problems
     are shown.

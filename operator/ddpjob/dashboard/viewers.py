@@ -70,7 +70,7 @@ class _Session:
 
 @dataclass
 class _Opened:
-    """A view, and when its token was last checked. `scope`: its namespaces; empty: all."""
+    """A view, and when its token was last checked. `scope` has its namespaces; empty means all."""
 
     view: FleetView
     api: BearerServer
@@ -141,8 +141,9 @@ class Viewers:
             raise AccessRefused(
                 403,
                 "The connection is not encrypted",
-                "Others could read a token on its way. Use https, or `kubectl port-forward`; a proxy that ends TLS "
-                "must send X-Forwarded-Proto: https, and its host be one of the chart's dashboard.hosts.",
+                "A token could be read in transit. Use https, or `kubectl port-forward`. A proxy that"
+                " terminates TLS must send X-Forwarded-Proto: https, and its host must be in the chart's"
+                " dashboard.hosts.",
             )
 
     def _token(self, request: web.Request) -> tuple[str | None, str]:
@@ -178,7 +179,9 @@ class Viewers:
         moved = web.HTTPSeeOther("/")
         if token:
             if not _TOKEN.fullmatch(token):
-                raise _ask_to_sign_in("This is not a bearer token: it contains characters that no token has.", 400)
+                raise _ask_to_sign_in(
+                    "This is not a bearer token, because it contains characters that tokens cannot have.", 400
+                )
             try:
                 user = await self._in_turn(lambda: self._judge(token, _user))
             except NotKnown as unknown:
@@ -284,7 +287,7 @@ class Viewers:
         Requests beyond the limit are refused.
         """
         if self._waiting >= _MOST_WAITING:
-            raise web.HTTPServiceUnavailable(reason="too many are signing in; try again")
+            raise web.HTTPServiceUnavailable(reason="too many viewers are signing in; try again")
         self._waiting += 1
         try:
             return await make()
@@ -334,7 +337,7 @@ class Viewers:
 
         There are limits for a user, for a service account's namespace, and in total. If there are
         too many in total, close a view of the user with the most views if this user has fewer,
-        otherwise an idle view. Raises HTTPServiceUnavailable if there is neither.
+        otherwise an idle view. Raises HTTPServiceUnavailable if no view can be closed.
         """
         by_use = sorted(self._views.items(), key=lambda item: item[1].used)
         for key in _beyond_limits({key: opened.view.user for key, opened in by_use}, user):
@@ -369,7 +372,7 @@ class Viewers:
                     except Exception:
                         # This is a bug in this program. A token that cannot be checked must not be
                         # used any longer.
-                        _log.exception("the token of %s cannot be judged", opened.view.user)
+                        _log.exception("the token of %s cannot be checked", opened.view.user)
                         self._forget(key)
 
 
@@ -432,9 +435,7 @@ def _namespaces(text: str) -> tuple[str, ...]:
     wrong = [name for name in names if not _LABEL.fullmatch(name)]
     if wrong or len(names) > MOST_NAMESPACES:
         what = (
-            f"{wrong[0][:63]!r} is not a valid name of a namespace"
-            if wrong
-            else f"more than {MOST_NAMESPACES} namespaces"
+            f"{wrong[0][:63]!r} is not a valid namespace name" if wrong else f"more than {MOST_NAMESPACES} namespaces"
         )
         raise _ask_to_sign_in(f"Namespaces: {what}.", 400)
     return names

@@ -344,7 +344,7 @@ class Dashboard:
         read = await self._read(view, key)
         if not pod and len(newest_pods(read.pods)) > _LOG_PODS:
             raise web.HTTPBadRequest(
-                reason=f"of more than {_LOG_PODS} pods only one can be read at a time; choose a pod"
+                reason=f"logs of more than {_LOG_PODS} pods can be read only one at a time; choose a pod"
             )
         view.log_streams += 1
         stop = threading.Event()
@@ -432,7 +432,7 @@ def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
             note = str(mistake) if in_pods else ""
     row = view.fleet.row(key)
     unit = "steps/s" if row is not None and "steps" in row.speed else "samples/s"
-    source = "values that the job has reported since the dashboard was started"
+    source = "values reported by the job since the dashboard was started"
     more = view.commands and not backend.local
     return {**reported_curves(view.fleet.samples(key), unit), "source": source, "more": more, "note": note}
 
@@ -472,7 +472,7 @@ def _copy_log(
         for line in follower.lines():
             mark = f" rank {line.rank}" if line.rank is not None else ""
             short = line.pod.name.removeprefix(f"{name}-")
-            # Keep the part of a progress bar that a terminal shows.
+            # Keep the part of a progress bar that a terminal would show.
             last = line.text.rstrip(b"\r").rpartition(b"\r")[2]
             text = plain(last[: 4 * _LINE].decode(errors="replace"))[:_LINE]
             put(text if pod else f"[{short}{mark}] {text}")

@@ -165,8 +165,8 @@ async def _create(
 
     The first batch is one pod, and each later batch is twice as large, until a pod is rejected,
     because a quota or a webhook that rejects one pod usually rejects all of them. Coordinators are
-    not counted: one is created with the first node, since each is useless without the other. Return
-    the rejections sorted by name, so that their order is not random: a condition shows the first.
+    not counted. A coordinator is created with the first node, since each is useless without the
+    other. Return the rejections sorted by name, because a condition shows the first one.
     """
     rejections: list[Rejection] = []
     granted = job.granted(status)
@@ -230,4 +230,4 @@ def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) 
             return build_coordinator(job, status, cluster.platform)
         case CreateNode(index, attempt):
             return build_node(job, status, cluster.platform, index, attempt)
-    raise TypeError(f"{action} creates nothing")
+    raise TypeError(f"{action} does not create anything")

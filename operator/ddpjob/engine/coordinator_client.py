@@ -174,9 +174,9 @@ class CoordinatorLink:
         proof = headers.get(PROOF_HEADER, "")
         known = self.target.token, "answer", instance, nonce, content
         if not protocol.is_sealed(proof, *known):
-            raise ValueError(f"the answer ({status}) does not prove that it comes from this job's coordinator")
+            raise ValueError(f"the response ({status}) does not prove that it comes from this job's coordinator")
         if status != 200:
-            raise ValueError(f"the answer is {status} {content[:150]!r}")
+            raise ValueError(f"the response is {status} {content[:150]!r}")
         return content
 
     async def _ask(self, method: str, path: str, body: bytes, nonce: str, instance: str) -> tuple[int, Any, bytes]:
@@ -188,7 +188,7 @@ class CoordinatorLink:
             method, url, data=body or None, headers=headers, allow_redirects=False, timeout=timeout
         ) as answer:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
-                raise ValueError(f"the answer is encoded: {answer.headers['Content-Encoding'][:40]!r}")
+                raise ValueError(f"the response is encoded: {answer.headers['Content-Encoding'][:40]!r}")
             async with asyncio.timeout(SECONDS):
                 # A long poll's wait is over when the response begins.
                 content = await self._read(answer.content)
@@ -202,8 +202,8 @@ class CoordinatorLink:
                 content = await _until(stream, content, most)
         if len(content) > most:
             raise ValueError(
-                f"the answer has more than {most} bytes, the most for {self.target.pods} pods; shorten what the "
-                "program reports"
+                f"the response has more than {most} bytes, the limit for {self.target.pods} pods; make the"
+                " program report less"
             )
         self.size = len(content)
         return content
@@ -237,7 +237,7 @@ def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) 
     """
     try:
         report = Report.read(json.loads(body, parse_constant=_not_json))
-        known = 2 * pods + 16  # a report lists pods for a while after they end
+        known = 2 * pods + 16  # A report lists pods for a while after they end.
         report = replace(
             report,
             members=report.members[:known],

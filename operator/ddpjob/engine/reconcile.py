@@ -1,4 +1,4 @@
-"""One reconcile of one job: observe, decide, apply."""
+"""Reconciles one job: observe, decide, apply."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def reconcile(
 
     Return the seconds until the next reconcile; None if only a change to the job makes one
     necessary. `outcome` is called with the word to count: done, conflict or unavailable. A bug in
-    this program raises an exception, which is also shown in an event of the job.
+    this program raises an exception, which also appears in an event of the job.
     """
     try:
         delay = await _reconcile(cluster, key, clock)
@@ -79,11 +79,11 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
 
 def _failed(defect: Exception) -> Event:
     what = escaped(f"{type(defect).__name__}: {defect}")
-    whose = "a defect of the operator; its log has the traceback"
+    whose = "a bug in the operator; its log has the traceback"
     if isinstance(defect, Refused):
         what, whose = (
             f"the API server refuses the job's status: {defect}",
-            "an admission policy or a missing right",
+            "an admission policy or a missing permission",
         )
     advice = f"{whose}; the job stays as it is until a retry succeeds"
     return Event(True, "ReconcileFailed", event_text(what, advice), once=True)

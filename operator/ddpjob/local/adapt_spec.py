@@ -166,9 +166,9 @@ def _gpu_warnings(spec: JobSpec, gpus: tuple[str, ...]) -> Iterator[str]:
         yield f"spec.gpuResource: {spec.gpu_resource} {why}"
     elif len(gpus) < wanted:
         yield (
-            f"spec.gpusPerNode: {spec.nodes} nodes{_and_spares(spec)} x {spec.gpus_per_node} need {wanted} NVIDIA "
-            f"GPUs, this machine has {len(gpus)}: "
-            "the job trains on the CPU (set gpusPerNode: 0 to silence this warning)"
+            f"spec.gpusPerNode: {spec.nodes} nodes{_and_spares(spec)} x {spec.gpus_per_node} need {wanted}"
+            f" NVIDIA GPUs, but this machine has {len(gpus)}, so the job trains on the CPU (set gpusPerNode: 0"
+            " to silence this warning)"
         )
 
 
@@ -180,7 +180,7 @@ def too_many_nodes(local: LocalSpec, nodes: int) -> str:
     """Return why a job cannot have this many nodes here; empty if it can."""
     wanted = (nodes + local.spec.spares) * local.spec.gpus_per_node
     if local.gpus and wanted > len(local.gpus):
-        return f"{nodes} nodes{_and_spares(local.spec)} need {wanted} GPUs, this machine has {len(local.gpus)}"
+        return f"{nodes} nodes{_and_spares(local.spec)} need {wanted} GPUs, but this machine has {len(local.gpus)}"
     return ""
 
 
@@ -208,8 +208,8 @@ def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[s
         return
     names = {"hostPath": volume.host_path, "claim": volume.claim_name}
     where = next((f"{kind} {name}" for kind, name in names.items() if name), "NFS share")
-    remedy = "name another folder with --data DIR"
-    yield f"spec.storage.data: the {where} is not on this machine: data is read from {data}; {remedy}"
+    remedy = "choose a different folder with --data DIR"
+    yield f"spec.storage.data: the {where} is not on this machine, so data is read from {data}; {remedy}"
 
 
 def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options) -> Iterator[str]:
@@ -217,7 +217,7 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
         yield f"--data {options.data}: no such folder"
     if not working_dir.is_dir():
         named = f"--workdir {working_dir}" if options.working_dir else f"spec.workingDir: {working_dir}"
-        yield f"{named}: no such folder on this machine; name another one with --workdir DIR"
+        yield f"{named}: no such folder on this machine; choose a different folder with --workdir DIR"
     elif spec.script and "$(" not in spec.script and not (working_dir / spec.script).exists():
         if Path(spec.script).is_absolute():
             remedy = "is not on this machine; write its path on this machine, or a path relative to --workdir DIR"
@@ -239,7 +239,8 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
         return
     python = shlex.quote(sys.executable)
     yield (
-        f"this Python, {sys.executable}, runs the job and has no torch; install torch there (`{python} -m pip install"
+        f"this Python, {sys.executable}, runs the job but does not have torch; install torch there (`{python}"
+        " -m pip install"
         " torch`), or install ddpjob in the environment that has it"
     )
 
@@ -263,7 +264,7 @@ def _rights_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     """Note that the program in `command` is a local file without execute permission."""
     program = working_dir / spec.command[0] if spec.command and "/" in spec.command[0] else None
     if program is not None and program.is_file() and not os.access(program, os.X_OK):
-        yield f"spec.command: {spec.command[0]} may not be executed; chmod +x {shlex.quote(str(program))}"
+        yield f"spec.command: {spec.command[0]} cannot be executed; run chmod +x {shlex.quote(str(program))}"
 
 
 # --- what only a cluster has ------------------------------------------------------------------------------------
@@ -300,7 +301,9 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
 
 
 def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
-    """Note that a bucket's Secret is in the cluster and this shell has no replacement for it."""
+    """Note that a bucket's Secret is in the cluster, and that this shell does not have its
+    values.
+    """
     data = spec.storage.data if options.data is None else None
     missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]
     for name, volume in (("checkpoints", spec.storage.checkpoints), ("data", data)):
@@ -312,30 +315,30 @@ def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
 
 def _ignored(spec: JobSpec) -> Iterator[str]:
     if spec.image:
-        yield f"spec.image: {spec.image} is not used: this Python runs the job"
+        yield f"spec.image: {spec.image} is not used, because this Python runs the job"
     if spec.class_name:
         given = "its values (env, podTemplate, ...) are missing here, and its limits do not apply"
-        yield f"spec.className: {spec.class_name} is not used: classes belong to a cluster's operator; {given}"
+        yield f"spec.className: {spec.class_name} is not used, because classes belong to a cluster's operator; {given}"
     if spec.managed_elsewhere:
-        yield f"spec.managedBy: {spec.managed_by} is not asked: the job runs here"
+        yield f"spec.managedBy: {spec.managed_by} is ignored, because the job runs here"
     if spec.scheduling.gang:
-        yield "spec.scheduling.gang: without effect on this machine, where no scheduler places pods"
+        yield "spec.scheduling.gang: has no effect on this machine, where pods are not scheduled"
     if spec.rank_order:
-        yield "spec.rankOrder: without effect on this machine, which is a single place; ranks follow the indices"
+        yield "spec.rankOrder: has no effect on a single machine; ranks follow the indices"
     if spec.notify:
-        yield "spec.notify: without effect on this machine, because receivers belong to a cluster's operator"
+        yield "spec.notify: has no effect on this machine, because receivers belong to a cluster's operator"
     for position, source in enumerate(spec.env_from):
         kind = "secretRef" if "secretRef" in source else "configMapRef"
         name = source[kind]["name"]
         why = "cannot be read on this machine; this shell's variables are used instead"
         yield f"spec.envFrom[{position}].{kind}: {name} {why}"
     if spec.network.interface:
-        yield f"spec.network.interface: {spec.network.interface} is not used: the nodes meet on this machine's loopback"
+        yield f"spec.network.interface: {spec.network.interface} is not used; nodes meet on this machine's loopback"
     pod = spec.pod_template.get("spec") or {}
     for kind in ("containers", "initContainers"):
         for position, container in enumerate(pod.get(kind) or ()):
             if container["name"] != TRAINER_CONTAINER:
-                why = "is not started, because this machine runs no images"
+                why = "is not started, because this machine does not run images"
                 yield f"spec.podTemplate.spec.{kind}[{position}]: {container['name']} {why}"
     if pod.get("volumes"):
-        yield "spec.podTemplate.spec.volumes: not mounted on this machine; paths refer to this machine"
+        yield "spec.podTemplate.spec.volumes: not mounted, because paths refer to this machine"

@@ -15,13 +15,14 @@ from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
-"""Below the kernel's ephemeral ports, so that an outgoing connection cannot take a port between its
-choice and its use."""
+"""Range of ports below the kernel's ephemeral ports, so that an outgoing connection cannot take a
+port between its choice and its use.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlatform(Platform):
-    """All pods share the loopback address."""
+    """The platform of a single machine, where all pods share the loopback address."""
 
     coordinator_listens_on: str = ADDRESS
 
@@ -72,7 +73,8 @@ def free_ports() -> tuple[int, socket.socket]:
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 4)
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # This does not create a file, and belongs to the network namespace, as ports do.
+            # An abstract socket does not create a file, and belongs to the network namespace, as
+            # ports do.
             mark.bind(f"\0ddpjob-ports-{port}")
         except OSError:
             mark.close()
@@ -81,8 +83,8 @@ def free_ports() -> tuple[int, socket.socket]:
             return port, mark
         mark.close()
     raise NoFreePorts(
-        f"no three neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free, and a job needs them; end "
-        f"programs that listen there (`ss -ltn` lists them)"
+        f"no three neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free, but a job needs them; end"
+        " programs that listen there (`ss -ltn` lists them)"
     )
 
 

@@ -1,4 +1,6 @@
-"""Folders of the process backend: RUNS/JOB outlives a run, RUNS/JOB/RUN belongs to one."""
+"""Folders of the process backend: RUNS/JOB outlives a run, and RUNS/JOB/RUN belongs to a single
+run.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ _CURVES = Path("run", "metrics.jsonl")
 def memory_folder(uid: str) -> Path:
     """Return the folder for the newest states of a run's training.
 
-    It is in memory where the machine has such a place. The watchdog deletes it.
+    It is in memory if the machine has such a file system. The watchdog deletes it.
     """
     shared = Path("/dev/shm")
     return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"ddpjob-{uid}"
 
 
 def runs_folder() -> Path:
-    """Return $DDPJOB_RUNS or ./runs as an absolute path, the same text however it is written."""
+    """Return $DDPJOB_RUNS or ./runs as a normalized absolute path."""
     folder = Path(os.environ.get(RUNS_VARIABLE) or "runs").absolute()
     return folder.resolve() if ".." in folder.parts else folder
 
@@ -103,7 +105,7 @@ class JobFolder(_Folder):
         return holds_checkpoints(self.checkpoints)
 
     def is_resumable(self) -> bool:
-        """Return whether there is more than the record of rounds and the curves.
+        """Return whether the folder has more than the record of rounds and the curves.
 
         `ddpjob_report.report` writes the curves. Raises OSError.
         """

@@ -114,7 +114,7 @@ class Pod:
     def poll(self, now: datetime) -> bool:
         """Detect main processes that have ended and kill any processes they left behind.
 
-        Return whether any had ended.
+        Return whether there were any.
         """
         changed = False
         for started in self._started:
@@ -206,5 +206,5 @@ def _termination_message(started: Started, *, failed: bool) -> str:
         with started.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
-    except OSError as error:  # its folder was removed, which does not end a job
+    except OSError as error:  # The folder was removed, which does not end a job.
         return f"no log: {started.log}: {error.strerror}"

@@ -73,7 +73,7 @@ class ProcessCluster:
         # An installed package's files may lack execute permission.
         folder.torchrun_python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(WORKER)])} "$@"\n')
         folder.torchrun_python.chmod(0o700)
-        # This import takes 0.3 s, which `ddpjob get` should not spend.
+        # This import takes 0.3 s, which would delay `ddpjob get`.
         from ddpjob.engine.coordinator_client import CoordinatorClient, target_of
 
         self.coordinators, self._target_of = CoordinatorClient(), target_of
@@ -218,15 +218,15 @@ class ProcessCluster:
         self.changed.set()
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
-        raise AssertionError(f"one machine serves no gangs and no queues, and its jobs have no time to live: {kind}")
+        raise AssertionError(f"a single machine does not support gangs, queues or a time to live: {kind}")
 
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        raise AssertionError("one machine has no queues")
+        raise AssertionError("a single machine has no queues")
 
     async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
-        raise AssertionError("one machine has no receivers")
+        raise AssertionError("a single machine has no receivers")
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         pod = self.pods.get(name)
@@ -239,7 +239,7 @@ class ProcessCluster:
 
     async def record(self, job: DDPJob, event: Event) -> None:
         if event.reason == "Suspended" and self.stopped_by:
-            event = Event(False, event.reason, f"stopped by {self.stopped_by}: pods end, checkpoints are kept")
+            event = Event(False, event.reason, f"stopped by {self.stopped_by}; pods end, and checkpoints are kept")
         if event.once and any(earlier.event == event for earlier in self.events):
             return
         happened = TimedEvent(self.clock(), event)

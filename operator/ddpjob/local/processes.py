@@ -1,4 +1,4 @@
-"""Ties Linux process trees to their parent, finds them by environment variables, kills them."""
+"""Ties Linux process trees to their parent, finds them by environment variables, and kills them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def find(marks: Mapping[str, str]) -> list[int]:
         try:
             environment = _environment(entry.path)
         except OSError:
-            continue  # it has ended or belongs to another user
+            continue  # The process has ended or belongs to another user.
         if wanted <= set(environment.split(b"\0")):
             found.append(int(entry.name))
     return found
@@ -65,7 +65,7 @@ def _environment(process: str) -> bytes:
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
-        Path(process, "exe").readlink()  # OSError: a kernel thread or a zombie
+        Path(process, "exe").readlink()  # OSError means a kernel thread or a zombie.
         start, end = Path(process, "stat").read_text().rpartition(")")[2].split()[_ENVIRONMENT]
         if start == end != "0":
             break  # The environment is empty.
@@ -148,7 +148,7 @@ def children() -> list[int]:
     """Return this process's children, including adopted ones."""
     me, found = os.getpid(), list[int]()
     for task in Path(f"/proc/{me}/task").iterdir():
-        with suppress(OSError):  # the thread has ended or the kernel does not provide the list
+        with suppress(OSError):  # The thread has ended, or the kernel does not provide the list.
             found += [int(pid) for pid in (task / "children").read_text().split()]
     return found
 

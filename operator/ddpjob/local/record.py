@@ -1,4 +1,6 @@
-"""A job's record on disk: the process running it, its status, requests from other terminals."""
+"""A job's record on disk: the process that runs it, its status, and requests from other
+terminals.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,15 @@ def held(folder: JobFolder) -> Iterator[None]:
         if not _locked(descriptor):
             pid = folder.lock.read_text().strip()
             raise AlreadyRunning(
-                f"job {folder.name} is running already (process {pid}); `ddpjob stop {folder.name}` stops it"
+                f"job {folder.name} is already running (process {pid}); `ddpjob stop {folder.name}` stops it"
             )
         os.ftruncate(descriptor, 0)
-        # Write at once, because a process that finds the lock held names its holder.
+        # Write at once, because another process that finds the lock held reports its holder.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
-                removed = f"{folder.path} was removed meanwhile; `kill {parent}` stops it"
-                raise AlreadyRunning(f"job {folder.name} is running already (process {parent}), and {removed}")
+                removed = f"{folder.path} was removed in the meantime; `kill {parent}` stops it"
+                raise AlreadyRunning(f"job {folder.name} is already running (process {parent}), and {removed}")
             yield
         finally:
             os.ftruncate(descriptor, 0)
@@ -83,7 +85,7 @@ def _unlocked_runner(folder: JobFolder) -> int | None:
 
 
 def runner(folder: JobFolder) -> int | None:
-    """Return the id of the `ddpjob run` process that holds the job; None if there is none.
+    """Return the id of the `ddpjob run` process that holds the job, or None.
 
     Raises an OSError that names a file.
     """
@@ -110,7 +112,7 @@ def holds(folder: JobFolder, pid: int) -> bool:
     lock = folder.lock.stat()
     with suppress(FileNotFoundError, ProcessLookupError):  # There is no such process, or it has ended.
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed in the meantime
+            with suppress(FileNotFoundError):  # The lock was closed in the meantime.
                 if os.path.samestat(descriptor.stat(), lock):
                     return True
     return False
@@ -150,7 +152,7 @@ def read_record(folder: JobFolder) -> Json | None:
     parts = [record.get(part) for part in ("metadata", "spec", "local")]
     parts.append(record.get("status") or {})
     if not all(isinstance(part, dict) for part in parts) or record["metadata"].get("name") != folder.name:
-        raise ValueError(f"{folder.status} is not the record of a job {folder.name}; another tool may have written it")
+        raise ValueError(f"{folder.status} is not a record of job {folder.name}; another tool may have written it")
     return record
 
 

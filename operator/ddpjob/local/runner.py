@@ -109,7 +109,7 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
         if folder.disposable.exists():
             run.disposable.touch()
     if folder.checkpoints.is_symlink() and not folder.checkpoints.exists():
-        why = f"a link to {folder.checkpoints.readlink()}, which is not there (is its disk mounted?)"
+        why = f"a link to {folder.checkpoints.readlink()}, which does not exist (is its disk mounted?)"
         raise FileNotFoundError(errno.ENOENT, why, str(folder.checkpoints))
     folder.checkpoints.mkdir(exist_ok=True)
     if not disposable:
@@ -180,11 +180,11 @@ class Runner:
         loop.add_signal_handler(signal.SIGCHLD, self.cluster.changed.set)
         for number in SIGNALS:
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: the run outlives its terminal
+                continue  # Under nohup, the run outlives its terminal.
             loop.add_signal_handler(number, self._on_signal, number)
         left: list[int] = []
         with watched(self.cluster.body["metadata"]["uid"]):
-            # These are the watchdog, and children of a shell that has exec'ed this process.
+            # Exclude the watchdog, and children of a shell that has exec'ed this process.
             others = processes.children()
             try:
                 await self._reconcile_until_over()
@@ -275,8 +275,8 @@ class Runner:
 
         Output errors must not interrupt training or keep a signal from it. A reader that is gone
         (`| head`) counts as a signal, like Ctrl-C. Ctrl-C also ends `tee`, which counts as one
-        signal, not two. A closed terminal sends SIGHUP; without that signal, and on a full disk,
-        training continues unseen.
+        signal, not two. A closed terminal sends SIGHUP; without that signal, or on a full disk,
+        training continues without output.
         """
         try:
             update()
@@ -305,8 +305,8 @@ class Runner:
         except OSError as error:
             if not self._unrecorded:
                 self._note(
-                    f"{self.folder.status}: {error.strerror}: training continues; other commands see the previous "
-                    f"status"
+                    f"{self.folder.status}: {error.strerror}; training continues, but other commands see the"
+                    " previous status"
                 )
             self._unrecorded = True
         else:

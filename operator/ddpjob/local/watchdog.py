@@ -1,4 +1,4 @@
-"""Watchdog: kills leftover processes of a job, and deletes its memory, when its stdin closes.
+"""Kills leftover processes of a job, and deletes its memory, when stdin closes.
 
 stdin closes when `ddpjob run` has exited or crashed.
 
@@ -54,7 +54,7 @@ def _marked(mark: bytes) -> list[int]:
                 if mark in file.read().split(b"\0"):
                     found.append(int(name))
         except OSError:
-            continue  # it has ended or belongs to another user
+            continue  # The process has ended or belongs to another user.
     return found
 
 

@@ -1,4 +1,6 @@
-"""Builds the PodDisruptionBudget: drains evict one node at a time, so the group can recover."""
+"""Builds the PodDisruptionBudget, which makes drains evict one node at a time, so the group can
+recover.
+"""
 
 from __future__ import annotations
 

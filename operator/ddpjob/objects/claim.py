@@ -1,4 +1,6 @@
-"""Builds the PersistentVolumeClaim of storage.checkpoints.claimTemplate, and its mark."""
+"""Builds the PersistentVolumeClaim from storage.checkpoints.claimTemplate, and the template's
+mark.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def build_claim(job: DDPJob) -> Json:
     """
     template = job.spec.storage.claim_template
     if template is None:
-        raise ValueError(f"job {job.name} makes no claim")
+        raise ValueError(f"job {job.name} does not have a claimTemplate")
     metadata: Json = {
         "name": job.made_claim,
         "namespace": job.namespace,

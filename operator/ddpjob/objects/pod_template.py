@@ -16,10 +16,10 @@ from ddpjob.api.merging import mounted_at
 from ddpjob.api.schema import without_nulls
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
 
-_NOT_RESTARTED = "the operator replaces and counts ended pods; the kubelet does not restart them"
+_NOT_RESTARTED = "ended pods are replaced and counted by the operator, not restarted by the kubelet"
 _OWNED_SPEC = {
     "restartPolicy": _NOT_RESTARTED,
-    "hostname": "names carry the attempt",
+    "hostname": "pod names contain the attempt",
     "subdomain": "it is the job's service",
     "nodeName": "use nodeSelector or affinity, because a pod bound by name could not leave a lost Kubernetes node",
     "activeDeadlineSeconds": "use spec.runPolicy.activeDeadlineSeconds",
@@ -99,17 +99,17 @@ def _volume_overrides(spec: Mapping[str, Any]) -> Iterator[str]:
     for position, volume in enumerate(spec.get("volumes") or ()):
         if str(volume.get("name", "")).startswith("ddpjob-"):
             path = f"spec.podTemplate.spec.volumes[{position}].name"
-            yield f"{path}: names that begin with ddpjob- belong to the operator; choose another"
+            yield f"{path}: names that begin with ddpjob- belong to the operator; choose a different name"
 
 
 def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, whole: bool) -> Iterator[str]:
     name = container.get("name")
     if not name:
-        remedy = f"name it {TRAINER_CONTAINER} to change the training container, anything else for a sidecar"
+        remedy = f"name it {TRAINER_CONTAINER} to change the training container, or anything else for a sidecar"
         yield f"{path}.name: missing; {remedy}"
         return
     if name == COORDINATOR_CONTAINER or (name == TRAINER_CONTAINER and kind == "initContainers"):
-        yield f"{path}.name: {name} belongs to the operator; choose another name"
+        yield f"{path}.name: {name} belongs to the operator; choose a different name"
     if name != TRAINER_CONTAINER:
         if whole and not container.get("image"):
             trainer = f"the training container's name is {TRAINER_CONTAINER}"
@@ -127,7 +127,7 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
         owner = _OWNED_MOUNTS.get(mounted_at(mount))
         if owner:
             place = _cut(mount["mountPath"])
-            yield f"{path}.volumeMounts[{position}].mountPath: {place} holds {owner}; choose another path"
+            yield f"{path}.volumeMounts[{position}].mountPath: {place} holds {owner}; choose a different path"
 
 
 def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:

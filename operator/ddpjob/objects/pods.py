@@ -53,8 +53,9 @@ ended."""
 _BACKENDS = {"nvidia.com/": "nccl", "amd.com/": "nccl", "huawei.com/": "hccl", "gpu.intel.com/": "xccl"}
 """Maps the prefix of `spec.gpuResource` to the backend that `spec.backend: auto` selects."""
 _TAINT_MARGIN = 10
-"""Seconds beyond nodeLostAfterSeconds until Kubernetes evicts pods of a lost host, so that the
-operator acts first."""
+"""Additional seconds after nodeLostAfterSeconds before Kubernetes evicts pods of a lost host, so
+that the operator acts first.
+"""
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
 """Volumes that are the same in all pods that name them. csi without a claim usually mounts a bucket
@@ -293,7 +294,7 @@ def _resources(job: DDPJob) -> Json:
 def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
     """Return torchrun's options without their dashes.
 
-    Reasons: docs/architecture.md, "Rendezvous settings".
+    The reasons are in docs/architecture.md, "Rendezvous settings".
     """
     spec = job.spec
     store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")
@@ -472,7 +473,7 @@ def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
         "DDPJOB_CHECKPOINT_URL": f"{checkpoints.url.rstrip('/')}/{platform.bucket_folder(job)}",
         "AWS_ENDPOINT_URL": checkpoints.endpoint,
         "AWS_REGION": checkpoints.region,
-        "AWS_DEFAULT_REGION": checkpoints.region,  # read by boto3
+        "AWS_DEFAULT_REGION": checkpoints.region,  # Read by boto3.
     }
     found: list[Json] = [{"name": name, "value": value} for name, value in values.items() if value]
     return [*found, *_keys(checkpoints.secret_name, "")]
@@ -504,7 +505,7 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    return int(grace) if grace >= 0 else 1  # Kubernetes also treats a negative value so, with a warning.
+    return int(grace) if grace >= 0 else 1  # As in Kubernetes, which also warns.
 
 
 def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:

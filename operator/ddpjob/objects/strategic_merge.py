@@ -90,8 +90,9 @@ _COORDINATOR_SPEC = (
 )
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
 _GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", re.IGNORECASE)
-"""Names of runtime classes for devices. A machine without devices may lack their handlers, but
-those of kata and gVisor exist in the whole cluster."""
+"""Names of runtime classes for devices. Machines without devices may lack their handlers, but the
+handlers of kata and gVisor exist in the whole cluster.
+"""
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
 """Prefixes of variables that select devices for a runtime or a library."""
 _FAST_NETWORKS = (
@@ -99,9 +100,10 @@ _FAST_NETWORKS = (
     "networking.gke.io/interfaces",
     "networking.gke.io/default-interface",
 )
-"""Annotations with which Multus and GKE give a pod more interfaces. These devices are for training
-pods: GKE would take some from them, and SR-IOV does not set up a network for a pod that has not
-requested one."""
+"""Annotations with which Multus and GKE give a pod more interfaces. The coordinator must not get
+these devices, because GKE would take them from training pods, and SR-IOV does not set up a network
+for a pod that has not requested it.
+"""
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
 """Annotations that end with a container's name. The API server refuses a pod that lacks the
 container."""
@@ -145,7 +147,9 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
 
 
 def trainer_of(spec: Mapping[str, Any]) -> Json:
-    """Return the trainer's container in the template's `spec`; empty if there is none."""
+    """Return the trainer's container in the template's `spec`; empty if the template does not have
+    it.
+    """
     return next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
 
 

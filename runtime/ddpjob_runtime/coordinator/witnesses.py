@@ -39,6 +39,8 @@ CONFIRM_SECONDS = 0.35
 """How long members' kernels may take to acknowledge a heartbeat."""
 LATE_SECONDS = 0.3
 """If a look is this late, this process or its host was stopped, and the look is repeated."""
+FRESH_SECONDS = 2.0
+"""How long a report holds. Neighbours repeat it every second, and a withdrawal may be lost."""
 PAUSE_SECONDS = 1.0
 """Minimum time between looks that find no loss."""
 
@@ -53,7 +55,7 @@ class Witnesses:
         self._rounds, self._members, self._loop = rounds, members, loop
         self._acknowledges = acknowledges
         self._number = 0
-        self._reports: set[tuple[int, int]] = set()  # (reporting rank, silent rank)
+        self._reports: dict[tuple[int, int], float] = {}  # (reporting rank, silent rank) -> when
         self._looked_at: float | None = None  # when the look under way began
         self._rests_until = 0.0
 
@@ -69,11 +71,11 @@ class Witnesses:
         if (rank - member.rank) % current.world not in (1, current.world - 1):
             raise ValueError(f"rank: must be a neighbour of rank {member.rank} of {current.world}, not {rank}")
         if number != self._number:
-            self._number, self._reports = number, set()
+            self._number, self._reports = number, {}
         if silent:
-            self._reports.add((member.rank, rank))
+            self._reports[member.rank, rank] = self._loop.now()
         else:
-            self._reports.discard((member.rank, rank))
+            self._reports.pop((member.rank, rank), None)
         self._look()
 
     def _look(self) -> None:
@@ -94,12 +96,13 @@ class Witnesses:
             return []
         if self._rounds.held:
             return []
-        ranks = {rank for _, rank in self._reports}
+        now = self._loop.now()
+        ranks = {rank for (_, rank), when in self._reports.items() if now <= when + FRESH_SECONDS}
         found = (current.members[rank] for rank in ranks if rank in current.members)
         return [m for m in found if current.holds(m) and m.state == MemberState.RUNNING]
 
     def _judge(self) -> None:
-        began, now = self._looked_at or 0.0, self._loop.now()
+        began, now, current = self._looked_at or 0.0, self._loop.now(), self._rounds.current
         self._looked_at = None
         if now > began + CONFIRM_SECONDS + LATE_SECONDS:
             self._look()
@@ -110,11 +113,11 @@ class Witnesses:
         if not lost or 2 * len(silent) > len(list(self._members)) or len(spares) < len(lost):
             self._rests_until = now + PAUSE_SECONDS
             return
+        pods = {rank: member.pod for rank, member in current.members.items()} if current is not None else {}
         for member in lost:
             member.give_up()
         for member in lost:
-            reporters = sorted(by for by, rank in self._reports if rank == member.rank)
-            by = f"rank {reporters[0]}"
+            by = pods[min(by for by, rank in self._reports if rank == member.rank)]
             why = f"its host does not acknowledge bytes, neither to {by} nor to the coordinator"
             self._loop.log(f"node {member.pod} ({member.state}): {why}; a spare is ready")
             self._rounds.lose(member, why)

@@ -105,10 +105,10 @@ def test_a_full_disk_ends_a_start_with_the_file_s_name(two: Path, monkeypatch: p
 def test_a_damaged_copy_is_passed_over_at_once(
     two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fails(monkeypatch, "fetch", Damaged("its size or checksum differs"), 1)
+    fails(monkeypatch, "fetch", Damaged("differs from the uploaded file in size or checksum"), 1)
     found = opened(two, "another", 2).newest()
     assert found is not None and found["step"] == 7
-    assert "its size or checksum differs; trying the next older one" in capfd.readouterr().err
+    assert "differs from the uploaded file in size or checksum; trying the next older one" in capfd.readouterr().err
 
 
 def test_the_best_one_of_the_bucket_stays_where_the_scores_come_late(

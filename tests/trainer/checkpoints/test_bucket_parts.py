@@ -222,10 +222,10 @@ def manifest_with(old: str, new: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (manifest_with(f'"{PART}", ', '"../../secret", '), "is outside of the files"),
-        (manifest_with("[5000]", "[1000000000000000]"), "is outside of the files"),
-        (manifest_with('"tensors": {', '"tensors": {"1:b": 5, '), "lacks a dtype, a shape or chunks"),
-        (lambda path: (path / PART).write_bytes(b"no tensors"), "is outside of the files"),
+        (manifest_with(f'"{PART}", ', '"../../secret", '), "lies outside the files"),
+        (manifest_with("[5000]", "[1000000000000000]"), "lies outside the files"),
+        (manifest_with('"tensors": {', '"tensors": {"1:b": 5, '), "lacks a known dtype, a shape or chunks"),
+        (lambda path: (path / PART).write_bytes(b"no tensors"), "lies outside the files"),
     ],
 )
 def test_what_no_trainer_has_written_is_passed_over(

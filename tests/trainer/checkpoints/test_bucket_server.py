@@ -157,7 +157,8 @@ def test_on_a_disk_of_its_own_training_is_complete_when_the_bucket_has_its_resul
     line.cut = True
     assert ended(running, tmp_path) == 1
     assert (
-        "is lost with its machine; training is complete only when the bucket has" in (tmp_path / "out.txt").read_text()
+        "exists only on this machine. Training is complete only once its result is in the bucket"
+        in (tmp_path / "out.txt").read_text()
     )
     assert Bucket.open(URL).entries()[0].step < len(undisturbed)
     line.cut = False

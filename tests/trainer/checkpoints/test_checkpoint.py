@@ -157,7 +157,7 @@ def test_a_zombie_of_an_older_life_writes_nothing(tmp_path: Path) -> None:
     save(zombie, 1)
     fresh = CheckpointFolder(CheckpointConfig(), tmp_path, Group())
     fresh.claim(Claim(1, 4, 2))
-    message = r"was claimed on .*generation 1, round 4.*belongs to generation 0, round 0 and writes nothing more"
+    message = r"was claimed on .*generation 1, round 4.*belongs to generation 0, round 0 and stops writing"
     with pytest.raises(CheckpointError, match=message):
         save(zombie, 2)
     with pytest.raises(CheckpointError, match="was claimed on"):
@@ -182,7 +182,7 @@ def test_a_life_that_is_followed_while_it_writes_does_not_rename(
         Claim(1, 0, 2).take(tmp_path)
 
     monkeypatch.setattr(os, "fsync", sync_and_lose)
-    with pytest.raises(FencedError, match="belongs to generation 0, round 0 and writes nothing more"):
+    with pytest.raises(FencedError, match="belongs to generation 0, round 0 and stops writing"):
         save(old, 2)
     assert list(tmp_path.glob("step*")) == []
 
@@ -336,7 +336,7 @@ def test_a_save_is_due_as_often_as_that_costs_a_hundredth_of_the_time(
     assert checkpoints.due(1) is Due.NO
     monkeypatch.setattr(folder, "time", SimpleNamespace(monotonic=lambda: 1000.0 + due))
     assert checkpoints.due(2) is Due.WHEN_FREE
-    with pytest.raises(ConfigError, match="every_seconds: -1 is less than 0"):
+    with pytest.raises(ConfigError, match="every_seconds=-1: must be at least 0"):
         CheckpointConfig(every_seconds=-1).check()
 
 

@@ -67,7 +67,7 @@ def test_another_model_is_named_by_its_tensors_and_by_the_keys_to_set(trained: P
         folder,
         "optim.name=adamw",
     )
-    refused(r"checkpoint.resume=false, and .* holds a checkpoint of step 8", folder, "checkpoint.resume=false")
+    refused(r"checkpoint.resume=false, but .* has a checkpoint of step 8", folder, "checkpoint.resume=false")
     assert {path: path.read_bytes() for path in trained.glob("*.pt")} == before
 
 
@@ -82,7 +82,9 @@ def test_another_seed_is_refused(trained: Path) -> None:
 def test_a_checkpoint_of_a_loop_of_ones_own_is_refused(tmp_path: Path) -> None:
     snapshot = {"step": 3, "model": {}, "optimizer": {}, "sampler": ElasticSampler(10, 4).state_dict()}
     torch_file.write(tmp_path / "step-000000003.pt", snapshot, Metadata(3))
-    message = r"the newest checkpoint in .* has no config: your own training loop saved it, .* to a different folder"
+    message = (
+        r"the newest checkpoint in .* has no config: it was saved by your own training loop, .* to a different folder"
+    )
     refused(message, f"checkpoint.dir={tmp_path}")
 
 
@@ -153,7 +155,7 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
         CheckpointError, match=r"load_except: no tensor .* matches 'haed\.\*', .*the model has features"
     ):
         load_weights(trained, ("features.0.*", "haed.*"), model, Group())
-    with pytest.raises(ConfigError, match=r"checkpoint.load_except=head\.\*: applies to checkpoint.load, .*not"):
+    with pytest.raises(ConfigError, match=r"checkpoint.load_except=head\.\*: has no effect without checkpoint.load"):
         CheckpointConfig(load_except=("head.*",)).check()
 
 
@@ -220,7 +222,9 @@ def test_while_rank_0_reads_the_ranks_agree_that_it_takes_longer(
 
 def test_a_best_one_that_is_gone_is_named(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "best.json").write_bytes((trained / "best.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"best\.json names step-000000008\.pt, which is gone; give another"):
+    with pytest.raises(
+        CheckpointError, match=r"best\.json names step-000000008\.pt, which is gone; choose a different"
+    ):
         read_whole(tmp_path)
 
 
@@ -234,8 +238,8 @@ def test_a_wrong_file_ends_every_rank_before_training(tmp_path: Path) -> None:
     [
         (b"hello", r"is damaged, or torch.save did not write it"),
         (b'{"a": 1}', r"is damaged, or torch.save did not write it$"),
-        ([1, 2], r"holds no state dict"),
-        ({"model": {"a": 1}}, r"holds no state dict"),
+        ([1, 2], r"does not contain a state dict"),
+        ({"model": {"a": 1}}, r"does not contain a state dict"),
         ("folder", r"is a folder without a checkpoint"),
         ("broken", r"is corrupt \(its checksum does not match\)"),
     ],
@@ -267,7 +271,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"model": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(
         CheckpointError,
-        match=r"evil.pt holds a posix.mkdir, .*; give a file that contains only the state dict",
+        match=r"evil.pt contains a posix.mkdir, .*; use a file that contains only the state dict",
     ):
         read_whole(tmp_path / "evil.pt")
     assert not (tmp_path / "owned").exists()

@@ -72,8 +72,8 @@ def test_a_full_disk(format: str, volume: Path, capsys: pytest.CaptureFixture[st
     warning = capsys.readouterr().err
     assert (
         "No space left on device" in warning
-        and "failure 1 of 2 in a row; the next save will be tried" in warning
-        and "Free space" in warning
+        and "failure 1 of 2 in a row; training continues until the next save" in warning
+        and "Free some space" in warning
     )
     save(checkpoints, 3)
     assert len(names(volume)) == 2 and checkpoints._writer.failure is None
@@ -218,7 +218,8 @@ def test_an_evaluation_that_cannot_be_written_is_reported_and_training_continues
     (tmp_path / "run" / "eval").touch()
     good(1, [*TINY, f"checkpoint.dir={tmp_path}"])
     assert (
-        capfd.readouterr().out.count("run/eval cannot be written (File exists): this evaluation's files are lost") == 2
+        capfd.readouterr().out.count("run/eval cannot be written (File exists): this evaluation's files were not saved")
+        == 2
     )
 
 
@@ -233,7 +234,7 @@ def test_a_ledger_that_cannot_be_written_is_named(volume: Path) -> None:
     ledger = Ledger(volume, Group(), Claim(0, 0, 1))
     ledger.start(0, 10, 1)
     with pytest.raises(
-        LedgerError, match=r"ledger/rank-0-.* cannot be written \(No space left on device\): free space"
+        LedgerError, match=r"ledger/rank-0-.* cannot be written \(No space left on device\): free some space"
     ):
         for step in range(10**6):
             ledger.checkpoint(step)

@@ -225,7 +225,7 @@ def test_another_measure_or_a_damaged_file_begins_anew_and_says_so(
 ) -> None:
     save(opened(tmp_path, keep_best=1), 10, accuracy=0.4, loss=1.0)
     opened(tmp_path, keep_best=1, best_by=Metric.LOSS)
-    assert "best.json holds accuracy, and checkpoint.best_by is loss" in capsys.readouterr().err
+    assert "best.json has scores by accuracy, but checkpoint.best_by=loss" in capsys.readouterr().err
     (tmp_path / "best.json").write_text("{")
     opened(tmp_path, keep_best=1)
     assert "best.json is damaged" in capsys.readouterr().err
@@ -251,9 +251,9 @@ def test_in_a_training_the_best_of_all_evaluations_is_marked(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep": 0}, r"checkpoint.keep: 0 is less than 1"),
-        ({"failures": 0}, r"checkpoint.failures: 0 is less than 1"),
-        ({"keep_best": -1}, r"checkpoint.keep_best: -1 is less than 0"),
+        ({"keep": 0}, r"checkpoint.keep=0: must be at least 1"),
+        ({"failures": 0}, r"checkpoint.failures=0: must be at least 1"),
+        ({"keep_best": -1}, r"checkpoint.keep_best=-1: must be at least 0"),
         (
             {"keep_every_epochs": 3, "every_epochs": 2},
             r"checkpoint.keep_every_epochs=3: must be a multiple of checkpoint.every_epochs=2",

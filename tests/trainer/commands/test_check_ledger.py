@@ -82,7 +82,7 @@ def test_a_resume_from_an_older_checkpoint_than_the_newest_is_found(tmp_path: Pa
     (tmp_path / "step-000000005.pt").unlink()
     good(1, arguments)
     # Step 4 has no checkpoint where that of step 2 was still being written.
-    with pytest.raises(LedgerError, match=r"resumed after step [24], though step 5 was in a checkpoint"):
+    with pytest.raises(LedgerError, match=r"resumed after step [24], although step 5 was in a checkpoint"):
         verify(read([tmp_path]))
 
 
@@ -184,7 +184,7 @@ def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.C
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "epochs: 1 whole, 1438 samples each exactly once" in shown
-    assert "left out: 1 steps (number 3) with 200 samples changed no weight" in shown
+    assert "left out: 1 steps (number 3) with 200 samples did not change any weight" in shown
 
 
 def test_train_uses_the_sampler_that_the_defects_break() -> None:

@@ -65,7 +65,7 @@ def test_a_broken_one_is_named_and_the_exit_code_says_so(
     assert (
         "BROKEN: truncated" in lines[1]
         and lines[2].endswith("whole")
-        and "BROKEN: incomplete (it has no manifest)" in lines[3]
+        and "BROKEN: incomplete (the manifest is missing)" in lines[3]
     )
 
 
@@ -135,7 +135,7 @@ def test_as_a_command(trained: Path) -> None:
 
 
 def test_nothing_to_show(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint; give a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"contains no checkpoint; name a checkpoint"):
         main([str(tmp_path)])
     with pytest.raises(CheckpointError, match=r"none.pt cannot be read: No such file"):
         main([str(tmp_path / "none.pt")])

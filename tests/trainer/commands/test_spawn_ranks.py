@@ -111,7 +111,7 @@ def test_ranks_meet_and_train_as_one_process_does(method: str, tmp_path: Path, s
     assert final_losses(tmp_path / "c" / "run") == pytest.approx(single_losses, rel=1e-4)
     assert len(list((tmp_path / "c" / "run" / "ledger").glob("rank-*.jsonl"))) == 2
     if method == "file":
-        assert "was left over from an earlier launch: removed" in output(tmp_path)
+        assert "was a leftover of an earlier launch and has been removed" in output(tmp_path)
         assert not meeting.exists() and not meeting.with_name("meet.lock").exists()
     until(lambda: not processes_with(str(tmp_path)), 10)
 
@@ -210,18 +210,18 @@ def test_a_mistake_is_reported_before_ranks_are_started() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--spawn", "0"], r"--spawn: '0' is not a whole number from 1 on"),
-        (["--spawn=x"], r"--spawn: 'x' is not a whole number"),
-        (["--spawn"], r"--spawn: its value is missing"),
-        (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: with --nodes 2, it must be from 0 to 1"),
+        (["--spawn", "0"], r"--spawn: '0' must be an integer of at least 1"),
+        (["--spawn=x"], r"--spawn: 'x' must be an integer"),
+        (["--spawn"], r"--spawn: the value is missing"),
+        (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: must be from 0 to 1 with --nodes 2"),
         (
             ["--spawn=2", "--init=udp://x"],
-            r"init method 'udp://x' is not known; write env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH",
+            r"init method 'udp://x' is unknown; use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH",
         ),
-        (["--spawn=2", "--init=tcp://x"], r"init method 'tcp://x' is not known"),
-        (["--spawn=2", "--init=tcp://x:y"], r"init method 'tcp://x:y' is not known"),
-        (["--spawn=2", "--init=file://relative"], r"init method 'file://relative' is not known"),
-        (["--spawn=2", "--nodes=2"], r"several ranks need MASTER_ADDR and MASTER_PORT, and they are '' and ''"),
+        (["--spawn=2", "--init=tcp://x"], r"init method 'tcp://x' is unknown"),
+        (["--spawn=2", "--init=tcp://x:y"], r"init method 'tcp://x:y' is unknown"),
+        (["--spawn=2", "--init=file://relative"], r"init method 'file://relative' is unknown"),
+        (["--spawn=2", "--nodes=2"], r"MASTER_ADDR='' MASTER_PORT='': several ranks need both"),
     ],
 )
 def test_command_line_mistakes(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_a_port_of_the_loopback_in_use_is_named(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(RendezvousError, match=r"cannot listen on 127.0.0.1:.*in use. Give another port"):
+        with pytest.raises(RendezvousError, match=r"cannot listen on 127.0.0.1:.*in use. Use a different port"):
             init_method.open_store(Group(0, 2, 0, 2), 30)
 
 
@@ -282,7 +282,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(fcntl, "flock", none)
     with (
-        pytest.raises(RendezvousError, match="No locks available; give a file on a file system that can lock files"),
+        pytest.raises(RendezvousError, match="No locks available; use a file on a file system that supports locks"),
         spawn_ranks._own_file(spawn_ranks.Launch(2, init=f"file://{tmp_path / 'meet'}")),
     ):
         pass
@@ -300,12 +300,12 @@ def test_a_file_in_use_and_a_stale_file_of_several_nodes_are_refused(tmp_path: P
             pass
     (tmp_path / "meet").touch()
     with (
-        pytest.raises(RendezvousError, match="left over from an earlier launch"),
+        pytest.raises(RendezvousError, match="leftover of an earlier launch"),
         spawn_ranks._own_file(spawn_ranks.Launch(2, 2, 0, where)),
     ):
         pass
     with (
-        pytest.raises(RendezvousError, match="give a file in a writable folder"),
+        pytest.raises(RendezvousError, match="choose a file in a writable folder"),
         spawn_ranks._own_file(spawn_ranks.Launch(2, init="file:///nowhere/f")),
     ):
         pass

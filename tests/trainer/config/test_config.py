@@ -98,7 +98,7 @@ def test_a_whole_number_stays_what_it_is() -> None:
         ("train.seed=1", "did you mean 'data.seed'?"),
         ("train.batch=64", "did you mean 'data.batch' or 'train.eval_batch'?"),
         ("train.precision=bf16", "did you mean 'amp.level'? (amp.level=O1"),
-        ("optim=1", "it is a section; give one of its keys, such as optim.name"),
+        ("optim=1", "is a section, not a key; set one of its keys, such as optim.name"),
         ("optim.lr=fast", "optim.lr: 'fast' is not valid: expected number"),
         ("train.epochs=1.5", "train.epochs: 1.5 is not valid: expected whole number"),
         ("train.epochs=0", "train.epochs: 0 is not above 0"),
@@ -148,7 +148,7 @@ def test_an_interval_is_a_number_of_seconds_or_follows_from_the_cost(
         ("--epochs", "did you mean 'train.epochs'?"),
         ("--num_epochs=3", "did you mean 'train.epochs'?"),
         ("--data", "did you mean 'data.dir'?"),
-        ("--data=/d", "it is a section; give one of its keys, such as data.dir"),
+        ("--data=/d", "is a section, not a key; set one of its keys, such as data.dir"),
         ("--arch=resnet50", "did you mean 'model.name'? (torchvision's models as torchvision:resnet50)"),
         ("--workers", "did you mean 'data.workers'?"),
         ("--resume", "that is the default: a run continues from the newest checkpoint in checkpoint.dir"),
@@ -158,7 +158,7 @@ def test_an_interval_is_a_number_of_seconds_or_follows_from_the_cost(
         ("--random_seed=0", "did you mean 'data.seed'?"),
         ("--model_dir=x", "did you mean 'checkpoint.dir'?"),
         ("--dist-url", "torchrun sets where ranks meet"),
-        ("--world-size=4", "torchrun, --spawn N or the job's nodes"),
+        ("--world-size=4", "set by torchrun, --spawn N, or the job's nodes"),
         ("--multiprocessing-distributed", "--spawn N starts N ranks"),
         ("--evaluate", "python -m ddpjob_trainer evaluate CHECKPOINT"),
     ],
@@ -192,7 +192,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     assert without_local_rank(["a=1", *argument.split(), "b=2"]) == ["a=1", "b=2"] and os.environ["LOCAL_RANK"] == "1"
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert without_local_rank([argument.replace(" ", "=")]) == [] and os.environ["LOCAL_RANK"] == "5"
-    with pytest.raises(ConfigError, match="--local-rank: 'x' is not the number of a rank"):
+    with pytest.raises(ConfigError, match="--local-rank: 'x' must be a rank's number"):
         without_local_rank(["--local-rank=x"])
 
 
@@ -201,7 +201,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     [
         ("evalute", "'evalute' is neither a command nor key=value; did you mean 'evaluate'?"),
         ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, plot, shards"),
-        ("train", "there is no command 'train': without a command it trains; leave 'train' out"),
+        ("train", "unknown command 'train'; to train, leave it out"),
     ],
 )
 def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str) -> None:
@@ -216,7 +216,7 @@ def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str)
         ("a: [", "is not YAML"),
         ("- 1", "holds a list"),
         ("optim: {lr: x}", "c.yaml: optim.lr: 'x'"),
-        ("3: 4", "is not text"),
+        ("3: 4", "is not a string"),
     ],
 )
 def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
@@ -242,9 +242,11 @@ def test_the_best_of_epochs_without_a_checkpoint_is_refused() -> None:
 
 
 def test_missing_files_are_named() -> None:
-    with pytest.raises(ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; name another"):
+    with pytest.raises(
+        ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; give an existing file"
+    ):
         config.load("nothing.yaml", [])
-    with pytest.raises(ConfigError, match="write a path or one of cifar10, cifar10-96, cifar10-fast, digits, imagenet"):
+    with pytest.raises(ConfigError, match="use a path or one of cifar10, cifar10-96, cifar10-fast, digits, imagenet"):
         config.load("digit", [])
 
 

@@ -166,7 +166,7 @@ def test_of_many_a_few_are_named(folder: Path, capsys: pytest.CaptureFixture[str
     data = open_data(config.load(None, arguments(folder)).data)
     assert sum(batch.unreadable for batch in data.train_batches([list(range(24))], 0)) == 24
     reported = capsys.readouterr().err
-    assert reported.count("cannot be read (") == 5 and "more unreadable images are counted but not named" in reported
+    assert reported.count("cannot be read (") == 5 and "further unreadable images are counted but not named" in reported
 
 
 def test_a_file_that_has_gone_is_unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +218,6 @@ def test_a_result_says_of_how_many_test_images_it_is(
     first.write_bytes(b"text")
     good(1, [*arguments(folder), "data.corrupt_limit=0.5", f"checkpoint.dir={tmp_path / 'c'}"])
     assert (
-        f"warning: 1 test images could not be read, and the result is of the other {len(others)}"
-        in capfd.readouterr().out
+        f"warning: 1 test images could not be read; the result covers the other {len(others)}" in capfd.readouterr().out
     )
     assert metrics(tmp_path / "c" / "run", "eval")[0]["unreadable"] == 1

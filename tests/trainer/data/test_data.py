@@ -244,7 +244,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data_batch_3.bin is truncated"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
     path.write_bytes(b"\xff" + whole[1:])
-    with pytest.raises(DataError, match=r"label 255, outside of 0\.\.9"):
+    with pytest.raises(DataError, match=r"label 255, outside 0\.\.9"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
     path.unlink()
     with pytest.raises(DataError, match=r"lacks data_batch_3.bin"):
@@ -267,7 +267,7 @@ def test_a_pickle_without_records_is_refused(tmp_path: Path) -> None:
     write_cifar_python(tmp_path)
     empty = {"data": np.zeros((0, 3072), np.uint8), "labels": []}
     (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(empty))
-    with pytest.raises(DataError, match="test_batch holds no records"):
+    with pytest.raises(DataError, match="test_batch has no records"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
 
 
@@ -280,7 +280,7 @@ def test_classes_of_train_and_val_must_agree(tmp_path: Path) -> None:
 
 def test_values_that_make_no_sense_are_refused() -> None:
     for arguments, message in (
-        (["data.batch=0"], "data.batch: 0 is less than 1"),
+        (["data.batch=0"], "data.batch=0: must be at least 1"),
         (["data.name=synthetic", "data.shape=3,32"], "data.shape"),
     ):
         with pytest.raises(ConfigError, match=message):

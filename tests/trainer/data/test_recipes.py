@@ -44,7 +44,7 @@ def test_trivialaugment_is_torchvisions() -> None:
         assert torch.equal(found, theirs(photographs()))
         changed += not torch.equal(found, photographs())
     assert changed > 20
-    with pytest.raises(ConfigError, match=r"data.trivialaugment: not with RandAugment"):
+    with pytest.raises(ConfigError, match=r"data.trivialaugment: cannot be combined with RandAugment"):
         RandAugment.of(DataConfig(trivialaugment=True, randaugment_ops=2))
 
 
@@ -83,10 +83,10 @@ def test_cutout_is_the_papers() -> None:
 @pytest.mark.parametrize(
     ("keys", "shape", "message"),
     [
-        ({"erase": 1.5}, (3, 8, 8), r"data.erase: 1.5 is not a probability"),
-        ({"erase": 0.1}, (5,), r"data.erase=0.1: erases a part of images"),
-        ({"cutout": 3}, (3, 8, 8), r"data.cutout: 3 is not an even number"),
-        ({"cutout": 4}, (5,), r"data.cutout=4: erases a part of images"),
+        ({"erase": 1.5}, (3, 8, 8), r"data.erase=1.5: must be a probability"),
+        ({"erase": 0.1}, (5,), r"data.erase=0.1: needs images"),
+        ({"cutout": 3}, (3, 8, 8), r"data.cutout=3: must be an even number"),
+        ({"cutout": 4}, (5,), r"data.cutout=4: needs images"),
     ],
 )
 def test_wrong_values(keys: dict[str, float], shape: tuple[int, ...], message: str) -> None:
@@ -205,8 +205,8 @@ def test_encoded_images_in_versions(more: list[str], tmp_path: Path) -> None:
 
 def test_repeats_that_make_no_sense_are_refused() -> None:
     for keys, error in (
-        (["data.repeats=0"], r"data.repeats: 0 is not from 1 to data.batch=128"),
-        (["data.repeats=3", "data.batch=2"], r"data.repeats: 3 is not from 1 to data.batch=2"),
+        (["data.repeats=0"], r"data.repeats=0: must be from 1 to data.batch=128"),
+        (["data.repeats=3", "data.batch=2"], r"data.repeats=3: must be from 1 to data.batch=2"),
         (["data.repeats=3", "data.augment=false"], "all versions of a sample are the same; set data.augment=true"),
     ):
         with pytest.raises(ConfigError, match=error):

@@ -73,10 +73,10 @@ def test_a_resume_on_as_many_other_images_says_so(
         good(1, [*TRAINING, *keys, f"train.epochs={epochs}"])
         return capfd.readouterr().out
 
-    warning = "warning: the data look other than those of the checkpoint"
+    warning = "warning: the data differ from those of the checkpoint"
     assert warning not in resumed(nodes[0], 1)
     assert warning not in resumed(nodes[0], 2)
-    assert warning in (said := resumed(nodes[1], 3)) and "epoch 3 takes some twice and leaves others out" in said
+    assert warning in (said := resumed(nodes[1], 3)) and "epoch 3 repeats some and omits others" in said
     assert warning not in resumed(nodes[1], 4)
 
 

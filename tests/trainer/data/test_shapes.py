@@ -67,8 +67,14 @@ def test_the_mirror_image_of_a_shape_is_of_its_class(name: str) -> None:
     ("keys", "message"),
     [
         (["data.size=0"], r"data.size=0 must be at least 1"),
-        (["data.trivialaugment=true"], r"data.trivialaugment: shapes are only shifted and flipped"),
-        (["data.randaugment_ops=2"], r"data.randaugment_ops: shapes are only shifted and flipped"),
+        (
+            ["data.trivialaugment=true"],
+            r"data.trivialaugment: does not apply to shapes, which are only shifted and flipped",
+        ),
+        (
+            ["data.randaugment_ops=2"],
+            r"data.randaugment_ops: does not apply to shapes, which are only shifted and flipped",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(keys: list[str], message: str) -> None:

@@ -294,27 +294,29 @@ def test_bad_shards_are_named_with_the_remedy(folder: Path, tmp_path: Path) -> N
     fails(
         r"s.tar: /?a has no .cls file with its class number \(1 such images\): .*ddpjob_trainer shards", {"a.jpg": jpeg}
     )
-    fails(r"s.tar: a.cls holds b'cat', not a class number", {"a.jpg": jpeg, "a.cls": b"cat"})
+    fails(r"s.tar: a.cls has b'cat' instead of a class number", {"a.jpg": jpeg, "a.cls": b"cat"})
     fails(
-        r"train holds label -1, outside of 0\.\.0 \(1 images, the first at byte \d+ of .*s.tar\)",
+        r"train has label -1, outside 0\.\.0 \(1 images, the first at byte \d+ of .*s.tar\)",
         {"a.jpg": jpeg, "a.cls": b"-1"},
         "cat\n",
     )
-    fails(r"train holds label 7, outside of 0\.\.1 .*classes.txt", {"a.jpg": jpeg, "a.cls": b"7"}, "cat\ndog\n")
-    fails(r"holds no images \(jpg", {"a.txt": b""})
+    fails(r"train has label 7, outside 0\.\.1 .*classes.txt", {"a.jpg": jpeg, "a.cls": b"7"}, "cat\ndog\n")
+    fails(r"has no images \(jpg", {"a.txt": b""})
     (root / "train" / "s.tar").write_bytes(b"no tar" * 1000)
     with pytest.raises(DataError, match=r"s.tar cannot be read"):
         opened(f"data.dir={root}")
     (root / "train" / "s.tar").unlink()
-    with pytest.raises(DataError, match=r"holds no .tar files: .*ddpjob_trainer shards"):
+    with pytest.raises(DataError, match=r"has no .tar files: .*ddpjob_trainer shards"):
         opened(f"data.dir={root}")
     with pytest.raises(DataError, match=r"needs data.dir .*or set data.url"):
         opened()
-    with pytest.raises(DataError, match=r"cannot be opened .*write a path, or an s3://"):
+    with pytest.raises(DataError, match=r"cannot be opened .*use a path, or an s3://"):
         opened("data.url=nonsense://x/y")
     with pytest.raises(DataError, match=r"cannot be listed .*ddpjob_trainer shards"):
         opened("data.url=http://127.0.0.1:9/x", f"data.index={tmp_path}")
-    with pytest.raises(DataError, match=r"http://127.0.0.1:99999/x cannot be read .*data.url is right"):  # No OSError.
+    with pytest.raises(
+        DataError, match=r"http://127.0.0.1:99999/x cannot be read .*data.url is correct"
+    ):  # No OSError.
         opened("data.url=http://127.0.0.1:99999/x", f"data.index={tmp_path}")
 
 
@@ -339,7 +341,7 @@ def test_a_shard_of_which_tarfile_would_read_a_part_is_refused(shard: Path) -> N
             opened(f"data.dir={shard.parents[1]}")
     shard.write_bytes(whole * 2)
     with pytest.raises(
-        DataError, match=r"s.tar continues after a tar's mark of the end, .*put each into a separate file"
+        DataError, match=r"s.tar continues after its end-of-archive marker, .*put each into a separate file"
     ):
         opened(f"data.dir={shard.parents[1]}")
     shard.write_bytes(whole)
@@ -353,7 +355,10 @@ def test_a_shard_of_which_tarfile_would_read_a_part_is_refused(shard: Path) -> N
             {"b.gif": b"GIF", "b.cls": b"0"},
             r"s.tar: /?b.cls has no image with the same key \(1 such files; images are jpg, ",
         ),
-        ({"b.v1.jpg": b"", "b.v1.cls": b"0"}, r"s.tar: b.v1.cls belongs to no image \(1 such files\): .*first dot"),
+        (
+            {"b.v1.jpg": b"", "b.v1.cls": b"0"},
+            r"s.tar: b.v1.cls does not belong to an image \(1 such files\): .*first dot",
+        ),
     ],
 )
 def test_a_labelled_sample_whose_image_is_not_found_is_refused(
@@ -422,14 +427,14 @@ def test_an_index_that_cannot_be_kept_is_named(packed: Path, monkeypatch: pytest
     monkeypatch.setattr(shard_index, "save", full)
     index = packed / "train" / "index.npz"
     index.unlink()
-    with pytest.raises(DataError, match=rf"cannot be kept in {index} \(No space left on device\): .* data.index"):
+    with pytest.raises(DataError, match=rf"cannot be written to {index} \(No space left on device\): .* data.index"):
         opened(f"data.dir={packed}")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha'])
 def test_a_damaged_plan_is_named(text: str, folder: Path, packed: Path) -> None:
     (packed / "train" / "plan.json").write_text(text)
-    with pytest.raises(DataError, match=r"plan.json is damaged .*; remove .*train, or give another folder"):
+    with pytest.raises(DataError, match=r"plan.json is damaged .*; remove .*train, or choose a different folder"):
         pack_shards.pack(folder, packed, 20_000)
 
 
@@ -463,7 +468,7 @@ def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkey
 def test_packing_refuses_a_folder_of_other_shards_and_bad_sizes(folder: Path, packed: Path) -> None:
     with pytest.raises(DataError, match=r"contains shards of other images or with a different --size; remove it"):
         pack_shards.pack(folder, packed, 50_000)
-    with pytest.raises(ConfigError, match=r"--size: 'big' is not a size; write for example 256MB"):
+    with pytest.raises(ConfigError, match=r"--size: 'big' is not a size, such as 256MB"):
         pack_shards.main([str(folder), str(packed), "--size", "big"])
     assert [pack_shards._bytes(text) for text in ("256MB", "1.5 GiB", "4096", "2k")] == [
         256 * 10**6,
@@ -484,7 +489,7 @@ def test_the_command_packs(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_a_folder_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(
-        DataError, match=r"out/train: Not a directory; free space or repair it, then run the command again"
+        DataError, match=r"out/train: Not a directory; free some space or repair it, then run the command again"
     ):
         pack_shards.pack(folder, tmp_path / "out", 20_000)
 
@@ -523,13 +528,13 @@ def empty_array_of(shape: tuple[int, ...], kind: str) -> bytes:
     ("changes", "reason"),
     [
         ({"names": lambda names: np.array([f"../other/{name}" for name in names])}, "a shard's name has a slash"),
-        ({"shard": lambda shard: shard + 100}, "an image is in no shard"),
-        ({"shard": lambda shard: -shard - 1}, "an image is in no shard"),
-        ({"offsets": lambda offsets: offsets + 2**62}, "an image ends behind its shard"),
-        ({"sizes": lambda sizes: sizes + 2**30}, "an image ends behind its shard"),
-        ({"sizes": lambda sizes: -sizes}, "an image ends behind its shard"),
+        ({"shard": lambda shard: shard + 100}, "an image is not in any shard"),
+        ({"shard": lambda shard: -shard - 1}, "an image is not in any shard"),
+        ({"offsets": lambda offsets: offsets + 2**62}, "an image ends beyond its shard"),
+        ({"sizes": lambda sizes: sizes + 2**30}, "an image ends beyond its shard"),
+        ({"sizes": lambda sizes: -sizes}, "an image ends beyond its shard"),
         ({"labels": lambda labels: labels[1:]}, "its columns differ in length"),
-        ({"labels": lambda labels: labels.astype(float)}, "not of integers or of text"),
+        ({"labels": lambda labels: labels.astype(float)}, "has neither integers nor text"),
         ({"stamps": lambda stamps: stamps[1:]}, "its columns differ in length"),
     ],
 )
@@ -538,7 +543,7 @@ def test_an_index_that_points_outside_of_its_shards_is_refused(
 ) -> None:
     columns = index_of(packed, **changes)
     np.savez(packed / "train" / "index.npz", **columns)
-    with pytest.raises(DataError, match=rf"the index of \S+ is damaged \({reason}|is damaged \(an array is {reason}"):
+    with pytest.raises(DataError, match=rf"the index of \S+ is damaged \({reason}|is damaged \(an array {reason}"):
         opened(f"data.dir={packed}")
 
 

@@ -295,7 +295,7 @@ def test_bad_input_is_named() -> None:
         accumulator.add(torch.zeros(2, 5), torch.tensor([1, 5]))
     with pytest.raises(TrainingError, match=r"shape \(2, 6\) for 2 samples of 5 classes"):
         accumulator.add(torch.zeros(2, 6), torch.tensor([1, 2]))
-    with pytest.raises(ConfigError, match=r"eval\.pr_bins: 1 is less than 2"):
+    with pytest.raises(ConfigError, match=r"eval\.pr_bins=1: must be at least 2"):
         Accumulator(5, EvalConfig(pr=PrKind.BINNED, pr_bins=1))
 
 
@@ -388,7 +388,7 @@ def test_the_command_gives_what_scikit_learn_gives_for_the_checkpoint(
     assert (
         f"{path}: 359 test samples" in shown
         and f"accuracy  {reported['accuracy']:.6f}" in shown
-        and "and its pictures" in shown
+        and "and plots" in shown
     )
 
     settings = config.load(None, ranks.TINY)
@@ -426,7 +426,7 @@ def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
     path = str(trained / "step-000000016.pt")
     with pytest.raises(CheckpointError, match=r"belongs to a different model: .*Set model\.\*"):
         evaluate_checkpoint.main([path, "model.width=8"])
-    with pytest.raises(CheckpointError, match=r"cannot be read: No such file or directory; give an existing file"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: No such file or directory; set it to an existing file"):
         evaluate_checkpoint.main([str(tmp_path / "none.pt")])
     with pytest.raises(ConfigError, match=r"unknown key 'eval\.prr'; did you mean 'eval\.pr'"):
         evaluate_checkpoint.main([path, "eval.prr=exact"])
@@ -439,7 +439,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_evaluation(
     (tmp_path / "file").touch()
     with (
         monkeypatch.context() as patched,
-        pytest.raises(CheckpointError, match=r"or set --output to another folder"),
+        pytest.raises(CheckpointError, match=r"or set --output to a different folder"),
     ):
         patched.setattr(evaluate_checkpoint, "_evaluate", None)
         evaluate_checkpoint.main([str(trained), "-o", str(tmp_path / "file" / "eval")])

@@ -63,7 +63,7 @@ def test_a_node_whose_gpus_are_gone_does_not_train_on_the_cpu(
         if value is not None:
             monkeypatch.setenv(name, value)
     if fails:
-        with pytest.raises(DeviceError, match=f"this node has {gpus}, but torch sees no device; check"):
+        with pytest.raises(DeviceError, match=f"this node has {gpus}, but torch does not see any device; check"):
             devices.choose("auto", 0)
     else:
         assert devices.choose("auto", 0).device.type == "cpu"

@@ -52,7 +52,7 @@ def test_generation_and_round_are_compared_as_numbers(
     zombie = incarnation(tmp_path, monkeypatch, old)
     save(zombie, 1)
     newest = incarnation(tmp_path, monkeypatch, new)
-    with pytest.raises(FencedError, match=r"belongs to generation .* and writes nothing more"):
+    with pytest.raises(FencedError, match=r"belongs to generation .* and stops writing"):
         save(zombie, 9)
     with pytest.raises(FencedError, match="was claimed on"):
         incarnation(tmp_path, monkeypatch, old)

@@ -157,7 +157,7 @@ def test_backend_and_device() -> None:
         ):
             devices.choose("nccl", 0)
     assert devices.choose("gloo", 3).device.type == "cpu"
-    with pytest.raises(ConfigError, match="write auto, nccl, gloo"):
+    with pytest.raises(ConfigError, match="use auto, nccl, gloo"):
         devices.choose("ncl", 0)
 
 
@@ -207,10 +207,10 @@ def test_torchvision_models_by_name_and_mistakes() -> None:
     with pytest.raises(ConfigError, match="did you mean torchvision:resnet50"):
         build_model(ModelConfig(name="torchvision:resnt50"), (3, 64, 64), 5, 0)
     with pytest.raises(
-        ConfigError, match=r"torchvision's models take images of 3 channels, and the data's have 1; take"
+        ConfigError, match=r"torchvision's models need images with 3 channels, but the data's have 1; use"
     ):
         build_model(ModelConfig(name="torchvision:resnet18"), (1, 8, 8), 10, 0)
-    with pytest.raises(ConfigError, match=r"'small_cnm' is not known.*did you mean 'small_cnn'"):
+    with pytest.raises(ConfigError, match=r"'small_cnm' is unknown.*did you mean 'small_cnn'"):
         build_model(ModelConfig(name="small_cnm"), (3, 8, 8), 5, 0)
 
 
@@ -223,7 +223,7 @@ def test_models_with_auxiliary_heads_return_scores_in_training(name: str) -> Non
 
 @pytest.mark.parametrize("key", ["data.micro_batches", "train.threads"])
 def test_numbers_below_zero_are_refused(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}: -1 is less than 0; write"):
+    with pytest.raises(ConfigError, match=rf"{key}=-1: must be at least 0"):
         train.run(config.load(None, ["data.name=digits", f"{key}=-1", f"checkpoint.dir={tmp_path}"]))
 
 

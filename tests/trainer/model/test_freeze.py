@@ -60,7 +60,7 @@ def test_it_may_change_at_a_resume(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (("feature.*",), r"no parameter of small_cnn matches 'feature.\*'; write for example features\."),
+        (("feature.*",), r"no parameter of small_cnn matches 'feature.\*'; use, for example, features\."),
         (("*",), r"no parameter is left to train"),
     ],
 )
@@ -70,5 +70,5 @@ def test_patterns_that_make_no_sense(patterns: tuple[str, ...], message: str) ->
 
 
 def test_strategies_that_work_on_all_parameters_refuse_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.freeze: strategy=fsdp works on all .* set strategy=single"):
+    with pytest.raises(ConfigError, match=r"model.freeze: strategy=fsdp always trains all .* set strategy=single"):
         train.run(config.load(None, [*FROZEN, "strategy=fsdp", f"checkpoint.dir={tmp_path}"]))

@@ -50,7 +50,7 @@ def test_others_are_not(name: str) -> None:
 def test_training_names_the_size(folder: list[str], tmp_path: Path) -> None:
     (end,) = run(1, [*folder, "model.name=torchvision:alexnet", "data.image_size=32"])
     assert "ConfigError: model.name=torchvision:alexnet: cannot take images of 32 x 32" in end.error, end
-    assert "; set data.image_size to the size that the model was made for" in end.error
+    assert "; set data.image_size to the size that the model expects" in end.error
     for end in run(2, [*SYNTHETIC, *SHORT, "model.name=torchvision:alexnet", f"checkpoint.dir={tmp_path / 'other'}"]):
         assert "cannot take images of 32 x 32" in end.error, end
         assert "; take another model, such as resnet18_cifar" in end.error

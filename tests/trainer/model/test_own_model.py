@@ -234,9 +234,7 @@ def test_weights_of_some_forward_passes_alone_are_refused_before_the_first_updat
         "checkpoint.every_steps=1",
     ]
     for ended in run(2, [*keys, f"checkpoint.dir={tmp_path / 'ddp'}"]):
-        assert re.match(r"ConfigError: .*other.weight, .* in some forward passes and none in others", ended.error), (
-            ended
-        )
+        assert re.match(r"ConfigError: .*other.weight, .* in some forward passes but not in others", ended.error), ended
         assert ended.error.endswith("set strategy=ddp ddp.ordered=true")
     assert not list((tmp_path / "ddp").glob("step-*"))
     good(2, [*keys, "ddp.ordered=true", f"checkpoint.dir={tmp_path / 'ordered'}"])
@@ -281,7 +279,9 @@ def test_a_parameter_without_a_dimension_cannot_be_sharded(strategy: str, own: s
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
     for ended in run(2, [*TINY, f"model.name={own}:scaled", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"]):
-        assert ended.error.startswith("ConfigError") and "scale of the model has none; make it" in ended.error, ended
+        assert (
+            ended.error.startswith("ConfigError") and "scale of the model has no dimensions; give it" in ended.error
+        ), ended
 
 
 def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: str) -> None:
@@ -300,13 +300,13 @@ def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: 
         ("nobodys_models:net", r"No module named 'nobodys_models'; put its folder on PYTHONPATH"),
         ("torchvison:resnet18", r"No module named 'torchvison'; did you mean torchvision:resnet18\?"),
         ("somebodys_models:nett", r"has no function 'nett'; did you mean somebodys_models:net\?"),
-        ("somebodys_models:nothing", r"it returned str; return a torch.nn.Module from function\(shape, classes\)"),
+        ("somebodys_models:nothing", r"returned str; return a torch.nn.Module from function\(shape, classes\)"),
         (
             "somebodys_models:lazy",
             r"1.weight has no shape before the first forward pass .*; call the model once before",
         ),
         ("timm:resnet18", r"timm cannot be imported .*; pip install timm"),
-        ("smallcnn", r"write small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
+        ("smallcnn", r"use small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
     ],
 )
 def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("of_1000_classes", r"output has the shape \(200, 1000\) for 200 samples of 10 classes; give a model whose"),
+        ("of_1000_classes", r"output has the shape \(200, 1000\) for 200 samples of 10 classes; use a model whose"),
         ("named", r"the model returns dict; return a tensor of scores"),
     ],
 )

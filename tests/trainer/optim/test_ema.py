@@ -141,5 +141,5 @@ def test_what_is_evaluated_is_the_average(undisturbed: Path) -> None:
 
 @pytest.mark.parametrize("decay", [1.0, -0.1])
 def test_decays_that_make_no_sense(decay: float) -> None:
-    with pytest.raises(ConfigError, match=r"optim.ema_decay: .* write for example 0.999"):
+    with pytest.raises(ConfigError, match=r"optim.ema_decay=.* for example 0.999"):
         MovingAverage(decay, [])

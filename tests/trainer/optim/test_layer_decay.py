@@ -114,7 +114,7 @@ def test_one_is_one_group_and_wrong_values_are_refused() -> None:
     model = SmallCnn((1, 8, 8), 10, ModelConfig(width=4))
     assert len(build_optimizer(OptimConfig(), model.named_parameters(), depths(model)).param_groups) == 1
     for wrong in (0.0, 1.2, float("nan")):
-        with pytest.raises(ConfigError, match=r"optim.layer_decay: .* is not above 0 and at most 1"):
+        with pytest.raises(ConfigError, match=r"optim.layer_decay=.*: must be above 0 and at most 1"):
             build_optimizer(OptimConfig(layer_decay=wrong), model.named_parameters())
 
 
@@ -150,7 +150,9 @@ def test_a_group_matcher_without_timm_is_an_error_with_a_remedy(monkeypatch: pyt
     model = HeadFirst()
     model.group_matcher = lambda coarse: {}  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "timm.models._manipulate", None)
-    with pytest.raises(ConfigError, match=r"optim\.layer_decay: the model has a group_matcher.*pip install timm"):
+    with pytest.raises(
+        ConfigError, match=r"optim\.layer_decay: the model's group_matcher needs timm.*pip install timm"
+    ):
         depths(model)
 
 

@@ -150,7 +150,7 @@ def test_on_an_accelerator_nothing_waits_until_the_report() -> None:
 
 
 def test_a_limit_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.nonfinite_limit: 0 is less than 1"):
+    with pytest.raises(ConfigError, match=r"train\.nonfinite_limit=0: must be at least 1"):
         guard(limit=0)
 
 

@@ -368,18 +368,18 @@ def test_loss_of_numbers_shares_and_weights(smoothing: float) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (OptimConfig(lr=-1), r"optim.lr: -1 is not a finite number"),
+        (OptimConfig(lr=-1), r"optim.lr=-1: must be a finite number"),
         (OptimConfig(weight_decay=float("nan")), r"optim.weight_decay: nan"),
         (OptimConfig(clip_norm=-1.0), r"optim.clip_norm: -1.0"),
         (OptimConfig(nesterov=True, momentum=0), r"optim.nesterov: needs optim.momentum"),
-        (OptimConfig(betas=(0.9,)), r"optim.betas: \[0.9\] is not two numbers .* write for example \[0.9, 0.999\]"),
-        (OptimConfig(label_smoothing=1.0), r"optim.label_smoothing: 1.0 is not from 0 to below 1"),
-        (OptimConfig(ema_decay=1.5), r"optim.ema_decay: 1.5 is not from 0 to below 1"),
+        (OptimConfig(betas=(0.9,)), r"optim.betas=\[0.9\]: must be two numbers .* for example \[0.9, 0.999\]"),
+        (OptimConfig(label_smoothing=1.0), r"optim.label_smoothing=1.0: must be at least 0 and below 1"),
+        (OptimConfig(ema_decay=1.5), r"optim.ema_decay=1.5: must be at least 0 and below 1"),
         (
             OptimConfig(schedule=ScheduleName.ONE_CYCLE, warmup_epochs=1),
             r"optim.warmup_epochs: .*one_cycle has its own warm-up",
         ),
-        (OptimConfig(schedule=ScheduleName.ONE_CYCLE, rise=1.0), r"optim.rise=1.0 .* write for example optim.rise=0.3"),
+        (OptimConfig(schedule=ScheduleName.ONE_CYCLE, rise=1.0), r"optim.rise=1.0 .* for example optim.rise=0.3"),
     ],
 )
 def test_values_that_make_no_sense(config: OptimConfig, message: str) -> None:

@@ -234,9 +234,9 @@ def test_one_direction_that_is_blocked(world: int, pairs: str, tmp_path: Path) -
     """What a host's firewall does: connections that begin here are let out, none is let in. The store works."""
     flown = fly(tmp_path, world, prepare=listener_loses(1))
     value = f"{pairs} directed pairs fail; node-a -> node-b ("
-    remedy = "let in TCP ports 1024-65535 on lo at node-b from the other nodes"
+    remedy = "allow incoming TCP ports 1024-65535 on lo at node-b from the other nodes"
     flown.assert_only("reachability", "FAIL", "node-b (in)", value, remedy)
-    assert "no answer: blocked" in flown.results["reachability"]["value"]
+    assert "no response: blocked" in flown.results["reachability"]["value"]
     assert flown.results["all-reduce"]["value"] == "not tried: reachability"
     assert flown.results["clocks"]["status"] == "OK", "measured in the other direction"
     assert flown.seconds < 20 * slowness()
@@ -265,8 +265,8 @@ def test_a_rank_that_cannot_reach_rank_0_says_so_and_is_named(nodes: Network, tm
     flown = fly(tmp_path, 3, "preflight.join_seconds=4", place=nodes)
     assert flown.codes == [1, 1, 1]
     assert "rank 2 on node-c cannot reach rank 0 at 10.77.0.1:" in flown.said[2]
-    assert "does not answer on TCP port" in flown.said[2]
-    assert flown.results["ranks"]["culprit"] == ["rank 2: nothing heard of it"]
+    assert "does not respond on TCP port" in flown.said[2]
+    assert flown.results["ranks"]["culprit"] == ["rank 2: never joined"]
     assert flown.results["reachability"]["status"] == "OK", "the others were tried all the same"
     assert flown.seconds < 25 * slowness()
 
@@ -278,8 +278,8 @@ def test_an_interface_that_gloo_would_not_find_others_by(nodes: Network, tmp_pat
         "own address",
         "FAIL",
         "node-b",
-        "the host's name is 127.0.0.1 there",
-        "set GLOO_SOCKET_IFNAME (to eth0, it seems)",
+        "the host's name resolves to 127.0.0.1 there",
+        "set GLOO_SOCKET_IFNAME (probably to eth0)",
     )
 
 
@@ -296,7 +296,7 @@ def test_a_name_of_rank_0_that_is_not_known(tmp_path: Path) -> None:
     flown = fly(tmp_path, 2, "preflight.join_seconds=2", absent=(0,), env=lambda _: {"MASTER_ADDR": "rank0.invalid"})
     assert flown.codes == [1]
     assert (
-        "the name rank0.invalid is not known here" in flown.said[0]
+        "the name rank0.invalid cannot be resolved here" in flown.said[0]
         and "check MASTER_ADDR and this node's DNS" in flown.said[0]
     )
 
@@ -308,7 +308,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     flown = fly(tmp_path, 3, "preflight.join_seconds=3", absent=(1,))
     assert flown.codes == [1, 1]
     assert flown.results["ranks"]["value"] == "2 of 3 here"
-    assert flown.results["ranks"]["culprit"] == ["rank 1: nothing heard of it"]
+    assert flown.results["ranks"]["culprit"] == ["rank 1: never joined"]
     assert flown.results["all-reduce"]["status"] == "SKIPPED"
     assert 3 < flown.seconds < 15 * slowness()
 
@@ -427,7 +427,7 @@ def test_little_space(tmp_path: Path) -> None:
         "WARN",
         "node-b",
         "8 MiB free",
-        "free space, lower checkpoint.keep, or take a larger volume; 1.0 GiB",
+        "free some space, lower checkpoint.keep, or use a larger volume; 1.0 GiB",
     )
 
 
@@ -440,7 +440,7 @@ def test_space_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
         (tmp_path / "c" / "step-000000008.pt").write_bytes(bytes(2**23))
 
     flown = fly(tmp_path, 2, "checkpoint.shared=false", "preflight.free_gb=0.001", prepare=on(1, mount_and_fill))
-    flown.assert_only("checkpoint folder", "WARN", "node-b", "12 MiB free", "16 MiB are wanted")
+    flown.assert_only("checkpoint folder", "WARN", "node-b", "12 MiB free", "16 MiB are needed")
 
 
 def test_generated_data_and_those_of_a_store_need_no_folder() -> None:
@@ -477,7 +477,7 @@ def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path: Path) -> 
     flown = fly(tmp_path, 2, "data.name=imagefolder", f"data.dir={folder}", "preflight.step_seconds=2")
     found = flown.results["data folder"]
     assert found["culprit"] == ["node-a", "node-b"]
-    assert found["value"] == "no answer within 2 s while checking the data folder" and "a mount" in found["remedy"]
+    assert found["value"] == "no response within 2 s while checking the data folder" and "a mount" in found["remedy"]
     assert flown.seconds < 15 * slowness()
 
 
@@ -495,7 +495,7 @@ def test_a_wrong_sum(tmp_path: Path) -> None:
     flown = fly(tmp_path, 2, prepare=on(1, lambda: setattr(Group, "sum", bent)))
     culprits = "rank 0 on node-a, rank 1 on node-b"
     flown.assert_only(
-        "all-reduce", "FAIL", culprits, "1 of 262144 sums are wrong on cpu (gloo)", "a fault of the network, the driver"
+        "all-reduce", "FAIL", culprits, "1 of 262144 sums are wrong on cpu (gloo)", "caused by the network, the driver"
     )
 
 
@@ -548,7 +548,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert command.main([f"--json={tmp_path / 'report.json'}", f"checkpoint.dir={tmp_path}", "train.threads=1"]) == 0
     assert "preflight of 1 rank(s) on 1 node(s): 14 OK" in capsys.readouterr().out
     assert json.loads((tmp_path / "report.json").read_text())["failed"] is False
-    with pytest.raises(ConfigError, match=r"--json /nowhere/r.json: its folder does not exist"):
+    with pytest.raises(ConfigError, match=r"--json /nowhere/r.json: the folder does not exist"):
         command.main(["--json=/nowhere/r.json"])
     for key in ("join_seconds", "step_seconds"):
         with pytest.raises(ConfigError, match=f"preflight.{key}: 0.0 is not above 0"):
@@ -573,7 +573,7 @@ def test_the_folder_of_the_file_in_which_ranks_meet_goes(tmp_path: Path) -> None
     where = {"DDPJOB_TRAINER_INIT": f"file://{place}/file"}
     flown = fly(tmp_path, 2, "preflight.join_seconds=4", prepare=prepare, env=lambda _: where)
     assert flown.codes == [1, 1] and flown.results == {}, flown.said
-    assert all(f"{place}/file" in said and "its folder is" in said for said in flown.said), flown.said
+    assert all(f"{place}/file" in said and "its folder exists" in said for said in flown.said), flown.said
     assert flown.seconds < 30 * slowness()
 
 
@@ -592,4 +592,4 @@ def test_a_file_system_that_does_not_answer_when_its_file_is_opened(tmp_path: Pa
     where = {"DDPJOB_TRAINER_INIT": f"file://{tmp_path}/pipe"}
     flown = fly(tmp_path, 2, "preflight.join_seconds=1", env=lambda _: where)
     assert flown.codes == [1, 1] and flown.seconds < 10 * slowness()
-    assert all(f"no answer within 1 s while opening {tmp_path}/pipe" in said for said in flown.said), flown.said
+    assert all(f"no response within 1 s while opening {tmp_path}/pipe" in said for said in flown.said), flown.said

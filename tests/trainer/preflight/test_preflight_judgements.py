@@ -211,7 +211,7 @@ def test_shared_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shared_memory_for_samples_of_unknown_size() -> None:
     found = facts.shared_memory(context("data.name=houses.prices:read"))
-    assert "what data.workers need for data.name=houses.prices:read is not known" in found.value
+    assert "the needs of data.workers for data.name=houses.prices:read are unknown" in found.value
     assert "data.workers need 0" in facts.shared_memory(context("data.name=houses.prices:read", "data.workers=0")).value
 
 
@@ -236,7 +236,7 @@ def test_data_that_is_too_much_to_count(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_entries_that_are_no_data(tmp_path: Path) -> None:
     """The index of shards, and what a desktop and a file system leave; an empty folder is a fault."""
-    with pytest.raises(PreflightError, match="it is empty"):
+    with pytest.raises(PreflightError, match="the folder is empty"):
         facts.count(tmp_path, 60)
     for name in ("a.tar", "b/c.tar"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -246,7 +246,7 @@ def test_entries_that_are_no_data(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "lost+found").mkdir(mode=0)
     assert facts.count(tmp_path, 60) == before
-    ready, later = RankFinding("data", same=before), RankFinding("not there yet")
+    ready, later = RankFinding("data", same=before), RankFinding("does not exist yet")
     assert merged("data folder", later, ready).status is Status.OK, "data.download fetches it to the others"
 
 
@@ -263,7 +263,7 @@ def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "m")
     monkeypatch.setenv("MASTER_PORT", "1")
     row = merged("master address", found(HOME, "127.0.0.1", "::1"), found("other", "127.0.0.1"))
-    assert (row.status, row.culprit, row.value) == (Status.FAIL, ("rank 1 on b",), "m is each node itself")
+    assert (row.status, row.culprit, row.value) == (Status.FAIL, ("rank 1 on b",), "m points each node to itself")
     assert "set MASTER_ADDR" in row.remedy
     row = merged("master address", *[found(HOME, "127.0.0.1")] * 2)
     assert row.status is Status.OK, "nodes that share a loopback are one machine"
@@ -276,7 +276,7 @@ def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_address_that_others_cannot_use() -> None:
     good, bad = NodeAddress("one", "10.0.0.1", "10.0.0.1", "eth0"), NodeAddress("two", "10.0.0.2", "127.0.1.1", "ib0")
     row = checks.own_address({0: good, 1: bad}, {}, layout(2))
-    assert (row.status, row.culprit) == (Status.FAIL, ("b",)) and "GLOO_SOCKET_IFNAME (to ib0" in row.remedy
+    assert (row.status, row.culprit) == (Status.FAIL, ("b",)) and "GLOO_SOCKET_IFNAME (probably to ib0" in row.remedy
     assert checks.own_address({0: bad, 1: bad}, {}, layout(2)).value == "10.0.0.2 (ib0)", "one machine"
     assert checks.own_address({0: good}, {1: "interface x has no address"}, layout(2)).culprit == ("b",)
 
@@ -328,14 +328,16 @@ NODES = {0: NodeAddress("s", "10.0.0.1", "", "eth0", 1), 1: NodeAddress("t", "10
 
 def test_reachability_names_direction_and_remedy() -> None:
     """Only what node a sends out to b is lost; a node that does not report is named as well."""
-    lost = {0: {1: Contact("no answer: blocked")}, 1: {0: Contact("")}}
+    lost = {0: {1: Contact("no response: blocked")}, 1: {0: Contact("")}}
     row = checks.reachability(lost, NODES, layout(2))
-    assert row.culprit == ("b (in)",) and row.value.endswith("a -> b (10.0.0.2, port 2): no answer: blocked")
-    assert row.remedy == "let in TCP ports 1024-65535 on eth1 at b from the other nodes"
+    assert row.culprit == ("b (in)",) and row.value.endswith("a -> b (10.0.0.2, port 2): no response: blocked")
+    assert row.remedy == "allow incoming TCP ports 1024-65535 on eth1 at b from the other nodes"
     third = {**NODES, 2: NodeAddress("u", "10.0.0.3", "", "eth2", 3)}
     out = {0: {1: Contact("Connection refused"), 2: Contact("Connection refused")}, 1: {}, 2: {}}
     row = checks.reachability(out, third, layout(3))
-    assert row.culprit == ("a (out)",) and row.remedy.startswith("let out TCP ports 1024-65535 at a; if the address")
+    assert row.culprit == ("a (out)",) and row.remedy.startswith(
+        "allow outgoing TCP ports 1024-65535 at a; if the address"
+    )
     row = checks.reachability({0: {1: Contact("")}}, NODES, layout(2))
     assert (row.status, row.culprit, row.value) == (Status.FAIL, ("b",), "no report")
 
@@ -348,9 +350,9 @@ def test_a_listener_that_is_another_program() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = NodeAddress("", "127.0.0.1", port=server.getsockname()[1], token="token")
-        assert "it stands still, or another program" in tried(server)
+        assert "it hangs, or another program" in tried(server)
         threading.Thread(target=lambda: [server.accept()[0].close() for _ in range(2)], daemon=True).start()
-        assert "another program has this address" in tried(server)
+        assert "another program uses this address" in tried(server)
     assert peers.connect(where, 2).problem == "Connection refused"
     listener = peers.Listener("127.0.0.1", "token")
     assert tried(listener.socket) == "" and "another program" in tried(listener.socket, "other")
@@ -365,7 +367,7 @@ def test_clocks_are_only_blamed_for_what_is_sure() -> None:
     def judged(there: Contact, back: Contact) -> Result:
         return checks.clocks({0: {1: there}, 1: {0: back}}, layout(2), 1.0)
 
-    none = Contact("no answer: blocked")
+    none = Contact("no response: blocked")
     assert judged(Contact("", 2.0, 1.5), none).status is Status.OK
     assert judged(Contact("", 2.0, 0.5), none).culprit == ("b (+2.0 s)",)
     assert judged(none, Contact("", -2.0, 0.5)).culprit == ("b (+2.0 s)",)
@@ -405,7 +407,7 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 
 def test_what_takes_too_long_is_left_behind() -> None:
     began = time.monotonic()
-    with pytest.raises(PreflightError, match="no answer within 0 s while asking"):
+    with pytest.raises(PreflightError, match="no response within 0 s while asking"):
         within(0.1, "asking", lambda: time.sleep(30))
     assert time.monotonic() - began < 2 * slowness()
     with pytest.raises(ZeroDivisionError):

@@ -280,7 +280,10 @@ PLOTTED = (
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("plot.txt", r"plot\.txt cannot be written \(Format 'txt' is not supported.*\): give another file with -o"),
+        (
+            "plot.txt",
+            r"plot\.txt cannot be written \(Format 'txt' is not supported.*\): choose a different file with -o",
+        ),
         ("none/plot.png", r"none/plot\.png cannot be written \(No such file or directory\)"),
     ],
 )
@@ -296,12 +299,12 @@ def test_lines_of_something_else_are_passed_over(line: bytes, tmp_path: Path) ->
     file.write_bytes(line + b"\n" + PLOTTED + line + b"\n")
     assert plot_runs.main([str(file), "-o", str(tmp_path / "plot.svg")]) == 0
     file.write_bytes(line + b"\n")
-    with pytest.raises(TrainerError, match="holds no step yet"):
+    with pytest.raises(TrainerError, match="has no steps yet"):
         plot_runs.main([str(file)])
 
 
 def test_plot_of_nothing_says_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="give the folder of a run"):
+    with pytest.raises(TrainerError, match="name the folder of a run"):
         history.read(tmp_path)
 
 

@@ -198,23 +198,23 @@ def test_a_missing_package_is_named(
 
 
 def test_values_that_make_no_sense_are_named(tmp_path: Path, capfd: Any) -> None:
-    with pytest.raises(ConfigError, match=r"report\.prometheus_port: 70000 is not a port"):
+    with pytest.raises(ConfigError, match=r"report\.prometheus_port=70000: must be a port"):
         background.check_report(ReportConfig(prometheus_port=70000))
     for steps in ("[5]", "[0, 2]", "[3, 0]"):
-        with pytest.raises(ConfigError, match=r"report\.profile_steps: .* is not \[START, COUNT\]"):
+        with pytest.raises(ConfigError, match=r"report\.profile_steps=.*: must be \[START, COUNT\]"):
             background.check_report(config.load(None, [f"report.profile_steps={steps}"]).report)
     remedies = {"straggler_factor": "1.5, or 0", "straggler_seconds": "30", "peak_flops": "989e12, or 0"}
     wrong: dict[str, list[float]] = {"straggler_factor": [1, 0.5], "straggler_seconds": [], "peak_flops": []}
     for key, values in wrong.items():
         for value in [*values, -1.0, math.nan, math.inf]:
-            message = rf"report\.{key}: {value} is not .*; write for example {re.escape(remedies[key])}"
+            message = rf"report\.{key}={value}: must be .* for example {re.escape(remedies[key])}"
             with pytest.raises(ConfigError, match=message):
                 background.check_report(replace(ReportConfig(), **{key: value}))
         background.check_report(replace(ReportConfig(), **{key: 0}))
         background.check_report(replace(ReportConfig(), **{key: 1.01}))
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on port {port} .*give another"):
+        with pytest.raises(ConfigError, match=f"cannot listen on port {port} .*set a different port"):
             open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path))
         open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path, step=4)).close(complete=True)
     assert f"cannot listen on port {port}" in capfd.readouterr().err, "a restart is not ended by it"

@@ -200,14 +200,14 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
     ("world", "keys", "message"),
     [
         (2, ["strategy=single"], "set strategy=ddp, or start one process"),
-        (2, ["strategy=dp"], "strategy=dp: there are 2 ranks"),
+        (2, ["strategy=dp"], "strategy=dp: cannot use 2 ranks"),
         (
             3,
             ["strategy=pipeline", "pipeline.stages=2"],
-            "pipeline.stages=2: 3 ranks are not a multiple of it; start 2 ranks or a multiple",
+            "pipeline.stages=2: the number of ranks (3) must be a multiple of it; start 2 ranks or a multiple",
         ),
         (1, ["strategy=pipeline", "pipeline.stages=-1"], "pipeline.stages=-1"),
-        (2, ["strategy=pipeline", "pipeline.micro_batches=0"], "pipeline.micro_batches: 0 is less than 1"),
+        (2, ["strategy=pipeline", "pipeline.micro_batches=0"], "pipeline.micro_batches=0: must be at least 1"),
         (
             2,
             ["strategy=pipeline", "train.accumulate=2", "data.micro_batches=0"],
@@ -227,9 +227,9 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
         (
             1,
             ["strategy=ddp_mp", "ddp_mp.devices=9"],
-            "ddp_mp.devices: 9 stages, and the model is a sequence of 7 modules with weights; write 7",
+            "ddp_mp.devices: cannot make 9 stages, because the model has only 7 modules with weights; write at most 7",
         ),
-        (1, ["strategy=ddp_mp", "ddp_mp.devices=0"], "ddp_mp.devices: 0 is less than 1"),
+        (1, ["strategy=ddp_mp", "ddp_mp.devices=0"], "ddp_mp.devices=0: must be at least 1"),
         (1, ["strategy=ddp_mp", "ddp.ordered=true"], "ddp.ordered: strategy=ddp_mp has no device that holds"),
         (2, ["strategy=fsdp", "ddp.ordered=true"], "ddp.ordered: strategy=fsdp adds gradients up"),
     ],

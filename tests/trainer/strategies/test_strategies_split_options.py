@@ -153,6 +153,6 @@ def test_a_torch_that_cannot_do_it_is_named_with_the_one_that_can(
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
     settings = config.load(None, [*TINY, f"strategy={strategy}"])
     with pytest.raises(
-        ConfigError, match=r"needs torch 2\.7 or later, and this is 2\.6\.0\+cpu; install another torch"
+        ConfigError, match=r"needs torch 2\.7 or later, but this is 2\.6\.0\+cpu; install a later torch"
     ):
         open_strategy(settings, Group(0, 2), torch.device("cpu"))

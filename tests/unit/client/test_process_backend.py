@@ -313,7 +313,7 @@ def test_of_two_that_submit_a_job_at_one_moment_the_second_finds_it_running(
     for thread in threads:
         thread.join()
     running.close()
-    assert sorted(said) == ["j", "job j is running already; `ddpjob stop j` stops it"]
+    assert sorted(said) == ["j", "job j is already running; `ddpjob stop j` stops it"]
     assert len(started) == 1 and json.loads((tmp_path / "j" / "submitted.json").read_text()) == started[0]
 
 

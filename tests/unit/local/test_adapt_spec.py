@@ -195,7 +195,8 @@ def test_a_variable_from_a_file_of_a_volume_is_this_shell_s(tmp_path: Path, monk
     source = {"fileKeyRef": {"volumeName": "keys", "path": "keys.env", "key": "TOKEN"}}
     template = {"spec": {"containers": [{"name": "trainer", "env": [{"name": "TOKEN", "valueFrom": source}]}]}}
     assert fitted(tmp_path, podTemplate=template).problems == (
-        "spec.podTemplate.spec.containers[0].env[0].valueFrom.fileKeyRef: the file of a volume cannot be read on this "
+        "spec.podTemplate.spec.containers[0].env[0].valueFrom.fileKeyRef: the file of a volume cannot be read"
+        " on this "
         "machine; export TOKEN in this shell to use that value instead",
     )
     monkeypatch.setenv("TOKEN", "x")
@@ -255,7 +256,7 @@ def test_a_python_without_torch_starts_no_job_that_needs_it(tmp_path: Path, monk
 def test_a_command_without_the_right_to_be_executed(tmp_path: Path) -> None:
     program = tmp_path / "n.sh"
     program.touch(0o644)
-    note = f"spec.command: ./n.sh may not be executed; chmod +x {program}"
+    note = f"spec.command: ./n.sh cannot be executed; run chmod +x {program}"
     assert note in fitted(tmp_path, command=["./n.sh"]).warnings
     program.chmod(0o755)
     assert note not in fitted(tmp_path, command=["./n.sh"]).warnings

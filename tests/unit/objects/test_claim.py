@@ -91,6 +91,6 @@ def test_pods_mount_it() -> None:
 def test_a_claim_without_a_template_is_a_mistake() -> None:
     job = making()
     bare = replace(job, spec=replace(job.spec, storage=replace(job.spec.storage, checkpoints=None)))
-    with pytest.raises(ValueError, match="makes no claim"):
+    with pytest.raises(ValueError, match="does not have a claimTemplate"):
         build_claim(bare)
     assert template_mark(bare) == ""

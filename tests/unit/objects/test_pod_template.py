@@ -72,7 +72,7 @@ from ddpjob.objects.strategic_merge import merge
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicy": "Always"}]}},
-            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (the operator",
+            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (ended pods",
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicyRules": [{"action": "Restart"}]}]}},

@@ -1,4 +1,4 @@
-"""DIR/best.json holds the scores of the folder's checkpoints and names the best one.
+"""Keeps the scores of the folder's checkpoints and the name of the best one in DIR/best.json.
 
 DIR/best.pt (best.dcp) links to it.
 """
@@ -29,13 +29,13 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
         if found["metric"] == metric:
             scores = found["scores"].items()
             return {int(step): math.nan if value is None else float(value) for step, value in scores}
-        problem = f"holds {found['metric']}, and checkpoint.best_by is {metric}"
+        problem = f"has scores by {found['metric']}, but checkpoint.best_by={metric}"
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is damaged ({error})"
     print(
-        f"warning: {path} {problem}: the best checkpoint is chosen from the evaluations from now on",
+        f"warning: {path} {problem}, so the best checkpoint is chosen only from later evaluations",
         file=sys.stderr,
         flush=True,
     )
@@ -63,7 +63,7 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
         temporary.symlink_to(best.name)
     except OSError:  # Not every file system supports links; best.json names the checkpoint too.
         return
-    # A copy that followed the link, as made by rsync --copy-links.
+    # A copy of the checkpoint instead of the link, as made by rsync --copy-links.
     if link.is_dir() and not link.is_symlink():
         temporary.unlink()
         print(

@@ -57,8 +57,7 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
         return Bucket.open(config.url)
     except LibraryMissing:
         raise ConfigError(
-            f"checkpoint.url={config.url} needs the library obstore, which this image does not have; pip install "
-            f"obstore"
+            f"checkpoint.url={config.url} needs the package obstore, which is not installed; run pip install obstore"
         ) from None
     except BucketError as error:
         raise ConfigError(f"checkpoint.url={error}") from None
@@ -90,7 +89,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Offered:
-    """A complete checkpoint in the bucket.
+    """A complete checkpoint that the bucket has.
 
     It is either a fetched file, or in parts that the ranks read together.
     """
@@ -191,13 +190,13 @@ class Copies:
             except CheckpointError as error:
                 _warn(f"warning: {error}; trying the next older one")
             else:
-                print(f"checkpoint {offered.manifest.name} is from {self._bucket.url}", flush=True)
+                print(f"checkpoint {offered.manifest.name} was fetched from {self._bucket.url}", flush=True)
                 self._there, self._fetched = entry.step, entry
                 return offered
         if newer and step < 0:
             raise CheckpointError(
                 f"no checkpoint in {self._bucket.url} can be read (the warnings name each); nothing was overwritten."
-                " Restore one, or set checkpoint.url to another prefix, to start from scratch"
+                " Restore one, or set checkpoint.url to a different prefix to start from scratch"
             )
         self._there = max((entry.step for entry in entries if entry not in newer), default=-1)
         return None
@@ -210,7 +209,7 @@ class Copies:
         offered = Offered(entry, _patiently(lambda: self._bucket.manifest(entry)))
         name = offered.manifest.name
         if name != f"step-{entry.step:09d}{dcp.SUFFIX if offered.in_parts else torch_file.SUFFIX}":
-            raise CheckpointError(f"{self._bucket.url}/{entry.key} names {name}, not that of its step")
+            raise CheckpointError(f"{self._bucket.url}/{entry.key} names {name}, which belongs to a different step")
         if not offered.in_parts:
             with _disk(folder / name):
                 _patiently(lambda: self._bucket.fetch(entry, folder))
@@ -223,7 +222,7 @@ class Copies:
         _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
 
     def pass_over(self, step: int) -> None:
-        """Do not fetch this step's file again, because it was fetched but cannot be read."""
+        """Do not fetch this step's file again, because its first copy cannot be read."""
         if self._fetched is not None and self._fetched.step == step:
             self._unreadable.add(self._fetched)
 
@@ -276,7 +275,7 @@ class Copies:
         self._scores = scores
         if not self._uploads.wait(0.0) or self._uploads.lost:
             newest = self._uploads.newest
-            there = "none from this process" if newest is None else f"latest: step {newest}"
+            there = "no checkpoint from this process is there" if newest is None else f"latest: step {newest}"
             _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s ({there})")
             return False
         try:
@@ -361,7 +360,7 @@ def _disk(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise FetchError(
-            f"{path} cannot be fetched: {error.strerror or error}. Free space or repair the volume"
+            f"{path} cannot be fetched: {error.strerror or error}. Free some space or repair the volume"
         ) from error
 
 

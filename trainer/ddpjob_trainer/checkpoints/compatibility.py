@@ -21,10 +21,11 @@ _SHOWN = 3
 _SHAPING = ("model.", "data.name", "data.shape", "data.classes", "optim.name", "amp.")
 """Prefixes of keys that determine which tensors exist."""
 _WHERE = ("model", "state_dict", "model_state_dict")
-"""Keys of the state dict in torch.save files: those of this trainer and torchvision, timm,
-PyTorch's examples."""
+"""Keys under which the state dict may be in torch.save files (this trainer, torchvision, timm,
+PyTorch's examples).
+"""
 _AVERAGES = ("state_dict_ema", "model_ema")
-"""Keys of its moving average in the files of timm and of torchvision's references."""
+"""Keys of its moving average in files from timm and torchvision's references."""
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of tensor names that torch.compile and other module wrappers add."""
 
@@ -49,21 +50,22 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     """Raise CheckpointError if a training with these settings and tensors cannot resume."""
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
-            f"the newest checkpoint in {folder} has no {min(missing)}: your own training loop saved it, and only that "
-            f"loop can continue from it; set checkpoint.dir to a different folder"
+            f"the newest checkpoint in {folder} has no {min(missing)}: it was saved by your own training loop,"
+            " and only that loop can resume from it; set checkpoint.dir to a different folder"
         )
     for key, before in (("data.seed", settings["data.seed"]), ("data.repeats", 1)):
         now = settings[key]
         if (was := snapshot["config"].get(key, before)) != now:
             raise CheckpointError(
                 f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, and now it is "
-                f"{now}. The order of the samples depends on it, and an epoch must take each sample once. To resume set"
+                f"{now}. The order of the samples depends on it, and an epoch must take each sample once. To"
+                " resume set"
                 f" {key}={was}; to start from scratch set checkpoint.dir to a different folder"
             )
     changed = changed_keys(snapshot["config"], settings)
     found = list_differences(snapshot["model"], wanted)
     if not found and snapshot["config"]["optim.name"] != settings["optim.name"]:
-        found = [f"its optimizer is {snapshot['config']['optim.name']}, and now it is {settings['optim.name']}"]
+        found = [f"its optimizer is {snapshot['config']['optim.name']}, but now it is {settings['optim.name']}"]
     if not found:
         return
     remedy = (
@@ -93,7 +95,7 @@ def load_weights(
     """Return the complete weights to start from, by name, on every rank.
 
     They come from the checkpoint (with `average`, from its moving average, if any), but names that
-    match `keep` retain the model's own weights. Rank 0 reads, and prints whether it took the
+    match `keep` retain the model's own weights. Rank 0 reads, and prints whether it uses the
     average; `alive` is called meanwhile. Raises CheckpointError on every rank if the weights cannot
     be read or do not fit.
     """
@@ -120,7 +122,8 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
     found = weights_in(content, path, average=average)
     if idle := [pattern for pattern in keep if not fnmatch.filter([*model, *found], pattern)]:
         raise CheckpointError(
-            f"checkpoint.load_except: no tensor of the model or of {path} matches {idle[0]!r}, so all tensors would be "
+            f"checkpoint.load_except: no tensor of the model or of {path} matches {idle[0]!r}, so all tensors"
+            " would be "
             f"loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
         )
     if has_average(content):
@@ -146,8 +149,8 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
         )
     if broken := [name for name, tensor in weights.items() if tensor.isnan().any()]:
         raise CheckpointError(
-            f"checkpoint.load: {len(broken)} of the {len(weights)} tensors in {path} contain NaN (the first is "
-            f"{broken[0]}): that training had diverged. Use an earlier checkpoint"
+            f"checkpoint.load: {len(broken)} of the {len(weights)} tensors in {path} contain NaN (the first is"
+            f" {broken[0]}), because that training diverged. Use an earlier checkpoint"
         )
     return weights
 
@@ -163,20 +166,20 @@ def read_whole(path: Path) -> Any:
         path = _choose_checkpoint(path)
         return _read(path)
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint.load: {path} is {error}; give another checkpoint") from error
+        raise CheckpointError(f"checkpoint.load: {path} is {error}; choose a different checkpoint") from error
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.load: {path} cannot be read: {error.strerror}; give an existing file"
+            f"checkpoint.load: {path} cannot be read: {error.strerror}; set it to an existing file"
         ) from error
     except Exception as error:  # torch's reader fails in many ways on arbitrary files.
         if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"checkpoint.load: {path} holds a {found[1]}, and loading it would run its code, so only tensors and "
-                f"plain values are read; give a file that contains only the state dict, written by "
+                f"checkpoint.load: {path} contains a {found[1]}, which would run code when loaded; use a file"
+                " that contains only the state dict, written by "
                 f"torch.save(model.state_dict(), FILE)"
             ) from error
-        # torch's advice for a pickle, weights_only=False, does not help a user who does not call
-        # torch.load.
+        # torch advises weights_only=False for a pickle, which does not help users who do not call
+        # torch.load themselves.
         why = "" if isinstance(error, pickle.UnpicklingError) else f": {first_line(error)}"
         raise CheckpointError(f"checkpoint.load: {path} is damaged, or torch.save did not write it{why}") from error
 
@@ -217,7 +220,8 @@ def weights_in(found: Any, path: Path, *, average: bool) -> dict[str, torch.Tens
         or not all(isinstance(tensor, torch.Tensor) for tensor in found.values())
     ):
         raise CheckpointError(
-            f"checkpoint.load: {path} holds no state dict (names to tensors), neither at the top nor under"
+            f"checkpoint.load: {path} does not contain a state dict (a mapping from names to tensors), neither"
+            " at the top level nor under"
             f" {', '.join(_WHERE)}"
         )
     tensors = {**found, **averages}

@@ -142,7 +142,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
             # If the manifest is too large, read only its beginning.
             return manifests.read(file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1))
     except FileNotFoundError:
-        raise CheckpointError("incomplete (it has no manifest)") from None
+        raise CheckpointError("incomplete (the manifest is missing)") from None
 
 
 def contents(path: Path) -> dict[str, tuple[int, str]]:
@@ -200,7 +200,8 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
                     target.fill(file, chunk)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} cannot be read here ({error.strerror}): checkpoint.format=dcp needs a folder on all nodes"
+            f"{path} cannot be read on this node ({error.strerror}); checkpoint.format=dcp needs a folder that"
+            " every node sees"
         ) from error
     snapshot: Snapshot = manifests.decode(found.state, lambda _, name: targets[name].content)
     return snapshot
@@ -266,7 +267,7 @@ class _Target:
 def together(group: Any, act: Any) -> list[Any]:
     """Return every rank's result of `act`, in rank order.
 
-    If it fails on one rank, all ranks raise: that rank raises the error itself, the others an error
+    If it fails on one rank, that rank raises the error itself, and the other ranks raise an error
     that names the rank.
     """
     own: Any = None
@@ -348,7 +349,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
     # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If they were
     # spread over all files, each rank would have to fetch every file at a start. If no tensor is
-    # sharded, all ranks write and read alike.
+    # sharded, all ranks write and read in the same way.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
     # torch 2.6 lacks this argument, and detects by itself that there is no group.
@@ -387,7 +388,7 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
         values = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)]:
             raise CheckpointError(
-                f"torch {torch.__version__} wrote a tensor in a way that this trainer does not know; set "
+                f"torch {torch.__version__} wrote a tensor in a form that this trainer does not know; set "
                 f"checkpoint.format=torch"
             )
         view.seek(values[0].header_offset)
@@ -451,9 +452,9 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
             part = temporary / name
             if not part.exists() or part.stat().st_size != entry["size"]:
                 raise CheckpointError(
-                    f"rank {min(parts)} does not see {name}, which rank {rank} has written: checkpoint.format=dcp needs"
-                    " one folder that every node sees, or a bucket; set checkpoint.dir to one, checkpoint.url, or"
-                    " checkpoint.format=torch"
+                    f"rank {min(parts)} does not see {name}, which rank {rank} has written; for"
+                    " checkpoint.format=dcp, set checkpoint.dir to a folder that every node sees, or set"
+                    " checkpoint.url; or set checkpoint.format=torch"
                 )
     write_atomically(temporary / MANIFEST, manifest)
     # An unreadable checkpoint must not replace a readable one, because older ones are deleted next.

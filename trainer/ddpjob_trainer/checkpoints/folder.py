@@ -1,4 +1,4 @@
-"""The checkpoint folder: when to save, which ranks write, what to keep, where to resume."""
+"""The checkpoint folder. Decides when to save, which ranks write, what to keep, where to resume."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 class CheckpointFolder:
     """The checkpoints in one folder, as seen by one rank.
 
-    `writes`: whether this rank maintains the folder.
+    `writes` is whether this rank maintains the folder.
     """
 
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
@@ -73,7 +73,7 @@ class CheckpointFolder:
         self._copied: Path | None = None
         """The multi-part checkpoint last offered to the bucket."""
         self._uncopied: tuple[Entry, list[str]] | None = None
-        """The newest checkpoint and this rank's files of it, if it has not been offered yet."""
+        """The newest checkpoint and this rank's files in it, if these have not been offered yet."""
         if self.writes or self._parts:
             prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
 
@@ -89,8 +89,8 @@ class CheckpointFolder:
         """
         if unused := sorted({"load", "load_average", "load_except"} & set(settings)):
             raise ConfigError(
-                f"CheckpointFolder.open: {unused[0]} applies to the built-in trainer and has no effect here; leave it "
-                "out, and if newest() returns None, load the weights into the model with torch.load"
+                f"CheckpointFolder.open: {unused[0]} applies only to the built-in trainer; leave it out, and if"
+                " newest() returns None, load the weights with torch.load"
             )
         config = loader.build(CheckpointConfig, ("CheckpointFolder.open", settings))
         folder = cls(config, config.dir or Path("checkpoints"), group)
@@ -258,8 +258,9 @@ class CheckpointFolder:
             copied = copies.finish(self._scores, wait)
             if not copied and seconds is None and not self._config.shared:
                 failure = CheckpointError(
-                    f"the last checkpoint is not in checkpoint.url={self._config.url} (the warnings say why), and"
-                    f" {self.path} is lost with its machine; training is complete only when the bucket has its result"
+                    f"the last checkpoint is not in checkpoint.url={self._config.url} (the warnings say why),"
+                    f" and {self.path} exists only on this machine. Training is complete only once its result"
+                    " is in the bucket"
                 )
         ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
         if any(ends):
@@ -343,7 +344,7 @@ class CheckpointFolder:
                 incarnation, group = self._claim.incarnation, self._parts_group
                 names = dcp.write(path, incarnation, taken, metadata, group, self._check_claim, self._heads)
             else:
-                self._check_claim()  # A folder that has vanished is not recreated.
+                self._check_claim()  # A missing folder is not recreated.
                 torch_file.write(path, taken, metadata, self._check_claim)
         except OSError:
             # A newer incarnation removes temporary files, which would explain the error.
@@ -386,7 +387,7 @@ class CheckpointFolder:
             self._unmarked = self._config.keep_best > 0
             where, why = error.filename or self.path, error.strerror or error
             print(
-                f"warning: {where}: {why}: older checkpoints stay, and the best one may be unmarked",
+                f"warning: {where}: {why}; older checkpoints stay, and the best one may not be marked",
                 file=sys.stderr,
                 flush=True,
             )
@@ -421,9 +422,9 @@ class CheckpointFolder:
     # ------------------------------------------------------------ resuming
 
     def newest(self, layout: Layout | None = None, newer_than: int = NOTHING) -> Snapshot | None:
-        """Return the newest whole checkpoint that any writing rank holds, on every rank.
+        """Return, on every rank, the newest intact checkpoint that any writing rank has.
 
-        None if there is none of a later step than `newer_than`.
+        Return None if there is no checkpoint of a later step than `newer_than`.
 
         `layout` determines for which tensors a rank needs only its shard (format dcp). A rank never
         has a tensor in memory twice. A checkpoint that any rank cannot read is broken, and is named
@@ -443,8 +444,8 @@ class CheckpointFolder:
             if BROKEN in steps and newer_than == NOTHING:
                 raise CheckpointError(
                     f"no checkpoint in {self.path} is intact (the warnings of rank {steps.index(BROKEN)} name each);"
-                    " nothing was overwritten. Restore one; or move them away, or set checkpoint.dir, to start"
-                    " from scratch"
+                    " nothing was overwritten. Restore one. To start from scratch, move them away or set"
+                    " checkpoint.dir"
                 )
             return None
         newest = max(steps)
@@ -474,8 +475,8 @@ class CheckpointFolder:
     def _check_that_it_resumes(self, step: int) -> None:
         if not self._config.resume:
             raise CheckpointError(
-                f"checkpoint.resume=false, and {self.path} holds a checkpoint of step {step}:"
-                f" set checkpoint.dir to a different folder, or move the checkpoint away"
+                f"checkpoint.resume=false, but {self.path} has a checkpoint of step {step}; set checkpoint.dir"
+                " to a different folder, or move the checkpoint away"
             )
 
     def _newest_here(self) -> tuple[int, Path | None]:
@@ -538,7 +539,7 @@ class CheckpointFolder:
         try:
             snapshot = reading.result()
             if snapshot.get("step") != step:
-                problem = "from a different step than its name says"
+                problem = "saved at a different step than its name says"
         except FetchError as error:
             unfetched = error
         except Exception as error:  # Reading a file that this trainer did not write can fail in any way.
@@ -557,9 +558,9 @@ class CheckpointFolder:
     def _is_kept(self, step: int, path: Path | None) -> bool:
         """Return whether the state after `step` steps need not be saved again.
 
-        That is the case if the bucket has the state, or will get this rank's file of it, `path`. A
-        file that is only on another node's disk does not count, because it is not uploaded from
-        there.
+        That is the case if the bucket has the state, or if this rank's file of it, `path`, will be
+        uploaded. A file that is only on another node's disk does not count, because it is not
+        uploaded from there.
         """
         kept = True
         if self.copies is not None:
@@ -613,8 +614,8 @@ class CheckpointFolder:
         seen = self._group.gather(self._in_thread(partial(os.path.exists, path)).result())
         if not all(seen):
             raise CheckpointError(
-                f"rank {seen.index(0)} does not see {path}: checkpoint.format=dcp needs one folder that every node"
-                " sees, or a bucket; set checkpoint.dir to one, or checkpoint.url"
+                f"rank {seen.index(0)} does not see {path}; for checkpoint.format=dcp, set checkpoint.dir to a"
+                " folder that every node sees, or set checkpoint.url"
             )
         _, problem = self._agree_on(partial(dcp.check_share, path, self._group.rank, self._group.world))
         return (None, problem) if problem else self._agree_on(partial(dcp.read, path, layout))

@@ -30,7 +30,8 @@ class CheckpointIndex:
         return self._path / f"step-{step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}"
 
     def newest_whole(self, *, in_parts: bool = True) -> tuple[int, Path | None]:
-        """Return (step, path), with NOTHING or BROKEN as the step if there is none.
+        """Return (step, path) of the newest intact checkpoint. Without one, the step is NOTHING or
+        BROKEN.
 
         Warnings name broken checkpoints. If a checkpoint is a folder of parts, only names and sizes
         are checked here. Without `in_parts`, such folders are skipped.
@@ -43,7 +44,7 @@ class CheckpointIndex:
                 metadata = dcp.check_sizes(path) if path.suffix == dcp.SUFFIX else torch_file.check_file(path)
                 if metadata.step == step:
                     return step, path
-                problem = "from a different step than its name says"
+                problem = "saved at a different step than its name says"
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
@@ -116,6 +117,6 @@ def prepare_folder(path: Path, keys: str) -> None:
             probe.flush()
     except OSError as error:
         raise CheckpointError(
-            f"folder {path} cannot be written ({error.strerror}): mount it writable for uid {os.getuid()}, or set"
-            f" {keys} to another folder"
+            f"folder {path} cannot be written ({error.strerror}); mount it writable for uid {os.getuid()}, or"
+            f" set {keys} to a different folder"
         ) from error

@@ -88,7 +88,8 @@ class StoredTensor:
         name = str(self.dtype).removeprefix("torch.")
         if name not in DTYPES:
             raise CheckpointError(
-                f"format dcp cannot hold a tensor of {self.dtype}; convert it to one of {', '.join(DTYPES)}, or set"
+                f"format dcp does not support tensors of {self.dtype}; convert it to one of"
+                f" {', '.join(DTYPES)}, or set"
                 " checkpoint.format=torch"
             )
         return {"dtype": name, "shape": [*self.shape], "chunks": [chunk.written() for chunk in self.chunks]}
@@ -123,7 +124,7 @@ def read(data: bytes) -> CheckpointManifest:
 def _recorded(data: bytes) -> dict[str, Any]:
     """Return a manifest's JSON after verifying only its checksum. Raises CheckpointError."""
     if len(data) > LARGEST:
-        raise _corrupt(f"it has {len(data)} bytes, and at most {LARGEST} are read")
+        raise _corrupt(f"it has {len(data)} bytes, more than {LARGEST}")
     try:
         recorded = json.loads(data)
         matches = isinstance(recorded, dict) and _digest(recorded) == recorded.pop("sha256", None)
@@ -172,7 +173,7 @@ def _files(recorded: dict[str, Any]) -> dict[str, CheckpointFile]:
             ):
                 files[name] = CheckpointFile(size, sha256)
             case _:
-                raise _corrupt(f"files[{_short(name)}] is not a file's name with its size and SHA-256")
+                raise _corrupt(f"files[{_short(name)}] must be a file's name with its size and SHA-256")
     return files
 
 
@@ -183,11 +184,11 @@ def _tensor(name: str, found: Any, files: Mapping[str, CheckpointFile]) -> Store
         ):
             stored = StoredTensor(DTYPES[dtype], tuple(shape), tuple(_chunk(name, chunk) for chunk in chunks))
         case _:
-            raise _corrupt(f"tensors[{_short(name)}] lacks a dtype, a shape or chunks that this trainer knows")
+            raise _corrupt(f"tensors[{_short(name)}] lacks a known dtype, a shape or chunks")
     for chunk in stored.chunks:
         size = math.prod(chunk.sizes) * stored.dtype.itemsize
         if chunk.file not in files or chunk.at + size > files[chunk.file].size:
-            raise _corrupt(f"a chunk of tensors[{_short(name)}] is outside of the files")
+            raise _corrupt(f"a chunk of tensors[{_short(name)}] lies outside the files")
     if not _covers(stored):
         raise _corrupt(f"the chunks of tensors[{_short(name)}] do not cover its shape exactly once")
     return stored
@@ -199,7 +200,7 @@ def _chunk(name: str, found: Any) -> TensorChunk:
             _are_numbers(offsets) and _are_numbers(sizes) and _is_number(at)
         ):
             return TensorChunk(tuple(offsets), tuple(sizes), file, at)
-    raise _corrupt(f"a chunk of tensors[{_short(name)}] is not offsets, sizes, a file and a byte in it")
+    raise _corrupt(f"a chunk of tensors[{_short(name)}] must be offsets, sizes, a file and a position in it")
 
 
 def _covers(stored: StoredTensor) -> bool:
@@ -245,7 +246,7 @@ def encode(tree: Any, name: Callable[[Path, torch.Tensor], str], path: Path = ()
 def _no_place(value: Any, path: Path, role: str) -> CheckpointError:
     return CheckpointError(
         f"the state to save has a {type(value).__module__}.{type(value).__qualname__} as {role} at"
-        f" state{''.join(f'[{key!r}]' for key in path)}, which checkpoint.format=dcp cannot hold; give tensors,"
+        f" state{''.join(f'[{key!r}]' for key in path)}, which checkpoint.format=dcp does not support; use tensors,"
         " numbers, text, and dicts, lists and tuples of them, or set checkpoint.format=torch"
     )
 
@@ -268,7 +269,7 @@ def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> A
             return tensor(path, name)
         case {"dict": list(pairs), **more} if not more:
             return dict(_pair(pair, tensor, path) for pair in pairs)
-    raise _corrupt("state contains a value of an unknown kind")
+    raise _corrupt("state contains a value of an unknown type")
 
 
 def _pair(pair: Any, tensor: Callable[[Path, str], Any], path: Path) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """The newest states of a training in the memory of its nodes (`ddpjob_pod.rank_snapshots`).
 
-Checkpoints remain for the case that all nodes are lost. Whichever has the higher step counts.
+Checkpoints are still needed in case all nodes are lost. A start resumes from the source with the
+higher step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ddpjob_trainer.errors import CheckpointError
 
 
 class NodeMemory:
-    """One rank's access to its node's memory. It does nothing where the job gives none."""
+    """One rank's access to its node's memory. It does nothing if the job does not provide any."""
 
     def __init__(self, group: Group, order: Order, layout: Layout, *, sharded: bool) -> None:
         job = JobEnvironment.read()
@@ -37,7 +38,7 @@ class NodeMemory:
             )
 
     def restore(self) -> Snapshot | None:
-        """Return the newest state that the nodes together hold; None if there is none."""
+        """Return the newest state in the memory of all nodes together, or None."""
         if self._snapshots is None:
             return None
         found = self._snapshots.restore(self._rebuild)
@@ -46,7 +47,7 @@ class NodeMemory:
         return None if found is None else found.tree
 
     def begin(self, step: int, source: str) -> dict[str, Any]:
-        """Note the step from which training continues, and where its state came from.
+        """Record the step from which training continues, and the source of its state.
 
         `source` is one of protocol.SOURCES. Returns figures to report.
         """
@@ -56,10 +57,9 @@ class NodeMemory:
         return self._snapshots.news()
 
     def take(self, step: int, make: Callable[[], Snapshot]) -> dict[str, Any]:
-        """Note a step, and keep the state after it if its turn has come.
+        """Record a step, and keep the state after it if one is due.
 
-        All ranks must call this together after each step. Returns figures to report, if there are
-        new ones.
+        All ranks must call this together after each step. Returns new figures to report, if any.
         """
         if self._snapshots is None:
             return {}
@@ -67,12 +67,12 @@ class NodeMemory:
         return self._snapshots.news()
 
     def close(self) -> None:
-        """Complete what is on its way."""
+        """Complete the transfers in progress."""
         if self._snapshots is not None:
             self._snapshots.close()
 
     def _rebuild(self, path: tuple[Any, ...], shard: torch.Tensor, whole: tuple[int, ...]) -> Any:
         like = self._layout(path, torch.Size(whole))
         if like is None:
-            raise CheckpointError(f"the state in memory has a sharded tensor at {path}, and this model has none there")
+            raise CheckpointError(f"the state in memory has a sharded tensor at {path}, but this model does not")
         return with_local(like, shard)

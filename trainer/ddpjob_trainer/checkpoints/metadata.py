@@ -41,7 +41,7 @@ class Metadata:
             raise CheckpointError("not a checkpoint of this trainer (it has no checksum)")
         if found["format"] != VERSION:
             raise CheckpointError(
-                f"in format {str(found['format'])[:20]}, and this trainer reads format {VERSION}; resume it with the"
+                f"in format {str(found['format'])[:20]}, but this trainer reads format {VERSION}; resume it with the"
                 " trainer that wrote it"
             )
         try:
@@ -55,7 +55,7 @@ class Metadata:
             and type(saved) in (int, float)
             and 0 <= saved < _LATEST
         ):
-            raise CheckpointError("damaged (its metadata contains a value that is not a number in its range)")
+            raise CheckpointError("damaged (its metadata contains a value that is not a number or is out of range)")
         return cls(step, epoch, world, float(saved))
 
 

@@ -69,8 +69,9 @@ def _check(tree: Any, where: str) -> None:
     elif type(tree) not in _PLAIN and not isinstance(tree, torch.Tensor) and not _can_be_read(tree):
         kind = type(tree)
         raise CheckpointError(
-            f"the state to save has a {kind.__module__}.{kind.__qualname__} at state{where}, which a resume could not"
-            " read; give tensors, numbers, text, and dicts, lists and tuples of them, such as float(x) or"
+            f"the state to save has a {kind.__module__}.{kind.__qualname__} at state{where}, which a resume"
+            " could not read; use tensors, numbers, text, and dicts, lists and tuples of them, such as"
+            " float(x) or"
             " torch.as_tensor(x)"
         )
 

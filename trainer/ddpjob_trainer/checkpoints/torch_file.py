@@ -105,7 +105,7 @@ def _read_back(path: Path) -> None:
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{path.name} cannot be read back ({error})") from error
     if not any(name.endswith("/data.pkl") for name in held):
-        raise CheckpointError(f"{path.name} cannot be read back (it holds no state)")
+        raise CheckpointError(f"{path.name} cannot be read back (it contains no state)")
 
 
 def check(content: bytes) -> Metadata:
@@ -174,7 +174,7 @@ def read(path: Path) -> Snapshot:
 
 
 def describe(path: Path) -> Snapshot:
-    """Return the content of a file. Its tensors stay in the file until their values are used."""
+    """Return the content of a file, whose tensors are not read until their values are used."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return snapshot
 

@@ -92,7 +92,7 @@ class Writer:
         except OSError as error:
             failure = CheckpointError(
                 f"checkpoint {path} cannot be written: {error.strerror or error};"
-                f" older checkpoints in the folder are intact. Free space or repair the volume"
+                f" older checkpoints in the folder are intact. Free some space or repair the volume"
             )
         except Exception as error:
             traceback.print_exc()
@@ -104,5 +104,5 @@ class Writer:
         if failure is None:
             self._completed.append(CompletedSave(step, pause_seconds, self.ended - began))
         elif self.fatal is None:
-            again = f"failure {self._failures} of {self._limit} in a row; the next save will be tried"
+            again = f"failure {self._failures} of {self._limit} in a row; training continues until the next save"
             print(f"warning: {failure} ({again})", file=sys.stderr, flush=True)

@@ -1,12 +1,14 @@
-"""`python -m ddpjob_trainer ledger DIR`: was every sample of every epoch taken exactly once?
+"""`python -m ddpjob_trainer ledger DIR` checks that every sample of every epoch was taken exactly
+once.
 
-In the final history the last execution of each global step counts. It must deal out every epoch
-exactly once, and an incarnation may repeat steps only back to the newest checkpoint that was saved
-before it began. Steps that changed no weight and images that could not be read are shown.
+In the final history, the last execution of each global step counts. It must take every sample of
+each epoch exactly once, and an incarnation may repeat steps only back to the newest checkpoint that
+was saved before it began. Steps that did not change any weight, and images that could not be read,
+are shown.
 
-With repeated augmentation (data.repeats) an epoch of n samples takes n versions, each exactly once:
-all versions of n / repeats samples, rounded up, but for some of one sample. Which samples these are
-follows from the epoch.
+With repeated augmentation (data.repeats), an epoch of n samples takes n versions, each exactly
+once. These are all versions of n / repeats samples (rounded up), except some of the last sample's.
+The epoch determines the samples.
 """
 
 from __future__ import annotations
@@ -74,12 +76,12 @@ class LedgerSummary:
 def read(folders: list[Path]) -> list[Incarnation]:
     """Return the incarnations in the ledgers under `folders`, oldest first.
 
-    Raises LedgerError if there is none or a line is damaged.
+    Raises LedgerError if there are no incarnations or a line is damaged.
     """
     files = sorted({path for folder in folders for path in folder.rglob("rank-*.jsonl") if path.parent.name == FOLDER})
     if not files:
         raise LedgerError(
-            f"no ledger under {', '.join(map(str, folders))}: train with train.ledger=true, and give the run's folder"
+            f"no ledger under {', '.join(map(str, folders))}; train with train.ledger=true, and name the run's folder"
         )
     rows = [row for path in files for row in _rows(path)]
     incarnations: dict[int, Incarnation] = {}
@@ -107,7 +109,7 @@ def read(folders: list[Path]) -> list[Incarnation]:
         )
     for row in rows:
         if row["incarnation"] not in incarnations:
-            raise LedgerError(f"a line of an incarnation that never began: {row}")
+            raise LedgerError(f"a line belongs to an incarnation that never began: {row}")
         _add(incarnations[row["incarnation"]], row)
     return _in_order(list(incarnations.values()))
 
@@ -174,11 +176,11 @@ def verify(incarnations: list[Incarnation]) -> LedgerSummary:
     _check_restarts(incarnations)
     size = incarnations[0].size
     if odd := [incarnation for incarnation in incarnations if incarnation.size != size]:
-        raise LedgerError(f"the training set had {size} samples at first and {odd[0].size} in round {odd[0].round}")
+        raise LedgerError(f"the training set had {size} samples at first, but {odd[0].size} in round {odd[0].round}")
     repeats = incarnations[0].repeats
     if odd := [incarnation for incarnation in incarnations if incarnation.repeats != repeats]:
         raise LedgerError(
-            f"a sample had {repeats} versions in an epoch at first and {odd[0].repeats} in round {odd[0].round}"
+            f"a sample had {repeats} versions per epoch at first, but {odd[0].repeats} in round {odd[0].round}"
         )
     final = _final_history(incarnations)
     taken: dict[int, int] = {}
@@ -199,18 +201,18 @@ def _check_restarts(incarnations: list[Incarnation]) -> None:
     for number, incarnation in enumerate(incarnations):
         if incarnation.start < newest_checkpoint:
             raise LedgerError(
-                f"incarnation {number} resumed after step {incarnation.start}, though step {newest_checkpoint} was in "
-                f"a checkpoint, so too much was repeated"
+                f"incarnation {number} resumed after step {incarnation.start}, although step"
+                f" {newest_checkpoint} was in a checkpoint, so it repeated too many steps"
             )
         if incarnation.start > furthest:
             raise LedgerError(
-                f"incarnation {number} resumed after step {incarnation.start}, but no earlier one got further than "
-                f"step {furthest}"
+                f"incarnation {number} resumed after step {incarnation.start}, but earlier incarnations reached"
+                f" only step {furthest}"
             )
         expected = list(range(incarnation.start + 1, incarnation.last + 1))
         if sorted(incarnation.parts) != expected:
             missing = sorted(set(expected) - set(incarnation.parts))
-            raise LedgerError(f"incarnation {number} left out step {missing[0] if missing else min(incarnation.parts)}")
+            raise LedgerError(f"incarnation {number} skipped step {missing[0] if missing else min(incarnation.parts)}")
         newest_checkpoint = max([newest_checkpoint, *incarnation.checkpoints])
         furthest = max(furthest, incarnation.last)
 
@@ -241,8 +243,8 @@ def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) ->
                 continue
             missing = sorted(set(range(incarnation.world)) - set(ranks))
             raise LedgerError(
-                f"step {step} counts, and rank {missing[0]} of {incarnation.world} did not take part in it"
-                " (its ledger file may be lost)"
+                f"rank {missing[0]} of {incarnation.world} did not take part in step {step}, which counts (its"
+                " ledger file may be lost)"
             )
         numbers = {epoch for epoch, _ in ranks.values()}
         if len(numbers) > 1:
@@ -312,8 +314,8 @@ def table(summary: LedgerSummary) -> str:
     if summary.left_out:
         first = ", ".join(map(str, list(summary.left_out)[:_SHOWN])) + ", ..." * (len(summary.left_out) > _SHOWN)
         lines.append(
-            f"left out: {len(summary.left_out)} steps (number {first}) with {sum(summary.left_out.values())} samples"
-            " changed no weight, since the loss or a gradient was not finite"
+            f"left out: {len(summary.left_out)} steps (number {first}) with {sum(summary.left_out.values())}"
+            " samples did not change any weight, because the loss or a gradient was not finite"
         )
     if summary.unreadable:
         lines.append(f"unreadable: {summary.unreadable} images had weight zero")
@@ -326,6 +328,6 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0
     if not arguments:
-        raise LedgerError("no folder given; write python -m ddpjob_trainer ledger RUN [RUN ...]")
+        raise LedgerError("no folder given; use python -m ddpjob_trainer ledger RUN [RUN ...]")
     print(table(verify(read([Path(argument) for argument in arguments]))))
     return 0

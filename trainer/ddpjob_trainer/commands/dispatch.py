@@ -19,7 +19,7 @@ from ddpjob_trainer.errors import ConfigError, FencedError
 from ddpjob_trainer.lifecycle import fast_exit
 
 COMMANDS = {
-    # name: (module whose `main(arguments)` returns the exit code, usage, purpose)
+    # Maps a name to (module whose `main(arguments)` returns the exit code, usage, purpose).
     "ledger": ("ddpjob_trainer.commands.check_ledger", "DIR [DIR ...]", "check that no sample was lost or repeated"),
     "preflight": (
         "ddpjob_trainer.preflight.command",
@@ -110,7 +110,7 @@ def _is_read(descriptor: int) -> bool:
 
 def _unknown_command(name: str) -> str:
     if name in ("train", "fit", "run"):
-        return f"there is no command {name!r}: without a command it trains; leave {name!r} out"
+        return f"unknown command {name!r}; to train, leave it out"
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
     return f"{name!r} is neither a command nor key=value; {hint} (--help lists commands and keys)"

@@ -60,12 +60,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="a checkpoint's file or folder, the folder of all (best or newest), or a state dict",
+        help="a checkpoint (file or folder), the folder of all checkpoints (best or newest), or a state dict",
     )
     parser.add_argument(
         "values", nargs="*", metavar="key=value", help="settings to change, such as data.dir=DIR eval.pr=exact"
     )
-    parser.add_argument("--config", help="configuration file; needed for a plain state dict, which carries none")
+    parser.add_argument(
+        "--config", help="configuration file; required for a plain state dict, which does not contain one"
+    )
     parser.add_argument(
         "-o", "--output", type=Path, help=f"folder for the results; default: {FOLDER} next to the checkpoint"
     )
@@ -127,8 +129,8 @@ def _evaluate(
     model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
     if wrong := compatibility.list_differences(weights, model.state_dict()):
         raise CheckpointError(
-            f"{path} belongs to a different model: {'; '.join(wrong[:3])}. Set model.* and data.* as it was trained "
-            f"with"
+            f"{path} belongs to a different model: {'; '.join(wrong[:3])}. Set model.* and data.* to the values"
+            " used in training"
         )
     model.load_state_dict(dict(weights))
     network: nn.Module = model.to(device).eval()
@@ -158,7 +160,7 @@ def _publish(result: Evaluation, files: EvaluationFiles, path: Path, step: int |
     try:
         target = files.write(name, result, step=step, checkpoint=str(path))
     except OSError as error:
-        remedy = "set --output to another folder"
+        remedy = "set --output to a different folder"
         raise CheckpointError(f"{error.filename or name} cannot be written ({error.strerror}): {remedy}") from error
     lost = f", {result.unreadable} unreadable" if result.unreadable else ""
     print(f"{path}: {result.samples} test samples{lost}")
@@ -166,4 +168,4 @@ def _publish(result: Evaluation, files: EvaluationFiles, path: Path, step: int |
         print(f"  {key:9} {value:.6f}")
     files.wait()
     drawn = any(target.parent.glob(f"{target.stem}-*.png"))
-    print(f"wrote {target}" + (" and its pictures" if drawn else ""), flush=True)
+    print(f"wrote {target}" + (" and plots" if drawn else ""), flush=True)

@@ -1,9 +1,9 @@
-"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB]`: an image folder (train/CLASS,
-val/CLASS) as tar shards.
+"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB]` packs an image folder (train/CLASS,
+val/CLASS) into tar shards.
 
 The assignment of images to shards is decided before the first byte is written, and each shard is
-written under a temporary name and renamed. An interrupted run continues where it stopped, and a
-shard that exists is whole.
+written under a temporary name and renamed. An interrupted run therefore continues where it stopped,
+and an existing shard is complete.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
     Raises DataError or ConfigError with a message for the user.
     """
     parser = argparse.ArgumentParser(prog="python -m ddpjob_trainer shards", description=__doc__)
-    parser.add_argument("folder", type=Path, help="holds train/ and val/ with one folder of images per class")
-    parser.add_argument("out", type=Path, help="gets train/ and val/ with tar files, their index, and classes.txt")
+    parser.add_argument("folder", type=Path, help="contains train/ and val/ with one folder of images per class")
+    parser.add_argument("out", type=Path, help="receives train/ and val/ with tar files, their index, and classes.txt")
     parser.add_argument("--size", default="256MB", help="maximum size of a shard (default 256MB)")
     options = parser.parse_args(arguments)
     pack(options.folder, options.out, _bytes(options.size))
@@ -74,8 +74,8 @@ def pack(folder: Path, out: Path, size: int) -> None:
         write_atomically(out / CLASSES, classes)
     except OSError as error:
         raise DataError(
-            f"{error.filename or out}: {error.strerror}; free space or repair it, then run the command again:"
-            " it continues"
+            f"{error.filename or out}: {error.strerror}; free some space or repair it, then run the command"
+            " again to continue"
         ) from error
 
 
@@ -122,8 +122,8 @@ def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()
     if path.exists() and _digest_in(path) != digest:
         raise DataError(
-            f"{path.parent} contains shards of other images or with a different --size; remove it, or give a different "
-            f"folder"
+            f"{path.parent} contains shards of other images or with a different --size; remove it, or choose a"
+            " different folder"
         )
     write_atomically(path, json.dumps({"sha256": digest}).encode())
 
@@ -134,8 +134,8 @@ def _digest_in(path: Path) -> str:
         return str(json.loads(path.read_bytes())["sha256"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is damaged ({error}), so the images in its shards are unknown; remove {path.parent}, or give"
-            " another folder"
+            f"{path} is damaged ({error}), so the images in its shards are unknown; remove {path.parent}, or"
+            " choose a different folder"
         ) from error
 
 
@@ -182,5 +182,5 @@ def _rounded(size: int) -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.upper())
     if match is None or not (size := int(float(match[1]) * _UNITS[match[2] or ""])):
-        raise ConfigError(f"--size: {text!r} is not a size; write for example 256MB")
+        raise ConfigError(f"--size: {text!r} is not a size, such as 256MB")
     return size

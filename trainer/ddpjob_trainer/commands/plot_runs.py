@@ -64,7 +64,7 @@ def draw(histories: list[History], target: Path, by: str = "time") -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise TrainerError(
-            f"{target} cannot be written ({why}): give another file with -o, such as plot.png"
+            f"{target} cannot be written ({why}); choose a different file with -o, such as plot.png"
         ) from error
     finally:
         plt.close(figure)
@@ -200,11 +200,11 @@ def main(arguments: list[str]) -> int:
     """Run the command, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer plot",
-        description="Draw loss, accuracy, speed and ranks of one run, or of several runs in one picture.",
+        description="Draw loss, accuracy, speed and ranks of one run, or of several runs in one plot.",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"folder of a run, which holds {METRICS}")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"folder of a run, which contains {METRICS}")
     parser.add_argument(
-        "-o", "--output", type=Path, help="picture to write: .png, .svg or .pdf; default: RUN/plot.png of the first run"
+        "-o", "--output", type=Path, help="file to write: .png, .svg or .pdf; default: RUN/plot.png of the first run"
     )
     parser.add_argument("--by", choices=("time", "step"), default="time", help="horizontal axis; default: time")
     options = parser.parse_args(arguments)

@@ -1,5 +1,5 @@
-"""`python -m ddpjob_trainer checkpoint FILE|DIR`: show what a checkpoint, or a folder of them,
-holds, and whether each is whole.
+"""`python -m ddpjob_trainer checkpoint FILE|DIR` shows the contents of a checkpoint, or of a folder
+of checkpoints, and whether each one is intact.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ def main(arguments: list[str]) -> int:
         path.stat()
         found = [path] if single else sorted([*path.glob("step-*.pt"), *path.glob("step-*.dcp")])
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; give a checkpoint, or its folder") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; name a checkpoint or its folder") from error
     if not found:
-        raise CheckpointError(
-            f"{path} holds no checkpoint; give a checkpoint, or the folder that checkpoint.dir was set to"
-        )
+        raise CheckpointError(f"{path} contains no checkpoint; name a checkpoint, or the folder in checkpoint.dir")
     marked = best.find_marked(path if not single else path.resolve().parent)
     rows, content = list[tuple[str, ...]](), list[str]()
     for one in found:

@@ -1,4 +1,4 @@
-"""`--spawn N`: this process starts the N ranks of its node, like mp.spawn, without torchrun."""
+"""`--spawn N` starts the N ranks of this node without torchrun, like mp.spawn."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
-"""Seconds for ranks to end by themselves after one has failed. With gloo, they fail at once with a
-message; with NCCL, they hang."""
+"""Seconds for ranks to end by themselves after a rank has failed. With gloo, they fail at once with
+a message; with NCCL, they hang.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
     for name, default, least in (("--spawn", 1, 1), ("--nodes", 1, 1), ("--node-rank", 0, 0)):
         text, arguments = take_option(arguments, name)
         if text is not None and (not text.isdigit() or int(text) < least):
-            raise ConfigError(f"{name}: {text!r} is not a whole number from {least} on; usage: {USAGE}")
+            raise ConfigError(f"{name}: {text!r} must be an integer of at least {least}; usage: {USAGE}")
         numbers[name] = default if text is None else int(text)
     init, arguments = take_option(arguments, "--init")
     launch = Launch(numbers["--spawn"], numbers["--nodes"], numbers["--node-rank"], init or "env://")
     if launch.node_rank >= launch.nodes:
         raise ConfigError(
-            f"--node-rank {launch.node_rank}: with --nodes {launch.nodes}, it must be from 0 to {launch.nodes - 1}"
+            f"--node-rank {launch.node_rank}: must be from 0 to {launch.nodes - 1} with --nodes {launch.nodes}"
         )
     if launch.init == "env://" and launch.nodes == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -240,22 +241,24 @@ def _own_file(launch: Launch) -> Iterator[None]:
         held = lock.open("w")
     except OSError as error:
         raise RendezvousError(
-            f"--init {launch.init}: {lock}: {error.strerror}; give a file in a writable folder"
+            f"--init {launch.init}: {lock}: {error.strerror}; choose a file in a writable folder"
         ) from error
     with held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RendezvousError(
-                f"--init {launch.init}: another launch uses this file; give a different one"
+                f"--init {launch.init}: another launch uses this file; choose a different one"
             ) from None
         except OSError as error:
-            remedy = "give a file on a file system that can lock files, or tcp://HOST:PORT"
+            remedy = "use a file on a file system that supports locks, or tcp://HOST:PORT"
             raise RendezvousError(f"--init {launch.init}: {lock}: {error.strerror}; {remedy}") from error
         if path.exists():
             if launch.nodes > 1:  # Another node's ranks may already have opened it.
-                raise RendezvousError(f"--init {launch.init}: the file is left over from an earlier launch; remove it")
-            print(f"warning: {path} was left over from an earlier launch: removed", file=sys.stderr, flush=True)
+                raise RendezvousError(f"--init {launch.init}: the file is a leftover of an earlier launch; remove it")
+            print(
+                f"warning: {path} was a leftover of an earlier launch and has been removed", file=sys.stderr, flush=True
+            )
             path.unlink()
         try:
             yield

@@ -21,7 +21,7 @@ def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[s
         if argument == name:
             value = next(remaining, None)
             if value is None:
-                raise ConfigError(f"{name}: its value is missing; write {name} VALUE")
+                raise ConfigError(f"{name}: the value is missing; write {name} VALUE")
         elif argument.startswith(f"{name}="):
             value = argument.removeprefix(f"{name}=")
         else:
@@ -45,7 +45,7 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
         number, others = take_option(others, name)
         if number is not None:
             if not number.isdigit():
-                raise ConfigError(f"{name}: {number!r} is not the number of a rank; torch.distributed.launch sets it")
+                raise ConfigError(f"{name}: {number!r} must be a rank's number, which torch.distributed.launch sets")
             os.environ.setdefault("LOCAL_RANK", number)
     return others
 

@@ -42,12 +42,14 @@ class Config:
     """All settings that a run depends on."""
 
     strategy: StrategyName = StrategyName.DDP
-    """How ranks share the training. ddp: each has the whole model, gradients are averaged; one rank
-    alone trains without a wrapper. fsdp: each rank keeps a shard of the weights and of the
-    optimizer's state. pipeline: ranks are stages of the model, micro-batches pass through them.
-    single: one process, one device. Less supported: dp, one process, several devices; ddp_mp, each
-    process spreads its model over several devices; horovod and deepspeed, by these libraries, which
-    are installed separately; parameter_server, rank 0 steps, the others compute gradients."""
+    """How ranks share the training. ddp: each rank has the whole model, and gradients are averaged;
+    a single rank trains without a wrapper. fsdp: each rank keeps a shard of the weights and
+    optimizer state. pipeline: ranks are stages of the model, through which micro-batches pass.
+    single: one process, one device. Less supported: dp, one process with several devices; ddp_mp,
+    each process spreads its model over several devices; horovod and deepspeed, through these
+    libraries, which are installed separately; parameter_server, in which rank 0 steps and the other
+    ranks compute gradients.
+    """
     data: DataConfig
     model: ModelConfig
     optim: OptimConfig
@@ -109,30 +111,31 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
             raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
     if config.train.timeout_seconds > _LONGEST_TIMEOUT:
         raise ConfigError(
-            f"train.timeout_seconds: {config.train.timeout_seconds:g} is more than a month ({_LONGEST_TIMEOUT}); write"
+            f"train.timeout_seconds: {config.train.timeout_seconds:g} is more than a month"
+            f" ({_LONGEST_TIMEOUT}); write"
             " for example 1800"
         )
     if not -(2**63) <= config.data.seed < 2**63:
         raise ConfigError(f"data.seed: {config.data.seed} has more than 64 bits; write a smaller number")
     if config.train.accumulate > 1 and config.data.micro_batches:
         raise ConfigError(
-            f"train.accumulate={config.train.accumulate}: has no effect with "
-            f"data.micro_batches={config.data.micro_batches}, which already splits the global batch; raise "
+            f"train.accumulate={config.train.accumulate}: has no effect with"
+            f" data.micro_batches={config.data.micro_batches}, which already divides the global batch; raise "
             f"data.micro_batches, and leave out train.accumulate"
         )
     evaluated, saved = config.train.eval_every, config.checkpoint.every_epochs
     if config.checkpoint.keep_best and saved > 0 and evaluated % saved:
         raise ConfigError(
-            f"checkpoint.keep_best: train.eval_every={evaluated} evaluates after epochs of which"
-            f" checkpoint.every_epochs={saved} leaves no checkpoint, so that the best may be lost; set"
+            f"checkpoint.keep_best: train.eval_every={evaluated} evaluates epochs for which"
+            f" checkpoint.every_epochs={saved} does not save a checkpoint, so the best may be lost; set"
             f" checkpoint.every_epochs=1, or train.eval_every to a multiple of {saved}"
         )
     if config.model.sync_batchnorm:
         _check_synchronized(config)
     if config.model.drop_path and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):
         raise ConfigError(
-            f"model.drop_path: strategy={config.strategy.value} splits the model, and its parts would draw different "
-            f"random numbers from the whole; set strategy=ddp or fsdp, or leave it out"
+            f"model.drop_path: strategy={config.strategy.value} splits the model, so its parts would draw"
+            " different random numbers than the whole model; set strategy=ddp or fsdp, or leave it out"
         )
     return config
 
@@ -142,9 +145,9 @@ def _check_synchronized(config: Config) -> None:
     for key, value in {**fixed, "data.mixup": config.data.mixup, "data.cutmix": config.data.cutmix}.items():
         if value:
             raise ConfigError(
-                f"model.sync_batchnorm: computes statistics over all ranks' samples, and {key} needs fixed "
-                f"micro-batches; leave out {key}, or model.sync_batchnorm (statistics of micro-batches are the same on"
-                " any number of ranks too)"
+                f"model.sync_batchnorm: computes statistics over all ranks' samples, but {key} needs fixed"
+                f" micro-batches; leave out {key}, or leave out model.sync_batchnorm, because statistics of"
+                " micro-batches are also the same on any number of ranks"
             )
 
 
@@ -161,7 +164,7 @@ def _find(name: str) -> Path:
     if name not in shipped():
         names = ", ".join(shipped())
         raise ConfigError(
-            f"--config {name}: no such file, and the package has no configuration of that name; write a path or one of"
+            f"--config {name}: no such file, and the package has no configuration of that name; use a path or one of"
             f" {names}"
         )
     return _SHIPPED / f"{name}.yaml"

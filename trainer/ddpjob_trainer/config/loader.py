@@ -48,7 +48,7 @@ def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str,
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str):
-            raise ConfigError(f"{source}: the key {key!r} is not text; write it in quotes")
+            raise ConfigError(f"{source}: the key {key!r} is not a string; put it in quotes")
         full = f"{prefix}{key}"
         found = flatten(value, source, f"{full}.") if isinstance(value, Mapping) else {full: value}
         if twice := found.keys() & flat.keys():
@@ -108,7 +108,7 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
         try:
             number = kind(read(loader, node))
-        except (ValueError, IndexError) as error:  # For example, !!int with nothing after it.
+        except (ValueError, IndexError) as error:  # For example, !!int without a number.
             raise yaml.constructor.ConstructorError(None, None, f"{text!r} is not a number", node.start_mark) from error
         number.written = text
         return number
@@ -133,7 +133,9 @@ def read_file(path: Path) -> dict[str, Any]:
         tree = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(f"configuration file {path} does not exist{where}; name another by --config") from None
+        raise ConfigError(
+            f"configuration file {path} does not exist{where}; give an existing file with --config"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
@@ -161,10 +163,10 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"argument {argument!r} is not key=value{what}"
                 if what
-                else f"argument {argument!r} is not key=value; write for example optim.lr=0.1 (--help lists the keys)"
+                else f"argument {argument!r} is not key=value, such as optim.lr=0.1 (--help lists the keys)"
             )
         key = key.removeprefix("--")
-        if text.startswith("*"):  # A pattern such as *.bias, which YAML would read as an alias.
+        if text.startswith("*"):  # YAML would read a pattern such as *.bias as an alias.
             values[key] = text
             continue
         try:
@@ -196,7 +198,7 @@ def build(kind: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
 def _nearest(key: str, known: Mapping[str, Any]) -> str:
     sections = [name for name in known if name.startswith(f"{key}.")]
     if sections:
-        return f": it is a section; give one of its keys, such as {other_names.key(key) or sections[0]}"
+        return f": is a section, not a key; set one of its keys, such as {other_names.key(key) or sections[0]}"
     if what := other_names.remark(key):
         return what
     section, _, last = key.rpartition(".")
@@ -301,7 +303,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         if isinstance(items, _Whole | _Number):
             items = [items]
         if not isinstance(items, list | tuple):
-            raise ConfigError(f"{where}: {value!r} is not a {describe_type(kind)}; write for example [1, 8, 8]")
+            raise ConfigError(f"{where}: {value!r} is not a {describe_type(kind)}, such as [1, 8, 8]")
         return tuple(_convert(item, parts[0], where) for item in items)
     converted = _scalar(value, kind)
     if converted is None:

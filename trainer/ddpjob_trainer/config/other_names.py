@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 _PER_PROCESS = " (there it is per process, here it is for all ranks together, so multiply by their number)"
-_RANKS = "torchrun, --spawn N or the job's nodes and procsPerNode decide the number of ranks"
-_OWN = "it follows from the data set"
+_RANKS = "the number of ranks is set by torchrun, --spawn N, or the job's nodes and procsPerNode"
+_OWN = "it is determined by the data set"
 
 KEYS: dict[str, tuple[str, str]] = {
-    # other names, separated by spaces: (the key, what differs)
+    # Maps other names, separated by spaces, to (the key, what differs).
     "batch_size b bs train_batch_size per_device_train_batch_size per_gpu_batch_size micro_batch_size"
     " train_micro_batch_size_per_gpu per_gpu_train_batch_size": ("data.batch", _PER_PROCESS),
     "global_batch_size total_batch_size": ("data.batch", ""),
@@ -84,7 +84,7 @@ KEYS: dict[str, tuple[str, str]] = {
 }
 
 ADVICE = {
-    # other names, separated by spaces: what to do instead of a key
+    # Maps other names, separated by spaces, to what to do instead of setting a key.
     "resume continue auto_resume": "that is the default: a run continues from the newest checkpoint in checkpoint.dir"
     " (checkpoint.load=FILE starts from the weights of a file)",
     "world_size n nproc nproc_per_node nprocs num_processes gpus num_gpus devices n_gpu": _RANKS,

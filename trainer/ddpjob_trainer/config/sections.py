@@ -1,7 +1,7 @@
 """Every section of the configuration: frozen dataclasses whose fields are keys.
 
-The string below a field is its help text. Sections import no implementation, so that any module can
-import them; the modules that use a value check it.
+The string below a field is its help text. Sections do not import any implementation, so any module
+can import them. Values are checked by the modules that use them.
 """
 
 from __future__ import annotations
@@ -57,99 +57,134 @@ class Decoder(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataConfig:
-    """The data set and how its samples are dealt out."""
+    """The data set, and how its samples are distributed among ranks."""
 
     name: str = "digits"
-    """digits: 1797 real images of 8x8 pixels that ship with scikit-learn. cifar10, cifar100: the folders that the
-    official archives unpack to; prefer the binary version, which needs no pickle, to the python version. imagefolder:
-    train/ and val/ with one folder of images per class. shards: train/ and val/ with tar files of KEY.jpg and KEY.cls
-    (WebDataset's layout), as `python -m ddpjob_trainer shards` makes them. shapes: ten classes of shapes, generated,
-    16x16 pixels in colour, the same on any machine; hard enough to compare recipes. synthetic: a pattern per class
-    and noise, generated; easy, of any shape. Or package.module:function of your own, which is called with data.dir (a
-    Path, or None) and returns (train, test) or (train, test, classes): each set a torch Dataset with a length, or a
-    pair of arrays (inputs, targets); targets are class numbers, or float values."""
+    """digits: 1797 real images of 8x8 pixels that ship with scikit-learn. cifar10, cifar100: the
+    folders from the official archives; prefer the binary version, which does not contain pickles.
+    imagefolder: train/ and val/ with one folder of images per class. shards: train/ and val/ with
+    tar files of KEY.jpg and KEY.cls (WebDataset's layout), as written by `python -m ddpjob_trainer
+    shards`. shapes: ten classes of generated 16x16 colour images, the same on any machine and hard
+    enough to compare recipes. synthetic: generated images of any shape, easy to learn.
+    package.module:function: your own function, which is called with data.dir (a Path, or None) and
+    returns (train, test) or (train, test, classes). Each set is a torch Dataset with a length, or a
+    pair of arrays (inputs, targets); targets are class numbers or float values.
+    """
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_DATA_DIR"))
     """Folder of the data set (not needed for digits, shapes and synthetic)."""
     url: str | None = None
-    """shards: where train/ and val/ are in place of data.dir, such as s3://bucket/imagenet or https://host/imagenet; s3
-    and gs need s3fs or gcsfs installed. Images are read by byte range."""
+    """shards: URL to use instead of data.dir, such as s3://bucket/imagenet or
+    https://host/imagenet; s3 and gs need s3fs or gcsfs installed. Images are read by byte range.
+    """
     index: Path | None = None
-    """shards, imagefolder: folder for the index of all images, which the first start on a node builds, and builds again
-    when a shard or a folder has changed. Default: next to local shards, else ~/.cache/ddpjob_trainer. An index next to
-    shards on a web server is believed: make it again with them."""
+    """shards, imagefolder: folder for the index of all images. The first start on a node builds the
+    index, and rebuilds it after a shard or folder has changed. Default: next to local shards,
+    otherwise ~/.cache/ddpjob_trainer. An index next to shards on a web server is trusted, so
+    rebuild it whenever these shards change.
+    """
     batch: int = 128
-    """Global batch: samples per optimizer step over all ranks together, whatever their number."""
+    """Global batch: samples per optimizer step over all ranks together, regardless of their number.
+    """
     micro_batches: int = 0
-    """Micro-batches per global batch, whatever the number of ranks. Normalization statistics, dropout and mixed images
-    belong to one micro-batch, so that any number of ranks computes the same. 0: if the model or the augmentation
-    uses any of these, the number of ranks (times train.accumulate) with which the run began; else samples are
-    divided evenly among ranks, which computes the same."""
+    """Micro-batches per global batch, regardless of the number of ranks. Normalization statistics,
+    dropout and mixed images belong to one micro-batch, so any number of ranks computes the same
+    result. 0: if the model or the augmentation uses any of these, the initial number of ranks
+    (times train.accumulate); otherwise samples are divided evenly among ranks, with the same
+    result.
+    """
     exact: bool = True
-    """What to do if the micro-batches cannot be dealt out evenly among the ranks. true: ranks share micro-batches
-    (ddp, fsdp), and a batch normalization exchanges its statistics with those that have the other parts, so that the
-    result is that of any other number of ranks. false: each rank's even share is a micro-batch by itself, at full
-    speed: each sample is still taken once, and statistics, dropout and mixed images depend on the number of ranks."""
+    """How to proceed if micro-batches cannot be divided evenly among ranks. true: ranks share
+    micro-batches (ddp, fsdp) and exchange batch normalization statistics, so that the result does
+    not depend on the number of ranks. false: each rank's even share is its own micro-batch, at full
+    speed. Each sample is still taken once, but statistics, dropout and mixed images depend on the
+    number of ranks.
+    """
     stretch: float = 1.25
-    """Shared micro-batches: samples of a rank in one forward pass, at most, as a multiple of a micro-batch's. 1: never
-    more memory than with the ranks at the start, at the cost of more and smaller passes."""
+    """Shared micro-batches: maximum number of samples of a rank in one forward pass, as a multiple
+    of a micro-batch. 1: use at most the memory needed at the start, at the cost of more and smaller
+    passes.
+    """
     seed: int = 0
-    """Seed of the order, the augmentation and the initial weights. It cannot change at a resume."""
+    """Seed of the order, the augmentation and the initial weights. It cannot change when a run
+    resumes.
+    """
     repeats: int = 1
-    """Repeated augmentation (Hoffer et al., 2019; Berman et al., 2019), usually 3 or 4: a global batch holds so many
-    differently augmented versions of each of its samples. An epoch is as many steps as without, and takes a part of
-    the set: each of its versions once. It cannot change at a resume."""
+    """Repeated augmentation (Hoffer et al., 2019; Berman et al., 2019), usually 3 or 4: number of
+    differently augmented versions of each sample in a global batch. The number of steps per epoch
+    stays the same, so an epoch takes only a part of the set. It cannot change when a run resumes.
+    """
     augment: bool = True
-    """Random shift for digits, crop and flip for CIFAR and shapes, random resized crop and flip for image folders and
-    shards. false: none of these, nor RandAugment or TrivialAugment. Data of your own augment themselves."""
+    """Random shift for digits, crop and flip for CIFAR and shapes, random resized crop and flip for
+    image folders and shards. false: none of these, and neither RandAugment nor TrivialAugment. Your
+    own data sets augment their samples themselves.
+    """
     randaugment_ops: int = 0
-    """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019), usually 2; 0: none."""
+    """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019),
+    usually 2; 0: none.
+    """
     randaugment_magnitude: int = 9
-    """RandAugment's strength, 0 to 30, as torchvision's; timm's is from 0 to 10: three times its number."""
+    """RandAugment's strength, 0 to 30, as in torchvision. timm's scale is 0 to 10, so multiply its
+    value by three.
+    """
     trivialaugment: bool = False
-    """CIFAR, image folders, shards: TrivialAugment, one random operation of random strength per image (Mueller, Hutter,
-    2021); not with RandAugment."""
+    """CIFAR, image folders, shards: TrivialAugment, one random operation of random strength per
+    image (Mueller, Hutter, 2021). Cannot be combined with RandAugment.
+    """
     erase: float = 0.0
-    """Random erasing (Zhong et al., 2017): the probability, usually 0.1, that a rectangle of 2 to 33 % of a training
-    image becomes the mean colour. Images only."""
+    """Random erasing (Zhong et al., 2017): probability that a rectangle of 2 to 33 % of a training
+    image is replaced with the mean colour, usually 0.1. Images only.
+    """
     cutout: int = 0
-    """Cutout (DeVries and Taylor, 2017): side, usually 16 for CIFAR-10, of a square anywhere in each training image
-    that becomes the mean colour; 0: off. Images only."""
+    """Cutout (DeVries and Taylor, 2017): side of a square in each training image that is replaced
+    with the mean colour, usually 16 for CIFAR-10; 0: off. Images only.
+    """
     mixup: float = 0.0
-    """Mixup's alpha (Zhang et al., 2017), usually 0.2: images of a micro-batch are blended in pairs, and their labels;
-    0: off."""
+    """Mixup's alpha (Zhang et al., 2017), usually 0.2. Images of a micro-batch are blended in
+    pairs, together with their labels; 0: off.
+    """
     cutmix: float = 0.0
-    """CutMix's alpha (Yun et al., 2019), usually 1: a rectangle comes from another image of the micro-batch; 0: off.
-    With mixup as well, each micro-batch gets one of the two, with probability one half."""
+    """CutMix's alpha (Yun et al., 2019), usually 1. A rectangle is replaced with that of another
+    image in the micro-batch; 0: off. If data.mixup is also set, each micro-batch uses one of the
+    two at random.
+    """
     download: bool = False
-    """Download CIFAR into data.dir when it is not there (needs internet access)."""
+    """Download CIFAR into data.dir if it is missing (needs internet access)."""
     image_size: int = 224
     """imagefolder, shards: side of the square images that the model sees, in pixels."""
     test_image_size: int = 0
-    """imagefolder, shards: side of test images, where a model that takes any size is tested on larger ones than it was
-    trained on (Touvron et al., 2019); 0: data.image_size."""
+    """imagefolder, shards: side of test images, for models that accept any size and are tested on
+    larger images than in training (Touvron et al., 2019); 0: data.image_size.
+    """
     test_crop: float = 0.875
-    """imagefolder, shards: side of a test image as a share of the shorter side that it is the center of."""
+    """imagefolder, shards: side of a test image as a share of the shorter side of the original,
+    from whose center it is cut.
+    """
     workers: int = 2
-    """imagefolder, shards, Datasets of your own: processes per rank that read and decode images, and as many for the
-    test set; 0: the training process does."""
+    """imagefolder, shards, your own Datasets: processes per rank that read and decode images, plus
+    the same number for the test set; 0: use the training process.
+    """
     decoder: Decoder = Decoder.AUTO
-    """imagefolder, shards: auto: libjpeg-turbo in the workers. dali: NVIDIA DALI in data.workers threads, on the GPU
-    where there is one; the same crops, different rounding. Not with RandAugment, and without effect where there are no
-    random crops (data.augment=false)."""
+    """imagefolder, shards: auto: libjpeg-turbo in the workers. dali: NVIDIA DALI in data.workers
+    threads, on the GPU if there is one, with the same crops but different rounding. dali cannot be
+    combined with RandAugment, and has no effect without random crops (data.augment=false).
+    """
     corrupt: Corrupt = Corrupt.SKIP
-    """imagefolder, shards: an image that cannot be decoded is named and has weight zero (skip), or ends the training
-    (stop). Formats are JPEG, PNG, WebP, BMP, GIF, TIFF and PPM; an image of more than 178,956,970 pixels or 1 GiB is
-    not decoded."""
+    """imagefolder, shards: an image that cannot be decoded is reported and has weight zero (skip),
+    or ends the training (stop). Formats are JPEG, PNG, WebP, BMP, GIF, TIFF and PPM. Images above
+    178,956,970 pixels or 1 GiB are not decoded.
+    """
     corrupt_limit: float = 0.01
-    """imagefolder, shards: training ends when a larger share of the training images than this could not be decoded in
-    an epoch, or of the test images in an evaluation."""
+    """imagefolder, shards: maximum share of images that cannot be decoded, of the training images
+    in an epoch or the test images in an evaluation. Training ends above it.
+    """
     shape: tuple[int, ...] = (3, 32, 32)
     """synthetic: channels, height, width."""
     classes: int = 10
     """synthetic: number of classes."""
     size: int = 2048
-    """synthetic, shapes: number of training images. The test set of synthetic has a quarter of it, that of shapes 2048
-    images."""
+    """synthetic, shapes: number of training images. The test set of synthetic has a quarter of that
+    number; the test set of shapes has 2048 images.
+    """
 
     @property
     def size_key(self) -> str:
@@ -169,7 +204,7 @@ class DataConfig:
         near = difflib.get_close_matches(self.name, [name.value for name in DataName], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"data.name: {self.name!r} is not known; write {', '.join(DataName)} or package.module:function{hint}"
+            f"data.name: {self.name!r} is unknown; use {', '.join(DataName)} or package.module:function{hint}"
         )
 
 
@@ -185,34 +220,46 @@ class ModelConfig:
     """The network."""
 
     name: str = "small_cnn"
-    """small_cnn, resnet18_cifar, torchvision:NAME for any classification model of torchvision, such as
-    torchvision:resnet50, timm:NAME (pip install timm), or package.module:function of your own, which is called with
-    the shape of an image (channels, height, width) and the number of classes, and returns a torch.nn.Module from
-    images (n, channels, height, width) to scores (n, classes). Weights of a file: checkpoint.load."""
+    """small_cnn, resnet18_cifar, torchvision:NAME for any classification model of torchvision (such
+    as torchvision:resnet50), timm:NAME (pip install timm), or your own package.module:function. The
+    function is called with the shape of an image (channels, height, width) and the number of
+    classes, and returns a torch.nn.Module that maps images (n, channels, height, width) to scores
+    (n, classes). To load weights from a file, set checkpoint.load.
+    """
     width: int = 32
     """small_cnn: channels of the first layer."""
     norm: NormName = NormName.GROUP
-    """small_cnn: group normalizes each sample by itself, batch each micro-batch."""
+    """small_cnn: group normalizes each sample separately, batch each micro-batch."""
     dropout: float = 0.0
     """small_cnn: dropout probability before the last layer."""
     freeze: tuple[str, ...] = ()
-    """Names of parameters (with * and ?) that keep their values, such as features.*, for fine-tuning; strategy=single,
-    dp or ddp. Running statistics of batch normalization still move. May change at a resume."""
+    """Names of parameters (with * and ?) that keep their values, such as features.*, for
+    fine-tuning; strategy=single, dp or ddp. Running statistics of batch normalization are still
+    updated. May change when a run resumes.
+    """
     zero_init_residual: bool = False
-    """ResNets: the last normalization of each block begins at 0, so that the block passes its input on at first (Goyal
-    et al., 2017)."""
+    """ResNets: initialize the last normalization of each block to 0, so that the block is the
+    identity at first (Goyal et al., 2017).
+    """
     drop_path: float = 0.0
-    """ResNets: stochastic depth (Huang et al., 2016), usually 0.05: the probability that a sample's residual branch is
-    left out in the last block; in the blocks before it rises evenly from 0. 0: off."""
+    """ResNets: stochastic depth (Huang et al., 2016), usually 0.05: the probability that the last
+    block's residual branch is dropped for a sample. The probability rises linearly from 0 over the
+    preceding blocks. 0: off.
+    """
     sync_batchnorm: bool = False
-    """Batch normalization with statistics of all ranks' samples together (of the global batch, or of one accumulation
-    step of train.accumulate) instead of micro-batches. One more exchange per layer, forward and backward."""
+    """Compute batch normalization statistics over all ranks' samples (the global batch, or one
+    accumulation step of train.accumulate) instead of micro-batches. This adds one exchange per
+    layer to the forward pass and one to the backward pass.
+    """
     channels_last: bool = False
-    """Memory layout (n, height, width, channels) for images and weights: faster convolutions where tensor cores work
-    in float16."""
+    """Memory layout (n, height, width, channels) for images and weights, which makes convolutions
+    faster on tensor cores in float16.
+    """
     compile: bool = False
-    """torch.compile: the first steps take a minute or more; the others less time where the device is the limit, and not
-    where the host is, as for a small model on a fast GPU. Needs a C++ compiler."""
+    """torch.compile: the first steps take a minute or more. Later steps are faster if the device is
+    the bottleneck, but not if the host is, as with a small model on a fast GPU. Needs a C++
+    compiler.
+    """
 
 
 class OptimizerName(enum.StrEnum):
@@ -238,8 +285,9 @@ class OptimConfig:
     """The optimizer and its schedule."""
 
     name: OptimizerName = OptimizerName.SGD
-    """sgd (with momentum), adamw, or for large batches lars (sgd) and lamb (adam), with a learning rate per layer in
-    proportion to the norm of its weights."""
+    """sgd (with momentum) or adamw; for large batches, lars (based on sgd) or lamb (based on adam),
+    which scale each layer's learning rate by the norm of its weights.
+    """
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
@@ -247,37 +295,50 @@ class OptimConfig:
     nesterov: bool = False
     """sgd: Nesterov momentum."""
     betas: tuple[float, ...] = (0.9, 0.999)
-    """adamw, lamb: decay rates of the means of gradients and of their squares."""
+    """adamw, lamb: decay rates of the moving averages of gradients and of their squares."""
     trust_coefficient: float = 0.001
     """lars: length of a step as a share of the weights' norm, at a learning rate of 1."""
     weight_decay: float = 5e-4
     """sgd, lars: L2 penalty; adamw, lamb: decoupled decay."""
     layer_decay: float = 1.0
-    """Below 1, such as 0.75: the learning rate of each block of the model is so many times that of the next one, and
-    that of the head is optim.lr (BEiT, MAE), for fine-tuning. A model that is not timm's must register its layers from
-    the input to the head; the first and the last group are printed. May change at a resume. 1: one rate for all."""
+    """Below 1, such as 0.75: factor between the learning rates of a block and of the next one, for
+    fine-tuning. The head's rate is optim.lr (BEiT, MAE). A model that is not from timm must
+    register its layers from the input to the head; the first and last groups are printed. May
+    change when a run resumes. 1: the same rate for all.
+    """
     decay_norm_and_bias: bool = True
-    """false: no weight decay for biases and normalization weights (parameters of one dimension), and for the class
-    token, position embeddings and biases, and layer scales of transformers and ConvNeXt, as in torchvision's and timm's
-    recipes. lars always treats parameters of one dimension as plain sgd does, lamb those without decay as adam does."""
+    """false: exclude some parameters from weight decay, as in torchvision's and timm's recipes:
+    biases, normalization weights (parameters of one dimension), class tokens, position embeddings
+    and biases, and layer scales of transformers and ConvNeXt. lars always treats parameters of one
+    dimension as plain sgd does, and lamb treats those without decay as adam does.
+    """
     clip_norm: float = 0.0
-    """Largest norm of all gradients together (unscaled); longer ones are scaled down to it. 0: no clipping."""
+    """Maximum norm of all gradients together (unscaled). Larger gradients are scaled down to it. 0:
+    no clipping.
+    """
     loss: str = "cross_entropy"
-    """cross_entropy of classes. bce: binary cross entropy of each score by itself, of float targets from 0 to 1 (one or
-    several labels), or of classes one against the rest. mse, l1, huber (with a threshold of 1): of float targets. A
-    sample's loss is the mean over its values. Or package.module:function of your own, which is called with scores
-    (n, ...) in float32 and targets (n, ...), and returns the loss of each sample (n,): the trainer adds them up and
-    divides by the global batch."""
+    """cross_entropy: classes. bce: binary cross entropy of each score separately, for float targets
+    from 0 to 1 (one or several labels), or for classes (one against the rest). mse, l1, huber (with
+    a threshold of 1): float targets. A sample's loss is the mean over its values.
+    package.module:function: your own function, which is called with scores (n, ...) in float32 and
+    targets (n, ...), and returns the loss of each sample (n,). The trainer adds these up and
+    divides by the global batch.
+    """
     label_smoothing: float = 0.0
     """cross_entropy: share of each label that is spread over all classes."""
     ema_decay: float = 0.0
-    """Above 0, such as 0.999: keep an exponential moving average of the weights and evaluate it in their place;
-    checkpoints hold both."""
+    """Above 0, such as 0.999: keep an exponential moving average of the weights, and evaluate it
+    instead of the weights. Checkpoints contain both.
+    """
     schedule: ScheduleName = ScheduleName.COSINE
-    """cosine: to zero over the whole training; step: times optim.gamma at each of optim.milestones; one_cycle: a rise
-    and a longer fall, both as a cosine (torch's OneCycleLR; momentum is not changed); constant."""
+    """cosine: to zero over the whole training. step: multiply by optim.gamma at each of
+    optim.milestones. one_cycle: a rise and a longer fall, both along a cosine (torch's OneCycleLR;
+    momentum stays the same). constant: no change.
+    """
     warmup_epochs: float = 0.0
-    """Linear rise from zero to optim.lr over this many epochs (fractions allowed). one_cycle has its own."""
+    """Number of epochs (fractions allowed) over which the learning rate rises linearly from zero to
+    optim.lr. Not for one_cycle, which has its own warm-up.
+    """
     milestones: tuple[float, ...] = (30.0, 60.0, 80.0)
     """step: epochs at which the learning rate falls."""
     gamma: float = 0.1
@@ -313,23 +374,28 @@ class AmpConfig:
     """Mixed precision."""
 
     level: AmpLevel = AmpLevel.AUTO
-    """auto: O1 in bfloat16 (or the amp.dtype that is given) on NVIDIA and AMD GPUs that compute in it, else O0. Others
-    as in Apex. O0: float32. O1: weights are float32, operations that are safe in lower precision run in amp.dtype
-    (autocast). O2: the model is in amp.dtype with batch normalization in float32, the optimizer works on a float32
-    copy. O3: everything in amp.dtype."""
+    """auto: O1 in bfloat16 (or in amp.dtype, if set) on NVIDIA and AMD GPUs that support it,
+    otherwise O0. The other levels are the same as in Apex. O0: float32. O1: float32 weights;
+    operations that are safe in lower precision run in amp.dtype (autocast). O2: the model is in
+    amp.dtype except for batch normalization, and the optimizer works on a float32 copy. O3:
+    everything is in amp.dtype.
+    """
     dtype: AmpDtype = AmpDtype.AUTO
-    """float16, or bfloat16, which has the range of float32 and needs no loss scale; auto: bfloat16 with
-    amp.level=auto and on the CPU, else float16, as Apex. O0 does not use it."""
+    """float16, or bfloat16, which has the range of float32 and does not need a loss scale. auto:
+    bfloat16 with amp.level=auto and on the CPU, otherwise float16, as in Apex. O0 ignores it.
+    """
     loss_scale: str = "auto"
-    """Factor on losses, by which gradients are divided again, so that small gradients do not vanish in float16: a
-    number such as 128.0; dynamic: 65536 at first, halved when a gradient is not finite, doubled after
-    amp.scale_window steps in which all were; auto: dynamic for float16 at O1 and O2, else 1, as Apex. A step whose
-    gradients are not finite is skipped, whatever the scale."""
+    """Factor by which losses are multiplied and gradients divided again, so that small gradients do
+    not vanish in float16. A number such as 128.0; dynamic: 65536 at first, halved if a gradient is
+    not finite, doubled after amp.scale_window steps without that; auto: dynamic for float16 at O1
+    and O2, otherwise 1, as in Apex. A step whose gradients are not finite is always skipped.
+    """
     scale_window: int = 2000
-    """dynamic: steps without an overflow after which the scale is doubled."""
+    """dynamic: number of steps without an overflow after which the scale is doubled."""
     tf32: bool = True
-    """float32 products on NVIDIA GPUs from Ampere on: TensorFloat-32 (10 bits of mantissa, several times as fast).
-    false: all 23 bits."""
+    """Compute float32 products in TensorFloat-32 on NVIDIA GPUs since Ampere (10 bits of mantissa,
+    several times as fast). false: use all 23 bits.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -337,36 +403,44 @@ class TrainConfig:
     """The run as a whole."""
 
     name: str = "train"
-    """Name of the run; its folder is ./runs/NAME when neither train.run_dir nor checkpoint.dir is given."""
+    """Name of the run. Its folder is ./runs/NAME if neither train.run_dir nor checkpoint.dir is
+    set.
+    """
     epochs: int = 10
-    """Passes over the training set."""
+    """Number of passes over the training set."""
     run_dir: Path | None = None
     """Folder of metrics.jsonl and the ledger; default: CHECKPOINT_DIR/run."""
     backend: str = field(default="auto", metadata=from_env("DDPJOB_BACKEND"))
-    """auto, nccl, gloo, hccl, xccl or mpi. auto: the accelerator that is there, else the CPU with gloo."""
+    """auto, nccl, gloo, hccl, xccl or mpi. auto: the available accelerator, otherwise the CPU with
+    gloo.
+    """
     timeout_seconds: float = 600.0
     """Timeout of a collective operation."""
     threads: int = 0
-    """CPU threads per rank; 0: an equal share of the cores that the container may use, or one where ddp.ordered
-    trains on CPUs, since their sums depend on it."""
+    """CPU threads per rank. 0: an equal share of the cores that the container may use, or one if
+    ddp.ordered trains on CPUs, because sums there depend on the number of threads.
+    """
     log_every: int = 10
-    """Steps between two reports of progress."""
+    """Number of steps between two progress reports."""
     print_seconds: float = 5.0
-    """Shortest time between two lines of progress where the output is not a terminal."""
+    """Minimum number of seconds between two progress lines if the output is not a terminal."""
     eval_every: int = 1
-    """Epochs between two evaluations; the last epoch is always evaluated."""
+    """Number of epochs between two evaluations. The last epoch is always evaluated."""
     eval_batch: int = 512
-    """Test samples per rank and forward pass."""
+    """Number of test samples per rank and forward pass."""
     accumulate: int = 1
-    """Gradient accumulation steps: a rank computes its share of a global batch in this many parts, which takes less
-    memory; gradients are exchanged once for all of them. May change at a resume. Not with data.micro_batches, which
-    are such parts."""
+    """Gradient accumulation steps: the number of parts in which a rank computes its share of a
+    global batch, to save memory. Gradients are exchanged once for all parts. May change when a run
+    resumes. Cannot be combined with data.micro_batches, which already divides the batch.
+    """
     nonfinite_limit: int = 3
-    """A step whose loss or gradient is not finite is skipped on all ranks, with a warning; this many in a row end the
-    training."""
+    """Number of consecutive skipped steps after which training ends. A step whose loss or gradient
+    is not finite is skipped on all ranks, with a warning.
+    """
     ledger: bool = False
-    """Record which samples each step took, on each rank; `python -m ddpjob_trainer ledger RUN` checks them, and shows
-    the steps that were skipped and the images that could not be read."""
+    """Record on each rank which samples each step took. `python -m ddpjob_trainer ledger RUN`
+    checks the records, and shows skipped steps and unreadable images.
+    """
 
 
 class Format(enum.StrEnum):
@@ -391,62 +465,81 @@ class Interval(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CheckpointConfig:
-    """When and where checkpoints are saved. One is always saved at the end of training and at SIGTERM.
+    """When and where checkpoints are saved. A checkpoint is always saved at the end of training and
+    on SIGTERM.
 
-    Training continues while a checkpoint is written. A write that fails is reported, and tried again when the next
-    checkpoint is due.
+    Training continues while a checkpoint is written. A failed write is reported, and retried when
+    the next checkpoint is due.
     """
 
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_CHECKPOINT_DIR"))
     """Folder of checkpoints; default: RUN/checkpoints."""
     shared: bool = field(default=True, metadata=from_env("DDPJOB_CHECKPOINT_SHARED"))
-    """true: every node sees the same folder, and rank 0 writes. false: each node has its own; one process of each node
-    writes, and a start resumes from the newest checkpoint that any node still has."""
+    """true: all nodes see the same folder, and rank 0 writes. false: each node has its own folder,
+    to which one of its processes writes. A start resumes from the newest checkpoint that any node
+    still has.
+    """
     url: str = field(default="", metadata=from_env("DDPJOB_CHECKPOINT_URL"))
-    """s3://BUCKET/PREFIX: copy each checkpoint there while training continues, and resume from the newest complete one
-    of it and of checkpoint.dir. In a job storage.checkpoints.url gives each job a folder of its own; a url given here
-    is used as it is. Credentials, region and endpoint are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and
-    AWS_ENDPOINT_URL. Needs `pip install obstore`. Empty: none."""
+    """s3://BUCKET/PREFIX to which each checkpoint is copied while training continues. A start
+    resumes from the newest complete checkpoint in this bucket or in checkpoint.dir. In a job,
+    storage.checkpoints.url gives each job its own folder, but a URL set here is used unchanged.
+    Credentials, region and endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION
+    and AWS_ENDPOINT_URL. Needs `pip install obstore`. Empty: no copies.
+    """
     url_wait_seconds: float = 600.0
-    """How long the end of training waits for the last copy in checkpoint.url; with SIGTERM as long as the grace period
-    allows. A copy that is missing then is a warning; with checkpoint.shared=false, where the folder is lost with its
-    machine, an error."""
+    """How long the end of training waits for the last copy to reach checkpoint.url; on SIGTERM, as
+    long as the grace period allows. A missing copy causes a warning or, with
+    checkpoint.shared=false, an error, because the folder is lost with its machine.
+    """
     format: Format = Format.TORCH
-    """torch: one file that torch.load of any script reads. dcp: a folder of torch.distributed.checkpoint, each rank
-    writes its shard; for models that are too large for one rank, and checkpoint.shared=true or checkpoint.url. Either
-    can be resumed from."""
+    """torch: a single file that any script can read with torch.load. dcp: a folder of
+    torch.distributed.checkpoint, into which each rank writes its shard, for models that are too
+    large for one rank; needs checkpoint.shared=true or checkpoint.url. A run can resume from
+    either.
+    """
     every_steps: int = 0
     """Save every N steps; 0: not by steps."""
     every_seconds: float | Interval = Interval.AUTO
-    """Save every N seconds; 0: not by time. auto: as often as it costs at most 1 % of the time,
-    between 10 and 300 s. The cost of the last save counts: how long training paused for it, and the
-    processor time that writing it took."""
+    """Save every N seconds; 0: not by time. auto: as often as possible at a cost of at most 1 % of
+    the time, but every 10 to 300 s. The cost is that of the last save: how long training paused,
+    plus the CPU time of writing.
+    """
     every_epochs: int = 1
     """Save at the end of every N epochs; 0: not by epochs."""
     keep: int = 3
-    """Newest whole checkpoints to keep."""
+    """Number of the newest intact checkpoints to keep."""
     keep_best: int = 0
-    """Checkpoints with the best evaluation to keep in addition to the newest; 0: none. DIR/best.pt links to the best,
-    DIR/best.json names it. train.eval_every must be a multiple of checkpoint.every_epochs."""
+    """Number of checkpoints with the best evaluations to keep in addition to the newest ones; 0:
+    none. DIR/best.pt links to the best one, and DIR/best.json names it. train.eval_every must be a
+    multiple of checkpoint.every_epochs.
+    """
     best_by: Metric = Metric.ACCURACY
-    """What is best: accuracy (the highest) or loss (the lowest) on the test set."""
+    """Metric of the best checkpoint: accuracy (the highest) or loss (the lowest) on the test set.
+    """
     keep_every_epochs: int = 0
     """Keep the checkpoint at the end of every N epochs forever; 0: none."""
     failures: int = 3
-    """This many failed writes in a row end the training with an error. At its end and at SIGTERM one is enough."""
+    """Number of consecutive failed writes after which training ends with an error. At the end of
+    training and on SIGTERM, a single failure is enough.
+    """
     resume: bool = True
-    """Resume from the newest whole checkpoint. false: start from scratch, which is refused while the folder holds
-    checkpoints."""
+    """Resume from the newest intact checkpoint. false: start from scratch, which is refused if the
+    folder contains checkpoints.
+    """
     load: Path | None = None
-    """Start from the weights of this checkpoint (file or folder; of this trainer, or any state dict that torch.save
-    wrote). Only for a new run: when checkpoint.dir holds a checkpoint, training resumes from that."""
+    """Checkpoint with the weights to start from: a file or folder from this trainer, or any state
+    dict written by torch.save. Applies only to a new run; if checkpoint.dir contains a checkpoint,
+    training resumes from that.
+    """
     load_average: bool = True
-    """checkpoint.load: where the checkpoint holds a moving average of the weights (optim.ema_decay, timm's and
-    torchvision's model_ema), start from the average, which the evaluations that chose the best are of. false: from the
-    weights themselves."""
+    """checkpoint.load: start from the moving average of the weights, if the checkpoint has one
+    (optim.ema_decay, model_ema in timm and torchvision). The evaluations that chose the best
+    checkpoint used the average. false: start from the weights themselves.
+    """
     load_except: tuple[str, ...] = ()
-    """checkpoint.load: names of tensors (with * and ?) that keep their initial values, such as fc.* for another number
-    of classes."""
+    """checkpoint.load: names of tensors (with * and ?) that keep their initial values, such as fc.*
+    for a different number of classes.
+    """
 
     def check(self) -> None:
         """Raise ConfigError for values that are out of range or exclude each other."""
@@ -458,31 +551,31 @@ class CheckpointConfig:
             self._at_least(key, 0)
         if self.load_except and self.load is None:
             raise ConfigError(
-                f"checkpoint.load_except={','.join(self.load_except)}: applies to checkpoint.load, which is not set; "
-                f"set it, or leave both out"
+                f"checkpoint.load_except={','.join(self.load_except)}: has no effect without checkpoint.load;"
+                " set that too, or leave both out"
             )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
-                "checkpoint.format=dcp: each rank writes a shard, and a node's own folder would hold only its own"
-                " shards; set checkpoint.shared=true and a folder that every node sees, checkpoint.url (a bucket, which"
-                " gets the shards of all nodes), or checkpoint.format=torch"
+                "checkpoint.format=dcp: needs a place with the shards of all nodes; set checkpoint.shared=true"
+                " and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
             )
         if not 0 <= self.url_wait_seconds < 86400:
             raise ConfigError(f"checkpoint.url_wait_seconds={self.url_wait_seconds}: must be from 0 to 86400")
         if self.keep_every_epochs and (self.every_epochs == 0 or self.keep_every_epochs % self.every_epochs):
             raise ConfigError(
                 f"checkpoint.keep_every_epochs={self.keep_every_epochs}: must be a multiple of"
-                f" checkpoint.every_epochs={self.every_epochs}, which says after which epochs there is a checkpoint"
+                f" checkpoint.every_epochs={self.every_epochs}, which determines the epochs with a checkpoint"
             )
         if self.keep_best and self.every_epochs == 0:
             raise ConfigError(
-                "checkpoint.keep_best: evaluations come at the end of an epoch; set checkpoint.every_epochs to"
+                "checkpoint.keep_best: evaluations take place only at the end of an epoch; set"
+                " checkpoint.every_epochs to"
                 " 1 or more"
             )
 
     def _at_least(self, key: str, least: int) -> None:
         if getattr(self, key) < least:
-            raise ConfigError(f"checkpoint.{key}: {getattr(self, key)} is less than {least}")
+            raise ConfigError(f"checkpoint.{key}={getattr(self, key)}: must be at least {least}")
 
 
 class PrKind(enum.StrEnum):
@@ -498,71 +591,93 @@ class EvalConfig:
     """The numbers that an evaluation reports in addition to loss, top-1, top-5 and MAE."""
 
     pr: PrKind = PrKind.NONE
-    """Precision-recall curve and average precision per class, macro and micro, equal to scikit-learn's. exact: all
-    scores are gathered on rank 0, which needs about 35 bytes per test sample and class. binned: 16 bytes per class
-    and bin on each rank, whatever the size of the test set; scores in one bin count as equal."""
+    """Precision-recall curve and average precision per class, macro and micro, as in scikit-learn.
+    exact: all scores are gathered on rank 0, which needs about 35 bytes per test sample and class.
+    binned: 16 bytes per class and bin on each rank, regardless of the test set's size; scores in
+    the same bin count as equal.
+    """
     pr_bins: int = 2000
-    """binned: number of bins, of equal width in log odds. With 2000, average precision is about 0.001 below the exact
-    one."""
+    """binned: number of bins, of equal width in log odds. With 2000 bins, average precision is
+    about 0.001 below the exact value.
+    """
     confusion: bool = True
-    """Confusion matrix, and precision, recall and F1 of each class from it: 8 bytes per pair of classes; not above
-    4096 classes."""
+    """Report the confusion matrix, and precision, recall and F1 of each class. It takes 8 bytes per
+    pair of classes, and is omitted above 4096 classes.
+    """
     pictures: bool = True
-    """Draw curve and matrix as PNG next to the numbers in RUN/eval, in a separate process."""
+    """Draw curves and matrix as PNG files next to the numbers in RUN/eval, in a separate process.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ReportConfig:
-    """Where rank 0 reports to, besides RUN/metrics.jsonl and the terminal, and the profile.
+    """Destinations of rank 0's reports in addition to RUN/metrics.jsonl and the terminal, and the
+    profile.
 
     A sink that fails never stops the training.
     """
 
     tensorboard: bool = False
-    """Event files for TensorBoard in RUN/tensorboard (pip install tensorboard)."""
+    """Write event files for TensorBoard to RUN/tensorboard (pip install tensorboard)."""
     prometheus_port: int = 0
-    """Serve metrics for Prometheus at this port of rank 0, under /metrics (pip install prometheus-client); 0: off."""
+    """Port of rank 0 that serves metrics for Prometheus under /metrics (pip install
+    prometheus-client); 0: off.
+    """
     wandb: str = ""
-    """Weights & Biases: name of the project; empty: off (pip install wandb). WANDB_MODE, WANDB_API_KEY and
-    WANDB_ENTITY work as usual."""
+    """Weights & Biases: name of the project; empty: off (pip install wandb). WANDB_MODE,
+    WANDB_API_KEY and WANDB_ENTITY work as usual.
+    """
     mlflow: str = ""
-    """MLflow: URI of the tracking server or store, such as http://host:5000 or sqlite:///mlflow.db; empty: off (pip
-    install mlflow)."""
+    """MLflow: URI of the tracking server or store, such as http://host:5000 or sqlite:///mlflow.db;
+    empty: off (pip install mlflow).
+    """
     mlflow_experiment: str = "ddpjob"
     """MLflow: name of the experiment."""
     straggler_factor: float = 1.5
-    """Name a rank that lags: whose own work of a step (waiting for data, forward and backward pass, without waiting for
-    others) takes this many times the median rank's. strategy=ddp, fsdp and pipeline; 0: off."""
+    """Report a rank as a straggler if it works this many times as long per step as the median rank
+    (waiting for data, forward and backward pass, but not waiting for others). strategy=ddp, fsdp
+    and pipeline; 0: off.
+    """
     straggler_seconds: float = 30.0
-    """How long a rank must lag to be named, and keep up to be named no longer."""
+    """Number of seconds for which a rank must lag to be reported as a straggler, and keep up to be
+    cleared.
+    """
     peak_flops: float = 0.0
-    """FLOP/s of a device in the format that is computed in, against which the share that is used (MFU) is reported; 0:
-    by the GPU's name, and no MFU where that is not known."""
+    """Peak FLOP/s of a device in the format of the computation, for reporting the share that is
+    used (MFU). 0: look up the GPU's name; without a known peak, MFU is not reported.
+    """
     profile_steps: tuple[int, ...] = ()
-    """torch.profiler for COUNT steps from step START on, written [START, COUNT]: a trace of each rank for
-    chrome://tracing or Perfetto, and a table of the operators that take most time, in RUN/profile. Step START - 1
-    warms the profiler up; COUNT steps are kept in memory."""
+    """[START, COUNT]: run torch.profiler for COUNT steps from step START on. It writes a trace of
+    each rank for chrome://tracing or Perfetto, and a table of the most expensive operators, to
+    RUN/profile. Step START - 1 warms up the profiler. COUNT steps are kept in memory.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PreflightConfig:
-    """Whether machines are checked before training, and against which limits.
+    """Whether machines are checked before training, and the limits of these checks.
 
     `python -m ddpjob_trainer preflight` runs the same checks.
     """
 
     run: bool = False
-    """Check before training; a check that fails ends the run."""
+    """Run the checks before training. A failed check ends the run."""
     join_seconds: float = 30.0
-    """How long to wait for ranks; those that have not come by then are named."""
+    """How long to wait for ranks. Missing ranks are then reported by name."""
     step_seconds: float = 10.0
-    """How long a single check may take; one without an answer by then fails."""
+    """Timeout of a single check. A check without a result by then fails."""
     clock_skew_seconds: float = 1.0
-    """Warn of clocks further apart: lines of different nodes' logs cannot be put in order. NTP holds 0.01 s."""
+    """Warn if clocks differ by more than this, because logs of different nodes could not be put in
+    order. NTP achieves 0.01 s.
+    """
     free_gb: float = 1.0
-    """Warn of less free space in the checkpoint folder; twice the largest checkpoint in it counts if that is more."""
+    """Warn if the checkpoint folder has less free space than this, or than twice its largest
+    checkpoint.
+    """
     bandwidth_gbs: float = 0.0
-    """Warn of a slower all-reduce (bus bandwidth in GB/s) between several nodes; 0: it is only shown."""
+    """Warn if an all-reduce between several nodes is slower than this (bus bandwidth in GB/s); 0:
+    only show the bandwidth.
+    """
 
 
 class CommHook(enum.StrEnum):
@@ -579,18 +694,23 @@ class DdpConfig:
     """strategy=ddp."""
 
     ordered: bool = False
-    """Add gradients up in the order of the micro-batches, whichever rank has them (needs data.micro_batches above 0):
-    weights are then the same to the bit on any number of ranks. Costs an all-gather of data.micro_batches gradients
-    instead of one all-reduce."""
+    """Add up gradients in the order of the micro-batches, on whichever rank they are (needs
+    data.micro_batches above 0). Weights then have identical bits on any number of ranks. This costs
+    an all-gather of data.micro_batches gradients instead of one all-reduce.
+    """
     comm_hook: CommHook = CommHook.NONE
-    """What ranks send: none, whole gradients; fp16, bf16, gradients of half the length; powersgd, products of two
-    narrow matrices (Vogels et al. 2019; the error is added to the next step's gradients). Results then depend on
-    the number of ranks, by rounding or, with powersgd, more. powersgd's error memory is not in checkpoints: a
-    restart begins without."""
+    """The form in which ranks send gradients. none: whole gradients. fp16, bf16: gradients of half
+    the length. powersgd: products of two narrow matrices (Vogels et al., 2019), whose error is
+    added to the next step's gradients. Results then depend on the number of ranks, because of
+    rounding or, more strongly, with powersgd. Checkpoints do not include powersgd's error memory,
+    so a restart begins without it.
+    """
     powersgd_rank: int = 1
-    """powersgd: columns of the matrices. More columns approximate better and take longer to send."""
+    """powersgd: number of columns of the matrices. More columns approximate better but take longer
+    to send.
+    """
     powersgd_start: int = 1000
-    """powersgd: first step, after each start of the ranks, that is compressed."""
+    """powersgd: number of uncompressed steps after each start of the ranks."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -598,8 +718,9 @@ class FsdpConfig:
     """strategy=fsdp."""
 
     reshard: bool = True
-    """Free a block's weights after its forward pass, and gather them again for the backward pass: less memory, half as
-    much traffic again."""
+    """Free a block's weights after its forward pass, and gather them again for the backward pass.
+    This saves memory but adds half as much traffic again.
+    """
 
 
 class PipelineSchedule(enum.StrEnum):
@@ -614,14 +735,18 @@ class PipelineConfig:
     """strategy=pipeline."""
 
     stages: int = 0
-    """Stages of the model, each on a rank of its own; the number of ranks is a multiple of it. 0: as many as there are
-    ranks."""
+    """Number of stages of the model, each on its own rank. The number of ranks must be a multiple
+    of it. 0: as many as there are ranks.
+    """
     schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
-    """gpipe: all micro-batches forward, then all backward. 1f1b: backward as soon as possible, which needs less
-    memory; same as gpipe when there are fewer micro-batches than stages."""
+    """gpipe: all forward passes, then all backward passes. 1f1b: backward passes as soon as
+    possible, which needs less memory; the same as gpipe if there are fewer micro-batches than
+    stages.
+    """
     micro_batches: int = 4
-    """Micro-batches into which each replica divides its share of a global batch; data.micro_batches, where it is
-    given, is their number over all replicas."""
+    """Number of micro-batches into which each replica divides its share of a global batch. If
+    data.micro_batches is set, it is their number over all replicas instead.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -629,7 +754,9 @@ class DdpMpConfig:
     """strategy=ddp_mp."""
 
     devices: int = 2
-    """Devices of each process, and parts of the model. On the CPU all parts are on the one device."""
+    """Number of devices per process, and of parts of the model. On the CPU, all parts are on the
+    same device.
+    """
 
 
 class CompressionName(enum.StrEnum):
@@ -644,7 +771,7 @@ class HorovodConfig:
     """strategy=horovod."""
 
     compression: CompressionName = CompressionName.NONE
-    """none, or fp16: gradients are sent and added up in half precision."""
+    """none, or fp16: send and add up gradients in half precision."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -652,7 +779,8 @@ class DeepSpeedConfig:
     """strategy=deepspeed."""
 
     stage: int = 1
-    """ZeRO: 0 shards nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    """ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 also gradients, 3 also weights."""
     config: Path | None = None
-    """More settings of DeepSpeed, a JSON file. Keys that the trainer decides (batch, precision, optimizer, schedule,
-    clipping) are ignored; a line of output names them."""
+    """JSON file with more settings for DeepSpeed. Keys that the trainer decides (batch, precision,
+    optimizer, schedule, clipping) are ignored, and reported in the output.
+    """

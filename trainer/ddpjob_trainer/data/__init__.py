@@ -1,4 +1,4 @@
-"""Data sets with a common interface, the sampler, and randomness that does not depend on ranks."""
+"""Data sets with a common interface, the sampler, and randomness independent of ranks."""
 
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.dataset import UNREADABLE, Batch, DataSet

@@ -78,14 +78,14 @@ class RandAugment:
         if config.trivialaugment:
             if config.randaugment_ops:
                 raise ConfigError(
-                    f"data.trivialaugment: not with RandAugment (data.randaugment_ops={config.randaugment_ops}); leave"
-                    " one of them out"
+                    "data.trivialaugment: cannot be combined with RandAugment"
+                    f" (data.randaugment_ops={config.randaugment_ops}); leave one of them out"
                 )
             return cls(0, 0)
         if config.randaugment_ops < 0 or not 0 <= config.randaugment_magnitude <= 30:
             raise ConfigError(
                 f"data.randaugment_ops={config.randaugment_ops} must be at least 0,"
-                f" data.randaugment_magnitude={config.randaugment_magnitude} from 0 to 30; usual are 2 and 9"
+                f" data.randaugment_magnitude={config.randaugment_magnitude} from 0 to 30; 2 and 9 are usual"
             )
         return cls(config.randaugment_ops, config.randaugment_magnitude) if config.randaugment_ops else None
 
@@ -159,14 +159,14 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
     Raises ConfigError for an invalid value, or if the inputs are not images.
     """
     if not 0 <= config.erase <= 1:
-        raise ConfigError(f"data.erase: {config.erase} is not a probability; write for example 0.1, or 0 for none")
+        raise ConfigError(f"data.erase={config.erase}: must be a probability, for example 0.1, or 0 for none")
     if config.cutout < 0 or config.cutout % 2:
-        raise ConfigError(f"data.cutout: {config.cutout} is not an even number of pixels; write for example 16, or 0")
+        raise ConfigError(f"data.cutout={config.cutout}: must be an even number of pixels, for example 16, or 0")
     for key in ("erase", "cutout"):
         if getattr(config, key) and len(shape) != 3:
             raise ConfigError(
-                f"data.{key}={getattr(config, key)}: erases a part of images (channels, height, width), and the inputs"
-                f" of data.name={config.name} have the shape {shape}; leave it out"
+                f"data.{key}={getattr(config, key)}: needs images (channels, height, width), but the inputs of"
+                f" data.name={config.name} have the shape {shape}; leave it out"
             )
     cutout: list[Eraser] = [Cutout(config.cutout, config.seed)] if config.cutout else []
     return [*cutout, RandomErasing(config.erase, config.seed)] if config.erase else cutout

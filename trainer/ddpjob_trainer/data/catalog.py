@@ -19,38 +19,37 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
     """
     if config.batch < 1:
         raise ConfigError(
-            f"data.batch: {config.batch} is less than 1; give the number of samples per step over all ranks"
+            f"data.batch={config.batch}: must be at least 1, the number of samples per step over all ranks"
         )
     if config.micro_batches < 0:
-        raise ConfigError(
-            f"data.micro_batches: {config.micro_batches} is less than 0; write for example 8, or 0 for the default"
-        )
+        raise ConfigError(f"data.micro_batches={config.micro_batches}: must be at least 0; 0 is the default")
     if not 1 <= config.repeats <= config.batch:
         raise ConfigError(
-            f"data.repeats: {config.repeats} is not from 1 to data.batch={config.batch}; 3 or 4 is usual, 1 takes each"
-            " sample once"
+            f"data.repeats={config.repeats}: must be from 1 to data.batch={config.batch}; 3 or 4 is usual, and"
+            " 1 takes each sample once"
         )
     if config.repeats > 1 and not (config.augment or config.erase or config.cutout):
         raise ConfigError(
-            f"data.repeats={config.repeats}: with data.augment=false all versions of a sample are the same; set"
+            f"data.repeats={config.repeats}: has no effect with data.augment=false, because all versions of a"
+            " sample are the same; set"
             " data.augment=true, or leave it out"
         )
     if not 1 <= config.stretch < math.inf:
         raise ConfigError(
-            f"data.stretch: {config.stretch} is not a finite number of at least 1; with 1.25 a rank may process a "
-            f"quarter more samples at once than a micro-batch has"
+            f"data.stretch={config.stretch}: must be a finite number of at least 1; with 1.25, a rank may"
+            " process 1.25 micro-batches at once"
         )
     for key, alpha in (("mixup", config.mixup), ("cutmix", config.cutmix)):
         if not (math.isfinite(alpha) and alpha >= 0):
             raise ConfigError(
-                f"data.{key}: {alpha} is not a finite number of at least 0; write for example 0.2, or 0 for none"
+                f"data.{key}={alpha}: must be a finite number of at least 0, for example 0.2, or 0 for none"
             )
     try:
         return _open(config, device or torch.device("cpu"))
     except OSError as error:
         raise DataError(
-            f"{error.filename or config.dir} cannot be read ({error.strerror or error}):"
-            f" make all of data.dir readable for uid {os.geteuid()}, and check that its volume responds"
+            f"{error.filename or config.dir} cannot be read ({error.strerror or error}); make all of data.dir"
+            f" readable for uid {os.geteuid()}, and check that its volume responds"
         ) from error
 
 

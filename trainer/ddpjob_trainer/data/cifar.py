@@ -85,7 +85,7 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
         found = _find(config.dir, layout)
     if found is None:
         remedy = (
-            f"unpack the official archive there, so that it holds {layout.python_folder}/{layout.train[0]} or"
+            f"unpack the official archive there, so that it contains {layout.python_folder}/{layout.train[0]} or"
             f" {layout.binary_folder}/{layout.binary_train[0]}, or set data.download=true"
         )
         folder = existing_folder(config, remedy)
@@ -136,7 +136,7 @@ def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
 def _present(folder: Path, names: tuple[str, ...]) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"data folder {folder} lacks {', '.join(missing)}: unpack the official archive again")
+        raise DataError(f"data folder {folder} lacks {', '.join(missing)}; unpack the official archive again")
     return [folder / name for name in names]
 
 
@@ -147,8 +147,8 @@ def _read_binary(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part:
         content = np.frombuffer(_content(path), dtype=np.uint8)
         if not len(content) or len(content) % size:
             raise DataError(
-                f"{path} is truncated: {len(content)} bytes are not whole records of {size} bytes;"
-                " unpack the archive again"
+                f"{path} is truncated ({len(content)} bytes, not a multiple of the record size {size}); unpack"
+                " the archive again"
             )
         records = content.reshape(-1, size)
         labels.append(records[:, layout.label_bytes - 1].astype(np.int64))
@@ -163,16 +163,16 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
             part, part_labels = read_batch(_content(path), "data", layout.label_key)
         except ValueError as error:
             raise DataError(
-                f"{path} is not a whole CIFAR batch ({error}); unpack the archive again, or the binary version of it,"
-                " which needs no pickle"
+                f"{path} is not a valid CIFAR batch ({error}); unpack the archive again, or use its binary"
+                " version, which does not contain pickles"
             ) from error
         if part.dtype != np.uint8 or part.ndim != 2 or part.shape[1] != _PIXELS or part_labels.shape != (len(part),):
             raise DataError(
-                f"{path} holds {part.dtype} of shape {part.shape} with {part_labels.size} labels, not uint8"
+                f"{path} contains {part.dtype} of shape {part.shape} with {part_labels.size} labels, not uint8"
                 f" (n, {_PIXELS}) with n labels; unpack the archive again"
             )
         if not len(part):
-            raise DataError(f"{path} holds no records; unpack the archive again")
+            raise DataError(f"{path} has no records; unpack the archive again")
         images.append(part)
         labels.append(part_labels.astype(np.int64))
     return _joined(folder, images, labels, layout)
@@ -185,7 +185,7 @@ def _content(path: Path) -> bytes:
     """
     size = path.stat().st_size
     if size > MOST_BYTES:
-        raise DataError(f"{path} has {size:,} bytes, and no file of an archive has more than {MOST_BYTES:,}")
+        raise DataError(f"{path} has {size:,} bytes, more than any file of the archive (at most {MOST_BYTES:,})")
     return path.read_bytes()
 
 
@@ -194,7 +194,7 @@ def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout)
     if all_labels.min() < 0 or all_labels.max() >= layout.classes:
         last = layout.classes - 1
         raise DataError(
-            f"{folder} holds label {all_labels.max()}, outside of 0..{last}: it is a different data set from data.name"
+            f"{folder} has label {all_labels.max()}, outside 0..{last}, so it is not the data set in data.name"
         )
     return torch.from_numpy(np.concatenate(images).reshape(-1, 3, 32, 32)), torch.from_numpy(all_labels)
 
@@ -209,7 +209,7 @@ def _download(config: DataConfig) -> None:
     import torchvision
 
     if config.dir is None:
-        raise DataError("data.download=true needs data.dir (or DDPJOB_DATA_DIR): the folder to download into")
+        raise DataError("data.download=true: needs a folder to download into; set data.dir (or DDPJOB_DATA_DIR)")
     kind = torchvision.datasets.CIFAR10 if config.name == DataName.CIFAR10 else torchvision.datasets.CIFAR100
     try:
         config.dir.mkdir(parents=True, exist_ok=True)
@@ -219,5 +219,5 @@ def _download(config: DataConfig) -> None:
                 kind(str(config.dir), download=True)
     except (OSError, RuntimeError) as error:
         raise DataError(
-            f"{config.name} cannot be downloaded into {config.dir}: {error}. Unpack the official archive there by hand"
+            f"{config.name} cannot be downloaded into {config.dir}: {error}. Unpack the official archive there yourself"
         ) from error

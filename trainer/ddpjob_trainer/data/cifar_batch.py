@@ -72,11 +72,11 @@ class _Array:
         """Set the layout from the file. Raises ValueError."""
         content = content.text if isinstance(content, _Encoded) else content
         if not isinstance(shape, tuple) or len(shape) > 2 or not all(type(side) is int and side >= 0 for side in shape):
-            raise ValueError("an array's shape is not one or two sizes")
+            raise ValueError("an array does not have one or two dimensions")
         if not isinstance(dtype, _Dtype) or order not in ("C", "F"):
             raise ValueError("an array has no dtype or an unknown order")
         if not isinstance(content, (str, bytes, bytearray)) or len(content) != _bytes_of(shape, dtype):
-            raise ValueError("an array's content is not as long as its shape says")
+            raise ValueError("an array's content does not have the length given by its shape")
         self.shape, self.dtype, self.order, self.content = shape, dtype, order, content
         return self
 
@@ -119,7 +119,7 @@ def _values(found: Any, key: str) -> npt.NDArray[Any]:
 def _run(content: bytes) -> Any:
     """Interpret the pickle and return its object. Raises ValueError, IndexError, KeyError."""
     if len(content) > MOST_BYTES:
-        raise ValueError(f"it has {len(content):,} bytes, and the largest batch has at most {MOST_BYTES:,}")
+        raise ValueError(f"it has {len(content):,} bytes, more than {MOST_BYTES:,}")
     machine = _Machine()
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if opcode.name == "STOP":

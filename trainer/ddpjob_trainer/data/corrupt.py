@@ -23,12 +23,12 @@ class Warnings:
         self._names.add(name)
         if len(self._names) <= _NAMED:
             print(
-                f"warning: image {name} cannot be read ({reason}): skipped, it has weight zero",
+                f"warning: image {name} cannot be read ({reason}); it is skipped (weight zero)",
                 file=sys.stderr,
                 flush=True,
             )
         if len(self._names) == _NAMED:
-            print("warning: more unreadable images are counted but not named", file=sys.stderr, flush=True)
+            print("warning: further unreadable images are counted but not named", file=sys.stderr, flush=True)
 
 
 class CorruptCount:
@@ -47,7 +47,7 @@ class CorruptCount:
         self._met = self.epoch = 0
 
     def met(self, unreadable: int) -> None:
-        """Count the unreadable images in one of this rank's micro-batches."""
+        """Count the unreadable images of one of this rank's micro-batches."""
         self._met += unreadable
 
     @property
@@ -69,8 +69,8 @@ class CorruptCount:
         if step and self.epoch > self._limit * self._size:
             raise DataError(
                 f"{self.epoch} of {self._size} training images cannot be read, more than"
-                f" data.corrupt_limit={self._limit:g} allows (warnings above name the first ones): repair or remove"
-                " them, or raise data.corrupt_limit"
+                f" data.corrupt_limit={self._limit:g} allows (warnings above name the first ones); repair or"
+                " remove them, or raise data.corrupt_limit"
             )
         return step
 
@@ -83,6 +83,6 @@ def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:
         raise DataError(
-            f"{unreadable} of {size} test images cannot be read (data.corrupt_limit={config.corrupt_limit:g}; warnings"
-            " above name the first ones): repair or remove them, or raise data.corrupt_limit"
+            f"{unreadable} of {size} test images cannot be read (data.corrupt_limit={config.corrupt_limit:g};"
+            " warnings above name the first ones); repair or remove them, or raise data.corrupt_limit"
         )

@@ -52,7 +52,7 @@ class Batch:
 
 
 class MicroBatches(Protocol):
-    """This rank's micro-batches in one step. Each one's data are loaded on demand."""
+    """This rank's micro-batches in one step, whose data are loaded on demand."""
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -80,10 +80,10 @@ class Normalize:
 class DataSet(Protocol):
     """A training and a test set of labelled images, read by sample number.
 
-    Batches are on one device. `shape` is an image's shape, (channels, height, width), or any shape
-    in the user's own data. `class_names` are in the order of class numbers, or None if the classes
-    have no names. If targets are float, `classes` is the number of values. `whole_numbers` is
-    whether inputs are whole numbers, such as tokens.
+    Batches are on one device. `shape` is the shape of an image, (channels, height, width); in the
+    user's own data it may be any. `class_names` are in the order of class numbers, or None if the
+    classes have no names. If targets are float, `classes` is the number of values. `whole_numbers`
+    is whether inputs are whole numbers, such as tokens.
     """
 
     targets: Targets = Targets.CLASSES
@@ -148,6 +148,6 @@ def check_probabilities(targets: torch.Tensor) -> None:
     low, high = (float(targets.min()), float(targets.max())) if len(targets) else (0.0, 1.0)
     if low < 0 or high > 1:
         raise ConfigError(
-            f"optim.loss=bce: a target is {low if low < 0 else high:g}; give probabilities from 0 to 1, or set"
+            f"optim.loss=bce: a target is {low if low < 0 else high:g}; use probabilities from 0 to 1, or set"
             " optim.loss=mse"
         )

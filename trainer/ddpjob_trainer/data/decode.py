@@ -88,13 +88,13 @@ def size_of(content: bytes) -> tuple[int, int]:
 def check_pixels(height: int, width: int) -> None:
     """Raise UnreadableImage for an image of more than MOST_PIXELS pixels."""
     if height * width > MOST_PIXELS:
-        raise UnreadableImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}: scale it down")
+        raise UnreadableImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}; scale it down")
 
 
 def _check_scans(content: bytes) -> None:
     scans = content.count(b"\xff\xda") if content[:3] == _JPEG else 0
     if scans > _MOST_SCANS:
-        raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}: save it again")
+        raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}; save it again")
 
 
 def _resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _scale(box: Box, size: int | None) -> int:
 
 
 def _scale_box(box: Box, down: float, across: float) -> Box:
-    """Return the box in a reduced image, with corners rounded to whole pixels."""
+    """Return the box in a reduced image, rounding its corners to whole pixels."""
     if down == across == 1:
         return box
     top, left = round(box.top * down), round(box.left * across)
@@ -149,9 +149,7 @@ def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
         if image.mode in ("I", "F"):
-            raise UnreadableImage(
-                "its pixels have 32 bits, and it is unknown which value is white; save it with 8 bits"
-            )
+            raise UnreadableImage("its pixels have 32 bits, so it is unknown which value is white; save it with 8 bits")
         return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 

@@ -27,7 +27,7 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
     if config.randaugment_ops or config.trivialaugment:
         key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
         name = "TrivialAugment" if config.trivialaugment else "RandAugment"
-        raise ConfigError(f"data.{key}: {name} needs colour images, and digits are grey; leave it out")
+        raise ConfigError(f"data.{key}: {name} needs colour images, but digits are grey; leave it out")
     images, labels = read_digits()
     test = _test_mask(labels.numpy())
     train_images = images[~test].to(device)
@@ -52,7 +52,9 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
-        raise DataError("data.name=digits needs the data file that ships in scikit-learn: pip install scikit-learn")
+        raise DataError(
+            "data.name=digits needs the data file that ships with scikit-learn; run pip install scikit-learn"
+        )
     path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     if not path.is_file():
         raise DataError(

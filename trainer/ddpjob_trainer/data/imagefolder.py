@@ -37,8 +37,8 @@ class Folder:
         images = np.bincount(self.labels, minlength=len(self.classes))
         if not self.classes or not images.all():
             empty = [name for name, count in zip(self.classes, images, strict=True) if not count]
-            which = f"class folders without any: {', '.join(empty[:5])}" if empty else "it has no class folders"
-            raise DataError(f"data folder {root} holds no images in class folders ({which}): {_REMEDY}")
+            which = f"class folders without images: {', '.join(empty[:5])}" if empty else "it has no class folders"
+            raise DataError(f"data folder {root} has class folders without images ({which}): {_REMEDY}")
         self._paths = found.paths(root)
         self._root = os.fsencode(root)
 
@@ -51,7 +51,7 @@ class Folder:
         return self._paths.view(np.uint8).reshape(len(self._paths), -1)[:, len(self._root) + 1 :]
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the files' contents, with an OSError for each file that cannot be read."""
+        """Return the files' contents, or an OSError in place of each file that cannot be read."""
         return [_content(self.name(number)) for number in numbers]
 
 

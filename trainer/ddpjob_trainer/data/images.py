@@ -42,7 +42,7 @@ class Encoded(Protocol):
         """Return a name by which the user can find the image."""
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the images' bytes, with an OSError for each image that cannot be read."""
+        """Return the images' bytes, or an OSError in place of each image that cannot be read."""
 
     def identity(self) -> npt.NDArray[np.uint8]:
         """Return which image has which number, independent of where the files are."""
@@ -71,8 +71,9 @@ class ImageData(DataSet):
             )
         if config.test_image_size < 0 or not 0 < config.test_crop <= 1:
             raise ConfigError(
-                f"data.test_image_size={config.test_image_size} must be at least 0, data.test_crop={config.test_crop}"
-                " above 0 and at most 1; write for example data.test_image_size=224 data.test_crop=0.875"
+                f"data.test_image_size={config.test_image_size} must be at least 0,"
+                f" data.test_crop={config.test_crop} above 0 and at most 1, for example"
+                " data.test_image_size=224 data.test_crop=0.875"
             )
         if not 0 <= config.corrupt_limit <= 1:
             raise ConfigError(
@@ -142,14 +143,13 @@ class ImageData(DataSet):
 
     def _report(self, name: str, reason: str) -> None:
         if self._config.corrupt is Corrupt.STOP:
-            raise DataError(f"image {name} cannot be read ({reason}): remove or replace it, or set data.corrupt=skip")
+            raise DataError(f"image {name} cannot be read ({reason}); remove or replace it, or set data.corrupt=skip")
         self._warnings.skipped(name, reason)
 
     def _open_dali(self) -> DaliDecoder:
         if self._randaugment is not None:
             raise ConfigError(
-                "data.decoder=dali: RandAugment needs the workers' decoder; set data.decoder=auto, or"
-                " data.randaugment_ops=0"
+                "data.decoder=dali: does not support RandAugment; set data.decoder=auto, or data.randaugment_ops=0"
             )
 
         def choose(request: Request, index: int) -> tuple[Callable[[int, int], Box], bool]:
@@ -207,11 +207,11 @@ def _refuse_machine(error: OSError, name: str) -> None:
     """
     if error.errno in _FILES:
         raise DataError(
-            f"image {name} cannot be read ({error.strerror}): raise the limit of open files (ulimit -n, or the"
+            f"image {name} cannot be read ({error.strerror}); raise the limit of open files (ulimit -n, or the"
             " container's)"
         )
     if error.errno in _MACHINE:
         raise DataError(
-            f"image {name} cannot be read ({error.strerror}): repair this node's disk, volume or memory, and"
+            f"image {name} cannot be read ({error.strerror}); repair this node's disk, volume or memory, and"
             " start again"
         )

@@ -86,7 +86,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         if (kept := _read_kept(path, root)) is not None:
             return kept
         try:
-            # A node's ranks arrive together, and one of them makes the listing.
+            # A node's ranks arrive together, and one of them creates the listing.
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             return _walk(root)
@@ -165,7 +165,7 @@ def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
         parts = archive.infolist()
         plain = all(part.compress_type == zipfile.ZIP_STORED and not part.flag_bits & _ENCRYPTED for part in parts)
         if not plain or len(parts) > _MOST_ARRAYS:
-            raise ValueError("its arrays are compressed, encrypted or too many")
+            raise ValueError("its arrays are compressed or encrypted, or it has too many")
         return {part.filename.removesuffix(".npy"): _array(archive.read(part)) for part in parts}
 
 
@@ -175,10 +175,10 @@ def _array(content: bytes) -> npt.NDArray[Any]:
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     version = np.lib.format.read_magic(stream)
     if version not in read:
-        raise ValueError(f"an array is of version {version}")
+        raise ValueError(f"an array has format version {version}")
     shape, by_columns, dtype = read[version](stream)
     if dtype.kind not in "iuUS" or not dtype.itemsize:
-        raise ValueError("an array is not of integers or of text")
+        raise ValueError("an array has neither integers nor text")
     values = np.frombuffer(content, dtype, offset=stream.tell())
     return values.reshape(shape, order="F" if by_columns else "C").copy()
 

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: images of a micro-batch are mixed in pairs, together with their labels.
+"""Mixup and CutMix, which mix images of a micro-batch in pairs, together with their labels.
 
 The micro-batch's key determines lambda, the rectangle and the choice between the two methods, and
 the position in the micro-batch determines the partner, so all are the same on any number of ranks.

@@ -55,7 +55,9 @@ class OwnData(DataSet):
             raise ConfigError(f"data.workers={config.workers}: must be at least 0")
         if config.randaugment_ops or config.trivialaugment:
             key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
-            raise ConfigError(f"data.{key}: data.name={config.name} augments its samples itself; leave it out")
+            raise ConfigError(
+                f"data.{key}: has no effect on data.name={config.name}, which augments its own samples; leave it out"
+            )
         self._config, self._device, self._what = config, device, f"data.name={config.name}"
         train, test, names = self._call_function()
         self._sets = (self._checked_set("train", train), self._checked_set("test", test))
@@ -84,7 +86,8 @@ class OwnData(DataSet):
         if not isinstance(found, tuple | list) or len(found) not in (2, 3):
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else f"{found!r:.60}"
             raise ConfigError(
-                f"{self._what}: returned {shown}; return (train, test), or (train, test, classes) for targets that are"
+                f"{self._what}: returned {shown}; return (train, test), or (train, test, classes) for targets"
+                " that are"
                 " class numbers"
             )
         return found[0], found[1], found[2] if len(found) == 3 else None
@@ -98,16 +101,16 @@ class OwnData(DataSet):
             if found[0].ndim == 0 or found[1].ndim == 0 or len(found[0]) != len(found[1]):
                 shapes = " and ".join(str(tuple(each.shape)) for each in found)
                 raise ConfigError(
-                    f"{self._what}: {name} is a pair of tensors of shapes {shapes}; give as many targets as inputs"
+                    f"{self._what}: {name} is a pair of tensors of shapes {shapes}; provide as many targets as inputs"
                 )
             found = TensorDataset(*(self._convert(name, what, it) for what, it in zip(_PARTS, found, strict=True)))
         if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
             raise ConfigError(
-                f"{self._what}: {name} is a {type(found).__name__}; give a torch Dataset with __len__ and __getitem__"
-                " (an IterableDataset has no samples by number), or a pair of tensors (inputs, targets)"
+                f"{self._what}: {name} is a {type(found).__name__}; provide a torch Dataset with __len__ and"
+                " __getitem__ (not an IterableDataset), or a pair of tensors (inputs, targets)"
             )
         if len(found) == 0:
-            raise DataError(f"{self._what}: {name} is empty; give at least one sample")
+            raise DataError(f"{self._what}: {name} is empty; provide at least one sample")
         return found
 
     def _kind(self, target: torch.Tensor) -> Targets:
@@ -120,8 +123,8 @@ class OwnData(DataSet):
         if self.targets is Targets.VALUES:
             if names is not None:
                 raise ConfigError(
-                    f"{self._what}: returned classes {names!r:.60}, and train[0] has a float target; return"
-                    " (train, test), or targets that are whole numbers"
+                    f"{self._what}: returned classes {names!r:.60}, but train[0] has a float target; return"
+                    " (train, test), or integer targets"
                 )
             return max(1, self._first[1].numel()), None
         if not isinstance(names, bool) and (number := _whole(names)) > 0:
@@ -129,8 +132,9 @@ class OwnData(DataSet):
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
             return len(names), list(names)
         raise ConfigError(
-            f"{self._what}: returned {'no classes' if names is None else f'{names!r:.60} as classes'}, and train[0]"
-            " has a target of whole numbers; return (train, test, classes) with the number of classes or a list of"
+            f"{self._what}: returned {'no classes' if names is None else f'{names!r:.60} as classes'}, but"
+            " train[0] has an integer target; return (train, test, classes) with the number of classes or a"
+            " list of"
             " their names, or float targets"
         )
 
@@ -141,7 +145,7 @@ class OwnData(DataSet):
 
     def _no_class(self, name: str, number: int) -> DataError:
         return DataError(
-            f"{self._what}: the target of {name}[{number}] is outside of 0..{self.classes - 1}: correct it, or the"
+            f"{self._what}: the target of {name}[{number}] is outside 0..{self.classes - 1}; correct it, or the"
             " number of classes"
         )
 
@@ -154,8 +158,8 @@ class OwnData(DataSet):
         if tensor is None or tensor.dtype is torch.bool or tensor.is_complex() or tensor.dtype is torch.uint8:
             kind = type(value).__name__ if tensor is None else tensor.dtype
             raise ConfigError(
-                f"{self._what}: the {what} of a sample of {name} is {kind}; give a tensor or numpy array of floats"
-                " (images: x.float() / 255) or of whole numbers as int64"
+                f"{self._what}: the {what} of a sample of {name} is {kind}; use a tensor or numpy array of"
+                " floats (images: x.float() / 255) or of int64"
             )
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 
@@ -191,9 +195,9 @@ class OwnData(DataSet):
         for what, first, own in zip(_PARTS, self._first, sample, strict=True):
             if own.shape != first.shape or own.dtype != first.dtype:
                 raise DataError(
-                    f"{self._what}: the {what} of {name}[{number}] is {own.dtype} of shape {tuple(own.shape)}, and that"
-                    f" of train[0] {first.dtype} of shape {tuple(first.shape)}; all samples need the same (pad or crop"
-                    " them)"
+                    f"{self._what}: the {what} of {name}[{number}] is {own.dtype} of shape {tuple(own.shape)},"
+                    f" but that of train[0] is {first.dtype} of shape {tuple(first.shape)}; pad or crop samples"
+                    " to the same shape"
                 )
 
     def _read(self, request: Request) -> Samples:

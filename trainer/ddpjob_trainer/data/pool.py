@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Pixels (n, 3, size, size) uint8, and (index, reason) for each unreadable image."""
+    """Decoded pixels (n, 3, size, size) uint8, and (index, reason) for each unreadable image."""
 
     pixels: torch.Tensor
     unreadable: list[tuple[int, str]]
@@ -54,8 +54,8 @@ class Pool(Generic[C]):
     def run(self, requests: Iterator[Request]) -> Iterator[list[C]]:
         """Yield each request's chunks, in order. A request is divided among all workers.
 
-        Only one run is possible at a time: a new run ends the previous one. Raises TrainerError if
-        `read` does.
+        Only one run is possible at a time, so a new run ends the previous one. Raises TrainerError
+        if `read` does.
         """
         first = next(requests, None)
         if first is None:

@@ -1,7 +1,9 @@
-"""Decides which samples a step takes, and on which rank, exactly for any and a changing world size.
+"""Decides which samples a step takes, and on which rank, for any number of ranks, even a changing
+one.
 
-A training that loses a node and continues with fewer ranks should compute the same numbers. So a
-step's result must not depend on the number of ranks, and ranks must not keep their own counts.
+A training that loses a node and continues with fewer ranks should compute the same numbers. A
+step's result must therefore not depend on the number of ranks, and ranks must not keep their own
+counts.
 
 - The state is `{epoch, consumed, seed}`. An epoch is one permutation, a function of seed and epoch.
   A step takes its next `batch` samples; the last step takes the rest.
@@ -179,7 +181,7 @@ share."""
 
 
 class Dividing(enum.Enum):
-    """What to do if whole micro-batches would leave ranks idle."""
+    """How to divide if whole micro-batches would leave ranks idle."""
 
     NO = 0
     """Distribute whole micro-batches anyway."""
@@ -220,10 +222,13 @@ class Dealing:
         """Raise ConfigError for values that would silently leave a rank without samples."""
         # Rank `world` is a parameter server.
         if not 0 <= self.rank <= self.world or self.world < 1:
-            raise ConfigError(f"Dealing: rank {self.rank} of world {self.world}; give Dealing(group.rank, group.world)")
+            raise ConfigError(
+                f"Dealing: rank {self.rank} is not in a world of {self.world}; pass Dealing(group.rank, group.world)"
+            )
         if self.micro_batches < 0 or self.accumulate < 1:
             raise ConfigError(
-                f"Dealing: micro_batches={self.micro_batches} must be at least 0, accumulate={self.accumulate} at least"
+                f"Dealing: micro_batches={self.micro_batches} must be at least 0, accumulate={self.accumulate}"
+                " at least"
                 " 1"
             )
 
@@ -309,9 +314,9 @@ class ElasticSampler:
     """Distributes each epoch's permutation of `size` samples in global batches of `batch`.
 
     It begins at `state`. The samples of a step depend only on the state, and `dealing` decides
-    which of them this rank takes. So a checkpoint of `state_dict()` can be resumed on any number of
-    ranks, and each sample is still taken once per epoch. The last step of an epoch takes the
-    remaining samples.
+    which of them this rank takes. A checkpoint of `state_dict()` can therefore be resumed on any
+    number of ranks, and each sample is still taken once per epoch. The last step of an epoch takes
+    the remaining samples.
 
     With repeats > 1, an epoch takes each version of the first size / repeats samples (rounded up)
     of the permutation once. Of the last of these samples, it takes only as many versions as needed
@@ -329,7 +334,7 @@ class ElasticSampler:
         """Raise ConfigError for values with which an epoch would have no steps."""
         for key in ("size", "batch", "repeats"):
             if (value := getattr(self, key)) < 1:
-                raise ConfigError(f"ElasticSampler: {key}={value} is less than 1; write a whole number from 1 on")
+                raise ConfigError(f"ElasticSampler: {key}={value}: must be an integer of at least 1")
 
     def rest_of_epoch(self) -> Iterator[Step]:
         """Yield the steps from the state to the end of its epoch, each computed on demand.
@@ -383,7 +388,7 @@ class ElasticSampler:
         """
         if state["size"] != self.size:
             raise CheckpointError(
-                f"the checkpoint was made with {state['size']} training samples and the data set has {self.size};"
-                f" give the same data, or another checkpoint.dir to start from scratch"
+                f"the checkpoint was made with {state['size']} training samples, but the data set has"
+                f" {self.size}; use the same data, or a different checkpoint.dir to start from scratch"
             )
         self.state = SamplerState(int(state["epoch"]), int(state["consumed"]), int(state["seed"]))

@@ -58,18 +58,22 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""Function of each class, which returns the points (u, v) of the shape's own plane, within [-1, 1]
-squared, that are inside. Each shape's mirror image is a rotated shape of the same class, so flips
-preserve labels."""
+"""Each class's function, which returns whether points (u, v) of the shape's own plane, within [-1,
+1] squared, are inside. Each shape's mirror image is a rotated shape of the same class, so flips
+preserve labels.
+"""
 
 
 def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
     """Return `data.size` training and 2048 test images, all different, as uint8 on the device."""
     if config.size < 1:
-        raise ConfigError(f"data.size={config.size} must be at least 1; write for example 2048")
+        raise ConfigError(f"data.size={config.size} must be at least 1, for example 2048")
     if config.randaugment_ops or config.trivialaugment:
         key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
-        raise ConfigError(f"data.{key}: shapes are only shifted and flipped; leave it out, or try data.cutout")
+        raise ConfigError(
+            f"data.{key}: does not apply to shapes, which are only shifted and flipped; leave it out, or try"
+            " data.cutout"
+        )
     train, test = draw(np.arange(config.size)), draw(np.arange(TEST_SIZE) + _TEST)
     images = torch.from_numpy(train[0]).to(device)
     augment: Augment | None = None

@@ -1,4 +1,4 @@
-"""The index of a folder of tar shards: where each image is.
+"""The index of a folder of tar shards, which locates each image.
 
 The index is built once from the tars' headers, kept in a file, and rebuilt when shards change.
 """
@@ -80,7 +80,7 @@ def file_system(url: str) -> Any:
         return fsspec.filesystem(protocol)
     except (ImportError, ValueError) as error:
         package = _REMOTE.get(protocol)
-        remedy = f"pip install {package}" if package else "write a path, or an s3://, gs:// or https:// address"
+        remedy = f"pip install {package}" if package else "use a path, or an s3://, gs:// or https:// address"
         raise DataError(f"data.url: {url} cannot be opened ({error}): {remedy}") from error
 
 
@@ -95,8 +95,8 @@ def translate_errors(url: str) -> Iterator[None]:
         if "://" not in url:
             raise
         raise DataError(
-            f"{url} cannot be read ({type(error).__name__}: {error}):"
-            f" check that data.url is right and reachable, and that its credentials are set"
+            f"{url} cannot be read ({type(error).__name__}: {error}); check that data.url is correct and"
+            " reachable, and that its credentials are set"
         ) from error
 
 
@@ -132,8 +132,8 @@ def _keeping(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"the index of the shards cannot be kept in {path} ({error.strerror or error}): free space, or set"
-            " data.index to another folder"
+            f"the index of the shards cannot be written to {path} ({error.strerror or error}); free some space,"
+            " or set data.index to a different folder"
         ) from error
 
 
@@ -181,7 +181,7 @@ def _listing(url: str, remedy: str) -> _Found:
         raise DataError(f"shards {url} cannot be listed ({error}): {remedy}") from error
     names = sorted(name for name in entries if name.endswith(".tar"))
     if not names:
-        raise DataError(f"{url} holds no .tar files: {remedy}")
+        raise DataError(f"{url} has no .tar files: {remedy}")
     sizes = [entries[name]["size"] for name in names]
     lengths = [files.size(f"{url}/{name}") if size is None else size for name, size in zip(names, sizes, strict=True)]
     return _Found(
@@ -203,7 +203,7 @@ def _load(file: IO[bytes], url: str) -> Index:
         _check(index)
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, NotImplementedError) as error:
         raise DataError(
-            f"the index of {url} is damaged ({error}): remove {getattr(file, 'name', FILE)}, it is built again"
+            f"the index of {url} is damaged ({error}); remove {getattr(file, 'name', FILE)}, and it will be rebuilt"
         ) from error
     return index
 
@@ -219,10 +219,10 @@ def _check(index: Index) -> None:
     if index.stamps.dtype.kind != "U" or (index.lengths < 0).any():
         raise ValueError("its shards have no stamps or no lengths")
     if len(index.labels) and (index.shard.min() < 0 or index.shard.max() >= len(index.shards)):
-        raise ValueError("an image is in no shard")
+        raise ValueError("an image is not in any shard")
     ends = index.lengths[index.shard]
     if (index.offsets < 0).any() or (index.sizes < 0).any() or (index.offsets > ends - index.sizes).any():
-        raise ValueError("an image ends behind its shard")
+        raise ValueError("an image ends beyond its shard")
 
 
 def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
@@ -247,7 +247,7 @@ def _cache_path(url: str, folder: Path | None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"folder {path.parent} cannot be written ({error.strerror}): set data.index to another one"
+            f"folder {path.parent} cannot be written ({error.strerror}); set data.index to a different folder"
         ) from error
     return path
 
@@ -261,7 +261,7 @@ def _scan(url: str, found: _Found, remedy: str) -> Index:
         except (OSError, ValueError, RecursionError, tarfile.TarError) as error:
             raise DataError(f"shard {shard} cannot be read ({error}): {remedy}") from error
     if not rows:
-        raise DataError(f"{url} holds no images ({', '.join(_IMAGES[:4])}, ...) in its .tar files: {remedy}")
+        raise DataError(f"{url} has no images ({', '.join(_IMAGES[:4])}, ...) in its .tar files: {remedy}")
     table = np.array(rows, dtype=np.int64)
     return Index(
         url=url,
@@ -307,8 +307,8 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
         _check_end(file, archive.offset, shard)
     if lost := [name for key, name in dotted.items() if key not in images]:
         raise DataError(
-            f"{shard}: {lost[0]} belongs to no image ({len(lost)} such files): WebDataset's KEY ends at the first dot"
-            " of a name; write names without other dots"
+            f"{shard}: {lost[0]} does not belong to an image ({len(lost)} such files), because WebDataset's KEY"
+            " ends at the first dot of a name; use names without other dots"
         )
     if alone := labels.keys() - images.keys():
         raise DataError(
@@ -330,11 +330,11 @@ def _check_end(file: IO[bytes], end: int, shard: str) -> None:
     file.seek(end)
     left = file.read(_LOOKED_AT)
     if len(left) < tarfile.BLOCKSIZE:
-        raise DataError(f"{shard} is truncated: it ends without a tar's mark of the end; copy or write it again")
+        raise DataError(f"{shard} is truncated (it has no end-of-archive marker); copy or write it again")
     if left.strip(tarfile.NUL):
         raise DataError(
-            f"{shard} continues after a tar's mark of the end, and no tool reads what follows; if it is several tars "
-            f"in one file, put each into a separate file"
+            f"{shard} continues after its end-of-archive marker, where tools stop reading; if it contains"
+            " several tars, put each into a separate file"
         )
 
 
@@ -342,7 +342,9 @@ def _label(content: bytes, where: str) -> int:
     try:
         label = int(content)
     except ValueError:
-        raise DataError(f"{where} holds {content[:20]!r}, not a class number; write a number from 0 on") from None
+        raise DataError(
+            f"{where} has {content[:20]!r} instead of a class number; write an integer of at least 0"
+        ) from None
     if abs(label) > MOST_LABEL:
-        raise DataError(f"{where} holds {label}, more than {MOST_LABEL:,}; number the classes from 0 on")
+        raise DataError(f"{where} has class {label}, more than {MOST_LABEL:,}; number the classes from 0")
     return label

@@ -90,9 +90,10 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
         tries = 1
         while isinstance(content, Exception) or len(content) != end - start:
             if tries == _TRIES:
-                reason = content if isinstance(content, Exception) else f"{len(content)} of {end - start} bytes came"
+                reason = content if isinstance(content, Exception) else f"{len(content)} of {end - start} bytes arrived"
                 raise DataError(
-                    f"{path} cannot be read from byte {start} on, after {tries} tries: {reason}; check that data.url"
+                    f"{path} cannot be read from byte {start} on after {tries} attempts: {reason}; check that"
+                    " data.url"
                     " is reachable, and resume"
                 )
             time.sleep(_PAUSE * 4 ** (tries - 1))
@@ -115,8 +116,9 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
         if len(odd):
             where = ShardedImages(index).name(int(odd[0]))
             raise DataError(
-                f"{root}/{part} holds label {index.labels[odd[0]]}, outside of 0..{classes - 1} ({len(odd)} images, the"
-                f" first {where}): list all classes in {root}/{CLASSES}, one per line, or build the shards again"
+                f"{root}/{part} has label {index.labels[odd[0]]}, outside 0..{classes - 1} ({len(odd)} images,"
+                f" the first {where}); list all classes in {root}/{CLASSES}, one per line, or rebuild the"
+                " shards"
             )
     return ImageData(config, device, ShardedImages(train), ShardedImages(test), classes, names)
 
@@ -137,7 +139,7 @@ def _class_names(root: str, train: Index) -> list[str] | None:
     if not files.exists(path):
         return None
     if (files.size(path) or 0) > _MOST_NAMES:
-        raise DataError(f"{path} has more than {_MOST_NAMES:,} bytes: write the name of one class on each line")
+        raise DataError(f"{path} has more than {_MOST_NAMES:,} bytes; write the name of one class on each line")
     return class_names(files.cat_file(path), path)
 
 

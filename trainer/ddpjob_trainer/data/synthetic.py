@@ -23,14 +23,14 @@ class SyntheticData(DataSet):
     def __init__(self, config: DataConfig, device: torch.device) -> None:
         if len(config.shape) != 3 or min(config.shape) < 1:
             raise ConfigError(
-                f"data.shape: {list(config.shape)} is not [channels, height, width]; write for example [3, 32, 32]"
+                f"data.shape={list(config.shape)}: must be [channels, height, width], for example [3, 32, 32]"
             )
         if config.classes < 1 or config.size < 1:
             raise ConfigError(f"data.classes={config.classes} and data.size={config.size} must be at least 1")
         if config.randaugment_ops or config.trivialaugment:
             key, name = ("trivialaugment", "Trivial") if config.trivialaugment else ("randaugment_ops", "Rand")
             raise ConfigError(
-                f"data.{key}: {name}Augment needs uint8 images, and synthetic images are not; leave it out"
+                f"data.{key}: {name}Augment needs uint8 images, but synthetic images are float; leave it out"
             )
         self.shape = (config.shape[0], config.shape[1], config.shape[2])
         self.classes = config.classes

@@ -1,4 +1,4 @@
-"""Chooses the device and the process-group backend; they are not chosen anywhere else."""
+"""Chooses the device and the process-group backend, for all of the trainer."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ def choose(backend: str, local_rank: int) -> RankPlacement:
         kind = _accelerator()
         if kind == "cpu" and (given := _gpus_of_job()):
             raise DeviceError(
-                f"train.backend=auto: this node has {given}, but torch sees no device; check that the driver works"
-                " (nvidia-smi there, the kernel's log), or set spec.backend to gloo to train on the CPU"
+                f"train.backend=auto: this node has {given}, but torch does not see any device; check the"
+                " driver (nvidia-smi and the kernel log on that node), or set spec.backend to gloo to train on"
+                " the CPU"
             )
     elif backend in kinds:
         kind = kinds[backend]
     elif backend == "mpi":
         return RankPlacement(torch.device("cpu"), "mpi")
     else:
-        raise ConfigError(f"train.backend: {backend!r} is not known; write auto, nccl, gloo, hccl, xccl or mpi")
+        raise ConfigError(f"train.backend: {backend!r} is unknown; use auto, nccl, gloo, hccl, xccl or mpi")
     if kind == "cpu":
         return RankPlacement(torch.device("cpu"), "gloo")
     count = _count(kind)
@@ -57,8 +58,9 @@ def choose(backend: str, local_rank: int) -> RankPlacement:
         local_rank = 0
     if local_rank >= count:
         raise DeviceError(
-            f"train.backend={backend}: local rank {local_rank} needs {kind} device {local_rank}, and {count} are"
-            f" visible ({_VISIBLE[kind]}={os.environ.get(_VISIBLE[kind], '')}); start fewer processes per node, or set"
+            f"train.backend={backend}: local rank {local_rank} needs {kind} device {local_rank}, but {count}"
+            f" are visible ({_VISIBLE[kind]}={os.environ.get(_VISIBLE[kind], '')}); start fewer processes per"
+            " node, or set"
             " train.backend=gloo to train on the CPU"
         )
     device = torch.device(kind, local_rank)
@@ -140,13 +142,11 @@ def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -
     """Share the usable cores among this node's ranks.
 
     With `threads` 0, each rank gets an equal share or, if `repeatable`, one thread. Sums on a CPU
-    depend on the number of threads, but must not change with the number of ranks. A user's
+    depend on the number of threads, but must not depend on the number of ranks. A user's
     OMP_NUM_THREADS takes precedence over both. Raises ConfigError.
     """
     if threads < 0:
-        raise ConfigError(
-            f"train.threads: {threads} is less than 0; write a number of threads, or 0 for an equal share of the cores"
-        )
+        raise ConfigError(f"train.threads={threads}: must be at least 0; 0 is an equal share of the cores")
     if threads == 0 and os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
     share = 1 if repeatable else max(1, int(usable_cores() / local_world))

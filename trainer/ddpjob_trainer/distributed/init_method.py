@@ -1,4 +1,4 @@
-"""How ranks find each other: the store and the process group.
+"""Lets ranks find each other through a store, and form a process group.
 
 The store is reached through env://, tcp://HOST:PORT or file:///PATH.
 """
@@ -63,11 +63,11 @@ def read_method(method: str) -> Meeting:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not address or not port.isdigit() or not 0 < int(port) < 2**16:
             raise ConfigError(
-                f"several ranks need MASTER_ADDR and MASTER_PORT, and they are {address!r} and {port!r}:"
-                " start with torchrun, with --spawn N, or set both to the host and a free port of rank 0"
+                f"MASTER_ADDR={address!r} MASTER_PORT={port!r}: several ranks need both; start them with torchrun or"
+                " --spawn N, or set both to the host and a free port of rank 0"
             )
         return Meeting(address=address, port=int(port), agents=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-    raise ConfigError(f"init method {method!r} is not known; write env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH")
+    raise ConfigError(f"init method {method!r} is unknown; use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH")
 
 
 def meeting() -> Meeting:
@@ -127,8 +127,8 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
         return store
     # An agent that restarts its workers in place gives them the same store again (torch 2.15).
     # Without the prefix, addresses of dead processes in the store would make gloo wait forever.
-    # Each agent counts its own restarts, and a new agent has counted none, so only the fence, if
-    # there is one, is common to all ranks of an incarnation.
+    # Each agent counts its own restarts, starting at 0, so only the fence (if there is one) is
+    # common to all ranks of an incarnation.
     prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
@@ -182,9 +182,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def _remedy(where: Meeting, serves: bool) -> str:
     if where.file:
-        return "Give a file in a folder that exists and that every rank can write"
+        return "Use a file in an existing folder that every rank can write"
     if serves:
-        return "Give another port (MASTER_PORT, or --init tcp://HOST:PORT), or end the program that uses this one"
+        return "Use a different port (MASTER_PORT, or --init tcp://HOST:PORT), or end the program that uses this one"
     check = f"Check that rank 0 runs, that {where.address} is its address"
     return f"{check}, and that its firewall admits TCP port {where.port}"
 

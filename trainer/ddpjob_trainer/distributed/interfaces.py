@@ -27,5 +27,5 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with this address; empty if there is none."""
+    """Return the name of the interface with this address; empty if no interface has it."""
     return next((name for name, addresses in interfaces().items() if address in addresses), "")

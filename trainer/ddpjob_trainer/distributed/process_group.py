@@ -100,7 +100,7 @@ class Group:
     def send_begin(self, values: torch.Tensor, to: int) -> dist.Work:
         """Start sending a contiguous tensor to rank `to` in this group.
 
-        The tensor must not change before `.wait()`.
+        The tensor must not change before `.wait()` returns.
         """
         work = dist.isend(values, group=self.process_group, group_dst=to)
         assert work is not None

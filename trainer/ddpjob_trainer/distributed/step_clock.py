@@ -1,10 +1,10 @@
 """Measures how a step's time is spent: on this rank's own work, or waiting for others.
 
-DDP's exchange overlaps with the backward pass and ends within torch's backward call, so a stopwatch
-around that call shows the slowest rank's time on every rank. At the end of a backward pass, the
+DDP's exchange overlaps with the backward pass and ends within torch's backward call. Timing that
+call would therefore show the slowest rank's time on every rank. At the end of a backward pass, the
 autograd engine runs callbacks in the order in which they were queued. The clock's callback is
 queued when the pass begins, but DDP queues its wait for the exchange when the last gradient is
-ready. So the clock's callback runs between a rank's own last gradient and the wait.
+ready. The clock's callback therefore runs between a rank's own last gradient and the wait.
 
 All other waiting, even in the middle of a pass, goes through a single method, `wait` of torch's
 Work. The trainer calls it, as do torch's FSDP, pipelines and blocking collectives. On the CPU, it
@@ -13,10 +13,10 @@ spent.
 
 On a GPU, marks are events in its stream. They are read when the numbers are reported, because the
 host has then waited for the device anyway. The time between two events includes the device's work
-and its waiting for a slow host. `wait` returns at once and a stream waits instead, or in newer
-versions of torch, a blocking collective itself runs in the stream. So the time between events
-before and after either of them counts as exchange. If a version waits elsewhere, the ranks show
-equal times, and none is named. This has not run on several GPUs yet.
+and its waiting for a slow host. `wait` returns at once and a stream waits instead or, in newer
+versions of torch, a blocking collective itself runs in the stream. The time between events before
+and after either of them therefore counts as exchange. If a version waits elsewhere, the ranks show
+equal times, and no rank is named. This has not run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -97,10 +97,7 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Mark the end of this rank's backward pass from `loss` when it comes.
-
-        The pass is about to begin.
-        """
+        """Mark the end of this rank's backward pass from `loss`, which is about to begin."""
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
     def take(self) -> dict[StepPhase, float]:

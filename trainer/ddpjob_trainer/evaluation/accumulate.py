@@ -43,7 +43,7 @@ class Evaluation:
     unreadable: int = 0
     """Test samples that could not be read. They are excluded from all other numbers."""
     confusion: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """int64 (classes, classes): rows are true classes, columns predicted classes."""
+    """int64 (classes, classes): a row per true class, a column per predicted class."""
     curves: Curves | None = field(default=None, compare=False, repr=False)
     rmse: float | None = None
     """Root of the mean of (score - target)^2 over all values, for a regression."""
@@ -60,7 +60,7 @@ class Evaluation:
 
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps scores and targets of n samples to the loss of each, (n,)."""
+"""Maps the scores and targets of n samples to their losses, (n,)."""
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Adding(Protocol):
-    """Adds up an evaluation."""
+    """Sums up an evaluation, batch by batch."""
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Add scores and targets of some of this rank's samples."""
@@ -78,7 +78,7 @@ class Adding(Protocol):
 
 
 class ValueAccumulator:
-    """Adds up an evaluation whose targets are values, or several numbers per sample.
+    """Sums up an evaluation whose targets are numbers rather than classes.
 
     It computes the loss and other numbers that are meaningful for such targets. For float targets
     with the same shape as the scores, these are mae and rmse or, with `decisions` (targets 0 or 1),
@@ -141,14 +141,13 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
         return Accumulator(classes, config, each, apart=decisions)
     if config.pr is not PrKind.NONE:
         raise ConfigError(
-            f"eval.pr={config.pr.value}: precision and recall need classes, and the targets are {targets.value};"
-            " leave it out"
+            f"eval.pr={config.pr.value}: needs targets that are classes, but they are {targets.value}; leave it out"
         )
     return ValueAccumulator(each, decisions=decisions)
 
 
 class Accumulator:
-    """Adds up this rank's samples with known classes; `reduce` adds up over all ranks."""
+    """Accumulates this rank's samples with known classes; `reduce` combines all ranks."""
 
     def __init__(
         self, classes: int, config: EvalConfig | None = None, each: Each | None = None, *, apart: bool = False
@@ -160,7 +159,7 @@ class Accumulator:
         """
         config = config or EvalConfig()
         if config.pr is PrKind.BINNED and config.pr_bins < 2:
-            raise ConfigError(f"eval.pr_bins: {config.pr_bins} is less than 2; 2000 bins are a good choice")
+            raise ConfigError(f"eval.pr_bins={config.pr_bins}: must be at least 2; 2000 is a good choice")
         self._classes, self._each, self._added, self._apart = classes, each or _cross_entropy, 0, apart
         self._sums = torch.zeros(5, dtype=torch.float64)
         with_matrix = config.confusion and classes <= _MOST_CLASSES_IN_MATRIX
@@ -177,13 +176,13 @@ class Accumulator:
         if logits.shape != (len(labels), self._classes):
             raise TrainingError(
                 f"the model's output has the shape {tuple(logits.shape)} for {len(labels)} samples of"
-                f" {self._classes} classes; give a model whose last layer has {self._classes} outputs"
+                f" {self._classes} classes; use a model whose last layer has {self._classes} outputs"
             )
         if len(labels):
             least, most = torch.stack(torch.aminmax(labels)).tolist()
             if not 0 <= least <= most < self._classes:
                 raise DataError(
-                    f"the test set holds a label outside 0..{self._classes - 1}: {least}..{most}; correct the labels"
+                    f"the test set has a label outside 0..{self._classes - 1}: {least}..{most}; correct the labels"
                 )
         self._added += len(labels)
         logits = logits.detach().float()
@@ -213,8 +212,8 @@ class Accumulator:
         """
         if counted != self._added:
             raise TrainingError(
-                f"Accumulator.reduce: {counted} samples were counted on rank {group.rank}, and {self._added} added"
-                " there; give their number"
+                f"Accumulator.reduce: counted={counted} on rank {group.rank}, but {self._added} samples were"
+                " added; pass their number"
             )
         *sums, samples, lost = group.sum(
             torch.cat([self._sums, torch.tensor([counted, unreadable], dtype=torch.float64)])

@@ -54,8 +54,8 @@ class Curve:
 class Curves:
     """Average precision of each class (classes,), its mean, and its value for all decisions.
 
-    The mean over classes is `macro`; all decisions pooled give `micro`. `of_class` and `pooled` are
-    thinned for storage and drawing, and exist only on rank 0.
+    `macro` is the mean over classes, and `micro` the value for all decisions pooled. `of_class` and
+    `pooled` are thinned for storage and drawing, and exist only on rank 0.
     """
 
     average_precision: list[float]
@@ -131,8 +131,8 @@ class ExactCurves:
 class BinnedCurves:
     """Counts scores in bins of equal width in log odds, between -16 and 16.
 
-    It takes 16 bytes per class and bin. With bins of equal width in probability, everything that a
-    well-trained model is sure of would be in a single bin.
+    It takes 16 bytes per class and bin. With bins of equal width in probability, all confident
+    scores of a well-trained model would fall into a single bin.
     """
 
     def __init__(self, classes: int, bins: int) -> None:

@@ -1,4 +1,6 @@
-"""Evaluation that is exact on any number of ranks: each test sample is counted on only one rank."""
+"""Evaluation that is exact on any number of ranks, because each test sample is counted on only one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ def evaluate(
     The result is the same on every rank and for every number of ranks (up to the order of float64
     sums). `logits` returns the scores (n, classes) of images (n, channels, height, width) in
     evaluation mode. `own` distributes the test samples; the scores of a rank that does not count
-    are ignored. `adding` computes the result; the default is for classes, according to `config`.
+    are ignored. `adding` computes the result; the default handles classes, according to `config`.
     `alive` is called every round.
 
-    Every rank does the same number of rounds and has images in each, because a forward pass may be
-    a collective. A rank that has used up its samples computes the test set's first sample without
-    counting it.
+    Every rank runs the same number of rounds and computes images in each, because a forward pass
+    may be a collective. A rank that has used up its samples computes the test set's first sample
+    without counting it.
     """
     mine = list(share(range(data.test_size), own.part, own.parts))
     rounds = -(-data.test_size // (batch * own.parts))

@@ -28,7 +28,7 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw what the numbers in `path` allow, in files next to it, and return these files."""
+    """Draw every plot for which `path` has numbers, next to it, and return the files."""
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     written = []

@@ -1,6 +1,7 @@
-"""Decides who may write to a shared checkpoint folder: one job, and only its newest incarnation.
+"""Decides which process may write to a shared checkpoint folder. Only the newest incarnation of one
+job may.
 
-A leftover process of an older incarnation is fenced.
+Leftover processes of older incarnations are fenced.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Claim:
         found = _read(folder)
         if found is None:
             raise CheckpointError(
-                f"checkpoint folder {folder} has lost its {_NAME}; a running job's folder must be left alone"
+                f"checkpoint folder {folder} has lost its {_NAME}; nothing else may change the folder of a running job"
             )
         if found.incarnation == self.incarnation:
             return
@@ -98,8 +99,8 @@ class Claim:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.time))
         return (
             f"checkpoint folder {folder} was claimed on {since} by {found.host} (generation {found.generation}, round"
-            f" {found.round}); this process belongs to generation {self.generation}, round {self.round} and writes"
-            " nothing more. Two jobs need two folders: set checkpoint.dir"
+            f" {found.round}); this process belongs to generation {self.generation}, round {self.round} and"
+            " stops writing. If two jobs use this folder, set checkpoint.dir to separate folders"
         )
 
 
@@ -162,7 +163,7 @@ class Owner:
         return bool(self.cluster and other.cluster) and self.cluster != other.cluster
 
     def __str__(self) -> str:
-        who = f"job {self.namespace}/{self.name}" if self.name else "a training outside of jobs"
+        who = f"job {self.namespace}/{self.name}" if self.name else "a training outside any job"
         return f"{who} ({'pod' if self.name else 'host'} {self.pod})"
 
 
@@ -187,7 +188,8 @@ class Ownership:
         if found is not None and not found.ended and found.is_rival_of(self._owner):
             who = f"{found}{' of another cluster or machine' if found.is_elsewhere(self._owner) else ''}"
             print(
-                f"{self._path.parent} was used by {who}: watches for {WATCH_SECONDS:.0f} s whether that still runs",
+                f"{self._path.parent} was used by {who}; checking for {WATCH_SECONDS:.0f} s whether that is"
+                " still running",
                 file=sys.stderr,
                 flush=True,
             )
@@ -196,9 +198,9 @@ class Ownership:
                 time.sleep(min(0.5, BEAT_SECONDS))
                 if self._mark() not in (first, None):
                     raise FolderTakenError(
-                        f"checkpoint folder {self._path.parent} is in use by {who}: two jobs need two folders. Set"
-                        " storage.checkpoints.subPath (or checkpoint.dir) to another one; to continue that job's"
-                        " training here, let it end or delete it first"
+                        f"checkpoint folder {self._path.parent} is in use by {who}. Set"
+                        " storage.checkpoints.subPath (or checkpoint.dir) to a different folder. To continue"
+                        " that job's training here, wait until it has ended, or delete it"
                     )
                 yield
         self._write(self._owner)
@@ -208,7 +210,7 @@ class Ownership:
         """Release the folder after training, so that another job may continue at once."""
         self._ended.set()
         if self._is_ours():
-            with contextlib.suppress(OSError):  # This only saves the next job from watching.
+            with contextlib.suppress(OSError):  # If this fails, the next job only waits longer.
                 self._write(replace(self._owner, ended=True))
 
     def _write(self, owner: Owner) -> None:

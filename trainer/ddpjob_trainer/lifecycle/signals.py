@@ -63,7 +63,9 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Records SIGTERM, lets the ranks agree on it, and ends this process if they no longer can."""
+    """Records SIGTERM, lets the ranks agree on stopping, and ends this process if they cannot
+    agree.
+    """
 
     def __init__(self, group: Group, saver: Saver | None = None) -> None:
         self._group, self._saver = group, saver
@@ -89,13 +91,13 @@ class StopRequest:
     def over(self) -> None:
         """Record that training is over.
 
-        SIGTERM no longer ends this process, which only writes what is left.
+        SIGTERM no longer ends this process, which is only writing its last output.
         """
         self._agreed.set()
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left, after the agreement to stop, until any rank's pod may be killed."""
+        """Number of seconds from the agreement to stop until a rank's pod may be killed."""
         return max(0.0, self._last_answer + self._patience() - 2 * self._slowest_step - time.monotonic())
 
     def agreement(self, save_due: int = Due.NO, unreadable: int = 0) -> Agreement:
@@ -116,14 +118,14 @@ class StopRequest:
         """End this process, which has been asked to end, if the ranks do not agree in time."""
         asked = time.monotonic()
         self._requested.set()
-        what = "is done, writes what is left" if self._agreed.is_set() else "saves after this step"
-        print(f"SIGTERM: rank {self._group.rank} {what} and leaves", file=sys.stderr, flush=True)
+        what = "has finished, writes its last output" if self._agreed.is_set() else "saves after this step"
+        print(f"SIGTERM: rank {self._group.rank} {what} and exits", file=sys.stderr, flush=True)
         while (left := self._until(asked) - time.monotonic()) > 0:
             if self._agreed.wait(left):
                 return
-        waited = f"the other ranks do not answer within {self._patience():.1f} s"
+        waited = f"the other ranks do not respond within {self._patience():.1f} s"
         print(
-            f"SIGTERM, and {waited}: rank {self._group.rank} leaves without a checkpoint",
+            f"SIGTERM, and {waited}: rank {self._group.rank} exits without a checkpoint",
             file=sys.stderr,
             flush=True,
         )
@@ -159,7 +161,7 @@ class StopRequest:
 
 
 class Agreement:
-    """What the ranks agree on at the end of a step."""
+    """The ranks' agreement at the end of a step."""
 
     def __init__(self, flags: Reduction, request: StopRequest) -> None:
         self._flags, self._request = flags, request

@@ -81,7 +81,8 @@ class StackDumps:
             return self._path.open("ab")
         except OSError as error:
             print(
-                f"warning: stacks go to stderr: {self._path.parent} cannot be written ({error.strerror})",
+                f"warning: stacks are written to stderr, because {self._path.parent} cannot be written"
+                f" ({error.strerror})",
                 file=sys.stderr,
                 flush=True,
             )
@@ -107,7 +108,7 @@ class StackDumps:
                 self._arm()
             elif not reported and time.monotonic() - armed_for > self._limit:
                 reported = True
-                where = f"its stacks are in {self._path}"
+                where = f"see its stacks in {self._path}"
                 print(f"rank {self._rank}: no step for {self._limit:.1f} s; {where}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 self._copy()

@@ -34,8 +34,8 @@ class BatchStatistics:
 
     It does nothing for a model without running statistics. With `ordered`, micro-batches are added
     up in order, so that the sum has identical bits on any number of ranks. The model's buffers
-    become views of one flat tensor per device and format, so that each step takes a few calls
-    instead of several per layer. A model can have only one BatchStatistics at a time.
+    become views of one flat tensor per device and format, so that each step takes a few calls in
+    total instead of several per layer. A model can have only one BatchStatistics at a time.
     """
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:

@@ -34,7 +34,7 @@ def depths(model: nn.Module) -> dict[str, int]:
             manipulate = importlib.import_module("timm.models._manipulate")
         except ImportError as error:
             raise ConfigError(
-                f"optim.layer_decay: the model has a group_matcher, which timm applies, and timm cannot be imported"
+                f"optim.layer_decay: the model's group_matcher needs timm, which cannot be imported"
                 f" ({error}); pip install timm, or set optim.layer_decay=1"
             ) from error
         found: dict[str, int] = manipulate.group_parameters(model, matcher(coarse=False), reverse=True)
@@ -53,7 +53,8 @@ def describe_shares(depths: Mapping[str, int], decay: float) -> str:
     ends = [[name for name, depth in depths.items() if depth == end] for end in (0, deepest)]
     first, last = (", ".join(names[:2]) + ", ..." * (len(names) > 2) for names in ends)
     return (
-        f"optim.layer_decay={decay}: {deepest + 1} groups, from {decay**deepest:.3g} of optim.lr ({first}) to all of it"
+        f"optim.layer_decay={decay}: {deepest + 1} groups, from {decay**deepest:.3g} of optim.lr ({first}) to"
+        " all of it"
         f" ({last})"
     )
 
@@ -87,7 +88,7 @@ def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
 
 
 def _blocks(module: nn.Module, name: str, *, inside: bool) -> Iterator[str]:
-    """Yield the names of a module's blocks. `inside`: the module is, or is part of, a sequence."""
+    """Yield the names of a module's blocks. `inside`: whether the module belongs to a sequence."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if not any(True for _ in child.children()):

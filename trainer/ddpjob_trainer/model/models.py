@@ -34,7 +34,7 @@ def build_model(
     """
     if config.channels_last and len(shape) != 3:
         raise ConfigError(
-            f"model.channels_last: applies to images (channels, height, width), and the data's samples have the shape"
+            f"model.channels_last: needs images (channels, height, width), but the data's samples have the shape"
             f" {shape}; leave it out"
         )
     torch.manual_seed(seed)
@@ -69,8 +69,8 @@ def build_model(
         path = "model.drop_path, or " if config.drop_path else ""
         raise ConfigError(
             f"model.sync_batchnorm: {config.name} {random} on a different number of ranks; leave out "
-            f"{path}model.sync_batchnorm (statistics are then those of data.micro_batches micro-batches, on"
-            " any number of ranks), or take a model without dropout"
+            f"{path}model.sync_batchnorm (statistics then come from data.micro_batches micro-batches, on"
+            " any number of ranks), or use a model without dropout"
         )
     return model
 
@@ -87,7 +87,7 @@ def _freeze(model: nn.Module, config: ModelConfig) -> None:
         if not names:
             near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.3) or list(parameters)[:1]
             raise ConfigError(
-                f"model.freeze: no parameter of {config.name} matches {pattern!r}; write for example {near[0]}"
+                f"model.freeze: no parameter of {config.name} matches {pattern!r}; use, for example, {near[0]}"
             )
         for name in names:
             parameters[name].requires_grad_(False)
@@ -113,8 +113,8 @@ def _last_normalizations(model: nn.Module, config: ModelConfig, key: str) -> lis
     ]
     if not last:
         raise ConfigError(
-            f"model.{key}: {config.name} has no residual blocks of a ResNet; leave it out, or take for example"
-            " model.name=torchvision:resnet50"
+            f"model.{key}: {config.name} has no residual blocks of a ResNet; leave it out, or set model.name to"
+            " a ResNet such as torchvision:resnet50"
         )
     return last
 
@@ -127,7 +127,7 @@ def _drop_paths(model: nn.Module, config: ModelConfig) -> None:
     from torchvision.ops import StochasticDepth
 
     if not 0 < config.drop_path < 1:
-        raise ConfigError(f"model.drop_path: {config.drop_path} is not a probability below 1; write for example 0.05")
+        raise ConfigError(f"model.drop_path={config.drop_path}: must be a probability below 1, for example 0.05")
     last = _last_normalizations(model, config, "drop_path")
     for number, normalization in enumerate(last):
         share = number / (len(last) - 1) if len(last) > 1 else 1.0
@@ -158,14 +158,14 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
     kind, _, name = config.name.partition(":")
     if len(shape) != 3 and (not name or kind in ("torchvision", "timm")):
         raise ConfigError(
-            f"model.name={config.name}: takes images (channels, height, width), and the data's samples have the shape"
+            f"model.name={config.name}: needs images (channels, height, width), but the data's samples have the shape"
             f" {shape}; use your own model, model.name=package.module:function"
         )
     if config.name == "small_cnn":
         if config.width < 4 or config.width % 4:
-            raise ConfigError(f"model.width: {config.width} is not a positive multiple of 4; write for example 32")
+            raise ConfigError(f"model.width={config.width}: must be a positive multiple of 4, for example 32")
         if not 0 <= config.dropout < 1:
-            raise ConfigError(f"model.dropout: {config.dropout} is not a probability below 1; write for example 0.1")
+            raise ConfigError(f"model.dropout={config.dropout}: must be a probability below 1, for example 0.1")
         return SmallCnn(shape, classes, config)
     if config.name == "resnet18_cifar":
         return ResNet18Cifar(shape[0], classes)
@@ -180,7 +180,7 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
     )
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"model.name: {config.name!r} is not known; write small_cnn, resnet18_cifar, torchvision:NAME, timm:NAME or"
+        f"model.name: {config.name!r} is unknown; use small_cnn, resnet18_cifar, torchvision:NAME, timm:NAME or"
         f" package.module:function{hint}"
     )
 
@@ -197,7 +197,7 @@ def is_tied_to_micro_batches(model: nn.Module) -> bool:
 
 
 def ties_samples(module: nn.Module) -> bool:
-    """Return whether a layer's output does so.
+    """Return whether a layer's output for a sample depends on random numbers or on other samples.
 
     For a user's model, the result is always True, because its forward may call functions that are
     not modules.
@@ -228,7 +228,7 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
             model = _network(config, shape, classes).train()
             if any(isinstance(module, _BatchNorm) for module in model.modules()):
                 model(torch.empty(1, *shape))
-        except Exception as error:  # A user's model may need values, which the meta device does not have.
+        except Exception as error:  # The model may need values, which meta tensors lack.
             return "more than 1 value per channel" in str(error)
     return False
 
@@ -236,7 +236,7 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
 def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
     """Raise ConfigError if a model from torchvision or timm fails on images of `shape`.
 
-    `key` names the setting of the image size; empty if there is none.
+    `key` names the setting of the image size; empty without such a setting.
     """
     if is_own(config) or ":" not in config.name:
         return
@@ -245,13 +245,13 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
             _network(config, shape, classes).eval()(torch.empty(1, *shape))
         return
     except Exception:
-        # Some models need values, which the meta device does not have.
+        # Some models need values, which meta tensors lack.
         model = _network(config, shape, classes).eval()
     try:
         with torch.no_grad():
             model(torch.zeros(1, *shape))
     except Exception as error:
-        remedy = f"set {key} to the size that the model was made for, such as 224, or use" if key else "take"
+        remedy = f"set {key} to the size that the model expects, such as 224, or use" if key else "take"
         raise ConfigError(
             f"model.name={config.name}: cannot take images of {' x '.join(map(str, shape[1:]))}"
             f" ({first_line(error).rstrip('.')}); {remedy} another model, such as resnet18_cifar"
@@ -283,8 +283,8 @@ def _torchvision_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Mo
         raise ConfigError(f"model.name: torchvision has no classification model {name!r}{hint}")
     if shape[0] != 3:
         raise ConfigError(
-            f"model.name=torchvision:{name}: torchvision's models take images of 3 channels, and the data's have"
-            f" {shape[0]}; take small_cnn, resnet18_cifar or timm:NAME, or a model of your own"
+            f"model.name=torchvision:{name}: torchvision's models need images with 3 channels, but the data's"
+            f" have {shape[0]}; use small_cnn, resnet18_cifar, timm:NAME or your own model"
         )
     # These two also return the scores of their auxiliary heads.
     plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
@@ -302,7 +302,7 @@ def _timm_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     except RuntimeError as error:
         near = difflib.get_close_matches(name, timm.list_models(), n=1)
         hint = f"; did you mean timm:{near[0]}?" if near else ""
-        raise ConfigError(f"model.name: timm cannot make {name!r} ({error}){hint}") from error
+        raise ConfigError(f"model.name: timm cannot create {name!r} ({error}){hint}") from error
     return model
 
 
@@ -317,14 +317,15 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     model = build(shape, classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.name={name}: it returned {type(model).__name__}; return a torch.nn.Module from"
+            f"model.name={name}: returned {type(model).__name__}; return a torch.nn.Module from"
             " function(shape, classes), whose output for images (n, channels, height, width) is (n, classes)"
         )
     values = itertools.chain(model.named_parameters(), model.named_buffers())
     if lazy := next((own for own, value in values if is_lazy(value)), None):
         raise ConfigError(
-            f"model.name={name}: {lazy} has no shape before the first forward pass (torch's Lazy layers), so no "
-            f"checkpoint fits it; call the model once before you return it, such as model(torch.zeros(2, *shape))"
+            f"model.name={name}: {lazy} has no shape before the first forward pass, so checkpoints cannot be"
+            " loaded (it belongs to a Lazy layer); call the model once before returning it:"
+            " model(torch.zeros(2, *shape))"
         )
     setattr(model, _OWN, True)
     # A pretrained model is often in evaluation mode. An evaluation also ends in training mode.

@@ -23,7 +23,7 @@ memory-bound."""
 
 @dataclass(frozen=True)
 class Layer:
-    """A module in the sequence, and its name in the model (not always, if it has no weights)."""
+    """A module in the sequence, and its name in the model (or any name, if it has no weights)."""
 
     name: str
     module: nn.Module
@@ -64,9 +64,11 @@ def to_sequential(model: nn.Module) -> list[Layer]:
         _check_own_weights(found)
         return found
     raise ConfigError(
-        f"a {type(model).__name__} cannot be split into stages, because its modules are not a sequence; set model.name "
+        f"a {type(model).__name__} cannot be split into stages, because its modules are not a sequence; set"
+        " model.name "
         f"to"
-        " small_cnn, resnet18_cifar, or a ResNet, VGG or AlexNet of torchvision; or set strategy=fsdp, which shards any"
+        " small_cnn, resnet18_cifar, or a ResNet, VGG or AlexNet of torchvision; or set strategy=fsdp, which"
+        " shards any"
         " model"
     )
 
@@ -81,8 +83,8 @@ def _check_own_weights(layers: list[Layer]) -> None:
         for value in (*layer.module.parameters(), *layer.module.buffers()):
             if (owner := owners.setdefault(value, layer.name)) != layer.name:
                 raise ConfigError(
-                    f"layers {owner} and {layer.name} of the model share weights, but stages cannot share weights; set "
-                    f"strategy=ddp"
+                    f"layers {owner} and {layer.name} of the model share weights, which stages cannot do; set"
+                    " strategy=ddp"
                 )
 
 
@@ -104,7 +106,8 @@ class Stage(nn.Module):
 
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
-        # A list, so that the layers are registered not here but below, under their names.
+        # A plain list, so that this line does not register the layers. They are registered below,
+        # under their names.
         self._layers = [layer.module for layer in layers]
         for layer in layers:
             *path, last = layer.name.split(".")
@@ -164,13 +167,13 @@ def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str)
     starts = [0, *[index for index, layer in enumerate(layers) if layer.has_weights][1:]]
     if parts > len(starts):
         raise ConfigError(
-            f"{key}: {parts} stages, and the model is a sequence of {len(starts)} modules with weights; write"
-            f" {len(starts)} at most"
+            f"{key}: cannot make {parts} stages, because the model has only {len(starts)} modules with weights;"
+            f" write at most {len(starts)}"
         )
     sums = [0.0, *itertools.accumulate(costs)]
     ends = [*starts[1:], len(layers)]
-    # end -> (cost of the most expensive stage, ends of the stages) for the layers up to `end`,
-    # initially in one stage.
+    # Maps end to (cost of the most expensive stage, ends of the stages) for the layers up to `end`.
+    # At first, they form one stage.
     best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [end]) for end in ends}
     for _ in range(parts - 1):
         longer: dict[int, tuple[float, list[int]]] = {}

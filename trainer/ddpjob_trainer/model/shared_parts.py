@@ -17,8 +17,8 @@ f. Dropout draws a mask with two rows on both ranks; rank 0 applies the first ro
 second.
 
 In a pass, a rank may have parts of several micro-batches. A layer processes all of them at once.
-The cost is one even share of the work, one exchange forward and one backward, and not more kernels
-for three parts than for one.
+The cost is an even share of the work, one exchange in each direction, and as many kernels for three
+parts as for one.
 
 Without parts, the model's own layers are used. A layer that ties samples together in any other way
 cannot be shared (`can_be_shared`); then whole micro-batches are distributed.
@@ -139,8 +139,9 @@ class SharedParts:
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
             raise TrainingError(
-                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so ranks "
-                f"cannot share a micro-batch there; use a number of ranks that divides data.micro_batches, or set"
+                f"a {type(module).__name__} of the model gets {len(values)} rows for {samples} samples, so its"
+                " micro-batches cannot be divided between ranks; use a number of ranks that divides"
+                " data.micro_batches, or set"
                 " data.exact=false"
             )
 

@@ -1,7 +1,7 @@
 """Batch normalization over all ranks on the CPU, which torch's SyncBatchNorm does not support.
 
-The arithmetic is the same as torch's: the ranks' means and sums of squares are combined by their
-counts, so that shares may differ or be empty.
+The arithmetic is the same as torch's. The ranks' means and sums of squares are weighted by their
+counts, so shares may differ or be empty.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ddpjob_trainer.model.batchnorm_stats import move_running
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model with its batch normalizations replaced; names and values are kept.
 
-    The replacements are torch's on accelerators and ours on the CPU. Raises ConfigError for a layer
-    that does more than normalize.
+    The replacements are torch's own layers on accelerators and this module's on the CPU. Raises
+    ConfigError for a layer that does more than normalize.
     """
     for module in model.modules():
         plain = isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward
         if isinstance(module, _BatchNorm) and not plain:
             raise ConfigError(
-                f"model.sync_batchnorm: {type(module).__name__} of this model does more than normalize, and a "
-                f"synchronized layer would not do that; leave out model.sync_batchnorm (statistics are then those of"
-                " data.micro_batches micro-batches, on any number of ranks)"
+                f"model.sync_batchnorm: {type(module).__name__} of this model does more than normalize, which a"
+                " synchronized layer does not support; leave out model.sync_batchnorm (statistics then come"
+                " from data.micro_batches micro-batches, on any number of ranks)"
             )
     if device.type != "cpu":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's layer, for shares that may be empty.
+    """torch's layer, extended to shares that may be empty.
 
     For an empty share, torch's layer sends zeros in the input's format, but ranks with samples send
     float32.

@@ -26,7 +26,7 @@ class MovingAverage:
     ) -> None:
         if not 0 < decay < 1:
             raise ConfigError(
-                f"optim.ema_decay: {decay} is not between 0 and 1; write for example 0.999, or 0 for no average"
+                f"optim.ema_decay={decay}: must be between 0 and 1, for example 0.999, or 0 for no average"
             )
         self._decay, self._updates = decay, 0
         self._names, self._others = [name for name, _ in tensors], others or {}
@@ -58,7 +58,7 @@ class MovingAverage:
             torch._foreach_add_(averages, changes)
 
     def put_in_place(self) -> None:
-        """Replace the weights with the averages, for an evaluation."""
+        """Replace the weights with the averages before an evaluation."""
         self._aside = [tensor.clone() for tensor in self._tensors]
         if self._updates:
             torch._foreach_copy_(self._tensors, self._averages)

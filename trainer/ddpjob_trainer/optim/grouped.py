@@ -10,7 +10,7 @@ import torch
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
-    """Calls `_step_group` for each group that has weights with a gradient."""
+    """An optimizer that calls `_step_group` for each group that has weights with a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

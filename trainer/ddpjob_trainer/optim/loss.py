@@ -50,7 +50,7 @@ class Loss:
             near = difflib.get_close_matches(self.name, _NAMES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"optim.loss: {self.name!r} is not known; write {', '.join(_NAMES)} or package.module:function{hint}"
+                f"optim.loss: {self.name!r} is unknown; use {', '.join(_NAMES)} or package.module:function{hint}"
             )
 
     @property
@@ -65,7 +65,8 @@ class Loss:
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
-                f"optim.label_smoothing={self._smoothing}: spreads a class over the others, but optim.loss={self.name} "
+                f"optim.label_smoothing={self._smoothing}: spreads a class over the others, but"
+                f" optim.loss={self.name} "
                 f"cannot do that; leave it out"
             )
         mixed = next((key for key in ("mixup", "cutmix") if getattr(data, key)), "")
@@ -86,7 +87,8 @@ class Loss:
         }[targets]
         if self._own is None and self.name not in fitting:
             raise ConfigError(
-                f"optim.loss={self.name}: the targets of data.name={data.name} are {targets.value}; set optim.loss to"
+                f"optim.loss={self.name}: does not support the targets of data.name={data.name}"
+                f" ({targets.value}); set optim.loss to"
                 f" {', '.join([*fitting, 'package.module:function'])}"
             )
         self._classes = classes if targets is Targets.CLASSES else 0
@@ -123,8 +125,9 @@ class Loss:
         scores, targets = rows(scores), rows(targets)
         if scores.shape != targets.shape:
             raise TrainingError(
-                f"optim.loss={self.name}: the model gives {scores.shape[1]} scores per sample, and a target has"
-                f" {targets.shape[1]} values; give a model.name whose last layer has {targets.shape[1]} outputs"
+                f"optim.loss={self.name}: the model returns {scores.shape[1]} scores per sample, but a target"
+                f" has {targets.shape[1]} values; set model.name to a model whose last layer has"
+                f" {targets.shape[1]} outputs"
             )
         # On other devices, the check would wait for the device.
         if self.of_decisions and targets.device.type == "cpu":
@@ -142,7 +145,7 @@ class Loss:
             )
             raise TrainingError(
                 f"the model's output has the shape {tuple(scores.shape)} for {len(scores)} samples of {self._classes}"
-                f" classes; give a model whose last layer has {self._classes} outputs{other}"
+                f" classes; use a model whose last layer has {self._classes} outputs{other}"
             )
 
     def _checked(self, losses: object, count: int) -> torch.Tensor:
@@ -150,9 +153,8 @@ class Loss:
             return losses.float()
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ConfigError(
-            f"optim.loss={self.name}: returned {found} for {count} samples; return the loss of each, shape ({count},),"
-            " such as with reduction='none' and the mean over the values of a sample: the trainer adds them up and"
-            " divides by the global batch"
+            f"optim.loss={self.name}: returned {found} for {count} samples; return one loss per sample, of"
+            f" shape ({count},), such as by reduction='none' and the mean over each sample's values"
         )
 
 

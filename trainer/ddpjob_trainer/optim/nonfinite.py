@@ -1,8 +1,8 @@
-"""Losses and gradients that are not finite: the step is skipped on all ranks, with a warning.
+"""Skips steps whose loss or gradient is not finite, on all ranks and with a warning.
 
-Several consecutive steps like this end the training. If the loss is not finite on one rank, the
-summed gradient is not finite on all ranks, so every rank skips the step without a message. Only
-afterwards do the ranks exchange which of them had the loss.
+Too many consecutive skipped steps end the training. If the loss is not finite on one rank, the
+summed gradient is not finite on all ranks, so every rank skips the step without any communication.
+The ranks exchange the source of the loss only afterwards.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class NonFiniteGuard:
         """
         if limit < 1:
             raise ConfigError(
-                f"train.nonfinite_limit: {limit} is less than 1; 1 ends the training at the first loss that is not"
-                " finite"
+                f"train.nonfinite_limit={limit}: must be at least 1, which ends the training at the first loss"
+                " that is not finite"
             )
         self._limit, self._group, self._notify, self._dynamic = limit, group, notify, dynamic_scale
         self._left_out = left_out

@@ -62,8 +62,9 @@ _NEVER_DECAYED = frozenset(
     {"class_token", "cls_token", "dist_token", "pos_embedding", "pos_embed", "relative_position_bias_table"}
     | {"layer_scale"}
 )
-"""Last parts of tensor names that torchvision's and timm's recipes exclude from weight decay, along
-with biases and normalization."""
+"""Final components of tensor names that torchvision's and timm's recipes exclude from weight decay,
+in addition to biases and normalization.
+"""
 
 
 def _groups(config: OptimConfig, named: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
@@ -119,20 +120,20 @@ def check(config: OptimConfig) -> None:
         "end_factor",
     ):
         if not (math.isfinite(value := getattr(config, key)) and value >= 0):
-            raise ConfigError(f"optim.{key}: {value} is not a finite number of at least 0")
+            raise ConfigError(f"optim.{key}={value}: must be a finite number of at least 0")
     if config.nesterov and config.momentum == 0:
         raise ConfigError("optim.nesterov: needs optim.momentum above 0; set it to 0.9, or leave optim.nesterov out")
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(
-            f"optim.betas: {list(config.betas)} is not two numbers from 0 to below 1; write for example [0.9, 0.999]"
+            f"optim.betas={list(config.betas)}: must be two numbers from 0 to below 1, for example [0.9, 0.999]"
         )
     for key in ("label_smoothing", "ema_decay"):
         if not 0 <= (value := getattr(config, key)) < 1:
-            raise ConfigError(f"optim.{key}: {value} is not from 0 to below 1; 0 turns it off")
+            raise ConfigError(f"optim.{key}={value}: must be at least 0 and below 1; 0 turns it off")
     if not 0 < config.layer_decay <= 1:
         raise ConfigError(
-            f"optim.layer_decay: {config.layer_decay} is not above 0 and at most 1; write for example 0.75, or 1 for"
-            " one learning rate"
+            f"optim.layer_decay={config.layer_decay}: must be above 0 and at most 1, for example 0.75, or 1 for the"
+            " same learning rate everywhere"
         )
     if config.schedule is ScheduleName.ONE_CYCLE:
         if config.warmup_epochs:
@@ -143,7 +144,7 @@ def check(config: OptimConfig) -> None:
         if not (0 < config.rise < 1 and 0 < config.start_factor <= 1):
             raise ConfigError(
                 f"optim.rise={config.rise} must be between 0 and 1, optim.start_factor={config.start_factor} above 0"
-                " and at most 1; write for example optim.rise=0.3 optim.start_factor=0.04"
+                " and at most 1, for example optim.rise=0.3 optim.start_factor=0.04"
             )
 
 

@@ -52,7 +52,8 @@ class Precision:
         self.config = choose_amp(config or AmpConfig(), self._device)
         if clip_norm < 0:
             raise ConfigError(
-                f"optim.clip_norm: {clip_norm} is below 0; write the largest norm allowed, such as 1.0, or 0 for any"
+                f"optim.clip_norm={clip_norm}: must be at least 0; set the largest norm allowed, such as 1.0,"
+                " or 0 for no limit"
             )
         self._clip_norm = clip_norm
         self.dtype = _dtype(self.config, self._device)
@@ -108,7 +109,7 @@ class Precision:
         for name, original in self._originals.items():
             if is_sharded(own[name]):
                 raise ConfigError(
-                    "amp.level=O2: its float32 copy needs whole weights, and strategy=fsdp shards them; set"
+                    "amp.level=O2: keeps a float32 copy of whole weights, but strategy=fsdp shards them; set"
                     " amp.level=O1"
                 )
             if own[name].dtype is not original.dtype:
@@ -233,7 +234,9 @@ class Precision:
         return {"scaler": self._scaler.state_dict()} if self._scaler is not None and self.scale_is_dynamic else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint. If it has no dynamic scale, the scale starts over."""
+        """Continue from a checkpoint. Without a dynamic scale in it, the scale starts at its
+        initial value.
+        """
         if self._scaler is not None and self.scale_is_dynamic and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
             # The window comes from the configuration, which may have changed.
@@ -311,7 +314,7 @@ def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple
 
 def _scaler(device: torch.device, scale: float | None, window: int) -> _Scaler:
     if window < 1:
-        raise ConfigError(f"amp.scale_window: {window} is less than 1; write a number of steps such as 2000")
+        raise ConfigError(f"amp.scale_window={window}: must be at least 1; set a number of steps such as 2000")
     return _Scaler(device.type, init_scale=scale or 2.0**16, growth_interval=window)
 
 
@@ -333,13 +336,10 @@ def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
         scale = float(config.loss_scale)
     except ValueError:
         raise ConfigError(
-            f"amp.loss_scale: {config.loss_scale!r} is neither a number nor dynamic or auto; write for example 128.0"
+            f"amp.loss_scale={config.loss_scale!r}: must be a number such as 128.0, or dynamic or auto"
         ) from None
     if not 1 <= scale < 2.0**32:
-        raise ConfigError(
-            f"amp.loss_scale: {scale} is not from 1 to 4e9: a scale enlarges gradients; write for example 128.0, or"
-            " dynamic"
-        )
+        raise ConfigError(f"amp.loss_scale={scale}: must be from 1 to 4e9, for example 128.0, or dynamic")
     return scale
 
 
@@ -361,5 +361,5 @@ def _check_device(dtype: torch.dtype, device: torch.device) -> None:
         torch.autograd.backward(nn.functional.linear(features.flatten(1), weights[1]).sum())
     except RuntimeError as error:
         raise ConfigError(
-            f"amp.dtype={name}: {device} cannot compute in it ({error}); set amp.dtype={other}, or amp.level=O0"
+            f"amp.dtype={name}: {device} does not support it ({error}); set amp.dtype={other}, or amp.level=O0"
         ) from error

@@ -62,7 +62,9 @@ def network_stack() -> str:
 def _address_of(name: str) -> str:
     if name not in (there := interfaces()):
         known = ", ".join(there)
-        raise OSError(f"interface {name} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) has no address; there are {known}")
+        raise OSError(
+            f"interface {name} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) has no address; this machine has {known}"
+        )
     return there[name][0]
 
 

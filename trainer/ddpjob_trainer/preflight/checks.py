@@ -14,8 +14,9 @@ from ddpjob_trainer.preflight.results import Layout, RankFinding, Result, Status
 
 _OK, _SKIPPED, _WARN, _FAIL = Status.OK, Status.SKIPPED, Status.WARN, Status.FAIL
 _KERBEROS_SECONDS = 300.0
-"""Kerberos, and therefore many mounts, allow this by default (RFC 4120). S3 refuses requests from
-15 minutes on."""
+"""Clock difference that Kerberos, and therefore many mounts, allow by default (RFC 4120). S3
+refuses requests that are 15 minutes off.
+"""
 
 
 def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
@@ -25,10 +26,10 @@ def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
     """
     missing = sorted(set(range(world)) - set(here))
     if not missing:
-        return Result("ranks", _OK, f"all {world} here")
-    silent, unheard = "rank {} on {host}: silent since {at}", "rank {}: nothing heard of it"
+        return Result("ranks", _OK, f"all {world} joined")
+    silent, unheard = "rank {} on {host}: silent since {at}", "rank {}: never joined"
     culprits = (silent.format(rank, **stages[rank]) if rank in stages else unheard.format(rank) for rank in missing)
-    remedy = "read its log; if it has not started, see its node; if it runs, see that it reaches rank 0"
+    remedy = "read its log; if it has not started, check its node; if it is running, check that it can reach rank 0"
     value, remedy = f"{world - len(missing)} of {world} here", f"{remedy} (MASTER_ADDR, MASTER_PORT)"
     return Result("ranks", _FAIL, value, tuple(culprits), remedy)
 
@@ -37,7 +38,7 @@ def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Res
     """Return the worst of the single ranks' findings and of the differences between them."""
     names = layout.nodes if check.per_node else layout.ranks
     if not findings:
-        return Result(check.name, _SKIPPED, "no rank with LOCAL_RANK 0 is here")
+        return Result(check.name, _SKIPPED, "no rank with LOCAL_RANK 0 has joined")
     worst = min(findings.values(), key=lambda finding: list(Status).index(finding.status))
     if worst.status == _OK:
         values = dict.fromkeys(finding.value for finding in findings.values())
@@ -71,13 +72,13 @@ def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], lay
     """
     name = "own address"
     if problems:
-        remedy = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to an interface that is there"
+        remedy = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to an existing interface"
         return Result(name, _FAIL, next(iter(problems.values())), layout.nodes(problems), remedy)
     several = len({own.stack for own in addresses.values()}) > 1
     if wrong := [rank for rank, own in addresses.items() if several and is_loopback(own.gloo)]:
         own = addresses[wrong[0]]
-        value = f"the host's name is {own.gloo} there, which gloo would announce to the other nodes"
-        remedy = f"set GLOO_SOCKET_IFNAME (to {own.interface or 'eth0'}, it seems)"
+        value = f"the host's name resolves to {own.gloo} there, which gloo would announce to the other nodes"
+        remedy = f"set GLOO_SOCKET_IFNAME (probably to {own.interface or 'eth0'})"
         remedy += ", or give the host's name its real address in /etc/hosts"
         return Result(name, _FAIL, value, layout.nodes(wrong), remedy)
     return Result(name, _OK, listed(dict.fromkeys(map(str, addresses.values()))))
@@ -124,7 +125,7 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
     if pairs == 0:
         return Result("reachability", _OK, "one node")
     if silent := [leader for leader in listeners if leader not in contacts]:
-        remedy = "read its log: it ended or stands still"
+        remedy = "read its log, because it has ended or hangs"
         return Result("reachability", _FAIL, "no report", layout.nodes(silent), remedy)
     failing = {(a, b): contact.problem for a, row in contacts.items() for b, contact in row.items() if contact.problem}
     if not failing:
@@ -134,8 +135,8 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
     name, where, ports = layout.name, listeners[target], "TCP ports 1024-65535"
     tried = f"{name[source]} -> {name[target]} ({where.address}, port {where.port}): {problem}"
     how = {
-        "in": f"let in {ports} on {{interface}} at {{node}} from the other nodes",
-        "out": f"let out {ports} at {{node}}",
+        "in": f"allow incoming {ports} on {{interface}} at {{node}} from the other nodes",
+        "out": f"allow outgoing {ports} at {{node}}",
         "in and out": f"open {ports} both ways on {{interface}} at {{node}}",
     }
     remedies = [
@@ -143,7 +144,7 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
         for node, direction in blamed.items()
     ]
     if "MTU" in problem:
-        remedies.append("compare the MTU of the nodes' interfaces (ip link) with what the network carries")
+        remedies.append("compare the MTU of the nodes' interfaces (ip link) with that of the network")
     elif "blocked" not in problem:
         remedies.append("if the address is wrong, set GLOO_SOCKET_IFNAME")
     value = f"{len(failing)} of {pairs} directed pairs fail; {tried}"
@@ -173,9 +174,9 @@ def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float
     value = f"{max(seconds) - min(seconds):.3f} s apart (measured to within {error:.3f} s)"
     if wrong := sorted(leader for leader in apart if apart[leader] > limit):
         far = max(apart.values()) > _KERBEROS_SECONDS
-        harm = "Kerberos and S3 refuse it" if far else "logs cannot be put in order"
+        harm = "Kerberos and S3 refuse requests" if far else "log lines of different nodes cannot be put in order"
         culprit = tuple(f"{layout.name[leader]} ({ahead[leader][0] - middle:+.1f} s)" for leader in wrong)
-        remedy = f"run NTP there (chronyc tracking, timedatectl): {harm}"
+        remedy = f"run NTP there (check chronyc tracking or timedatectl), because {harm}"
         return Result("clocks", _FAIL if far else _WARN, value, culprit, remedy)
     if unknown:
         return Result("clocks", _SKIPPED, "not measured: no connection with rank 0's node", layout.nodes(unknown))
@@ -195,8 +196,8 @@ def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout
         return Result(name, _SKIPPED, "rank 0 could not write there")
     wrong = layout.nodes(rank for rank, found in sees.items() if found != shared)
     if not wrong:
-        return Result(name, _OK, f"checkpoint.shared={str(shared).lower()}, as the folders are")
-    remedy = "set checkpoint.shared=true: several nodes would write the same files"
+        return Result(name, _OK, f"checkpoint.shared={str(shared).lower()}, which matches the folders")
+    remedy = "set checkpoint.shared=true: otherwise several nodes write the same files"
     if shared:
         remedy = "mount the same volume on all nodes, or set checkpoint.shared=false (each node then writes its own)"
     return Result(name, _FAIL, f"{path} is {'not ' if shared else ''}rank 0's there", wrong, remedy)
@@ -209,10 +210,10 @@ def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, bac
     """
     name, log = "all-reduce", "read its log; with NCCL, set NCCL_DEBUG=INFO"
     if stages:
-        value = f"no answer while {next(iter(stages.values()))} ({backend})"
+        value = f"no response while {next(iter(stages.values()))} ({backend})"
         return Result(name, _FAIL, value, layout.ranks(stages), log)
     if wrong := [rank for rank, found in sums.items() if found.problem]:
-        problem, fault = sums[wrong[0]].problem, "a wrong sum is a fault of the network, the driver or a device there"
+        problem, fault = sums[wrong[0]].problem, "a wrong sum is caused by the network, the driver or a device there"
         remedy = fault if "wrong" in problem else f"{log}; check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return Result(name, _FAIL, f"{problem} ({backend})", layout.ranks(wrong), remedy)
     slowest = min(sums.values(), key=lambda found: found.bandwidth)
@@ -222,6 +223,6 @@ def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, bac
         return Result(name, _OK, f"{value}; one node: no network")
     if slowest.bandwidth < least:
         names = "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
-        remedy = f"less than preflight.bandwidth_gbs={least:g}: see that the fast network is used ({names})"
+        remedy = f"less than preflight.bandwidth_gbs={least:g}: check that the fast network is used ({names})"
         return Result(name, _WARN, value, (), remedy)
     return Result(name, _OK, value)

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     name, rest = take_option(arguments, "--json")
     config = read_settings(rest)
     if name is not None and not Path(name).absolute().parent.is_dir():
-        raise ConfigError(f"--json {name}: its folder does not exist; give a file in one that does")
+        raise ConfigError(f"--json {name}: the folder does not exist; use a file in an existing folder")
 
     def publish(report: PreflightReport) -> None:
         report.print()

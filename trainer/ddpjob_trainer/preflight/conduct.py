@@ -36,7 +36,8 @@ not seen."""
 
 
 def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:
-    """Check all ranks together. Returns the worst failure in one sentence; empty if there is none.
+    """Check all ranks together. Returns the worst failure in one sentence; empty if no check
+    failed.
 
     The result is the same on every rank. The check ends within seconds, whatever happens. Rank 0
     calls `publish` before any rank knows the outcome, because a launcher ends all ranks when the
@@ -55,7 +56,7 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
         return preflight.run(publish)
     except dist.DistError as error:
         where = meeting()
-        remedy = "see that its folder is there on every node, and stays" if where.file else "read rank 0's log"
+        remedy = "check that its folder exists on every node and is not removed" if where.file else "read rank 0's log"
         lost = f"rank {group.rank} on {node_name()} lost the store at {where}"
         raise PreflightError(f"{lost}: {first_line(error)}; {remedy}") from error
     finally:
@@ -128,7 +129,7 @@ class _Preflight:
 
         def find(check: Check) -> RankFinding:
             finding, problem = attempt(self._step, f"checking the {check.name}", lambda: check.find(context))
-            silent = "a mount, a name server or a driver does not answer there"
+            silent = "a mount, a name server or a driver does not respond there"
             return finding or RankFinding(problem, Status.FAIL, silent if "no answer" in problem else check.remedy)
 
         with ThreadPoolExecutor(len(chosen) + 1) as pool:
@@ -161,7 +162,7 @@ class _Preflight:
         return found
 
     def _sum(self) -> peers.Sum:
-        self._exchange.stage(adding := "forming a group and adding up")
+        self._exchange.stage(adding := "forming a group and computing sums")
         store = dist.PrefixStore("group", self._exchange.store)  # type: ignore[attr-defined]
         config, seconds = self._config, 2 * self._step + _LEAVE_SECONDS
         found, problem = attempt(seconds, adding, lambda: peers.all_reduce(config, self._group, store, self._step))

@@ -35,7 +35,7 @@ def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
     """
     answer = in_thread(f"preflight: {doing}", function)
     if not wait([answer], seconds).done:
-        raise PreflightError(f"no answer within {seconds:.0f} s while {doing}")
+        raise PreflightError(f"no response within {seconds:.0f} s while {doing}")
     return answer.result()
 
 
@@ -88,7 +88,7 @@ class Exchange:
         self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
 
     def stage(self, text: str) -> None:
-        """Notify the ranks waiting for this one that it has joined, and of what it is doing."""
+        """Report to the ranks waiting for this one that it has joined and what it is doing."""
         self.post("stage", {**self._hello, "at": text})
 
     def post(self, key: str, value: Any) -> None:
@@ -107,7 +107,7 @@ class Exchange:
         if self._rank == 0:
             self.publish(key, decide())
         if not (found := self._await([key], seconds)):
-            waited = f"rank {self._rank} on {node_name()} waited {seconds:.0f} s in vain for rank 0's note '{key}'"
+            waited = f"rank {self._rank} on {node_name()} got no note '{key}' from rank 0 within {seconds:.0f} s"
             raise PreflightError(f"{waited}; read rank 0's log")
         return found[key]
 
@@ -118,7 +118,7 @@ class Exchange:
         return {rank: found[key] for key, rank in keys.items() if key in found}
 
     def _await(self, keys: list[str], seconds: float) -> dict[str, Any]:
-        """Return the notes that arrive in time. Rank 0 reports for which notes it is waiting."""
+        """Return the notes that arrive in time. Rank 0 reports the notes that it is waiting for."""
         found, deadline, notice = dict[str, Any](), time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
         while True:
             found |= {k: json.loads(self.store.get(k)) for k in keys if k not in found and self.store.check([k])}
@@ -133,7 +133,7 @@ class Exchange:
 
 
 def _try_to_open(file: str) -> None:
-    # The store itself gives the best report of what is wrong.
+    # The store's own error is the best description of the problem.
     with contextlib.suppress(OSError), Path(file).open("ab"):
         pass
 
@@ -144,11 +144,13 @@ def _diagnosis(address: str, port: int) -> str:
         found = within(_DIAGNOSIS_SECONDS, f"looking up {address}", lambda: socket.getaddrinfo(address, port))
         where = ", ".join(sorted({str(entry[4][0]) for entry in found}))
     except OSError as error:
-        return f"the name {address} is not known here ({error.strerror}); check MASTER_ADDR and this node's DNS"
+        return f"the name {address} cannot be resolved here ({error.strerror}); check MASTER_ADDR and this node's DNS"
     try:
         with socket.create_connection((address, port), timeout=_DIAGNOSIS_SECONDS):
-            return f"{where} answers only now on TCP port {port}; start all ranks at about the same time"
+            return (
+                f"{where} responded only after the timeout on TCP port {port}; start all ranks at about the same time"
+            )
     except TimeoutError:
-        return f"{where} does not answer on TCP port {port}; let it in at rank 0's node, and out at this one"
+        return f"{where} does not respond on TCP port {port}; allow it at both nodes"
     except OSError as error:
         return f"{where}, TCP port {port}: {error.strerror}; check that rank 0 runs and that this is its address"

@@ -74,7 +74,7 @@ def versions(_: Context) -> RankFinding:
 
 
 def _implementation() -> str:
-    """Return which of torch's two backends "nccl" means: nccl2 from torch 2.15 on.
+    """Return which of torch's two backends "nccl" means. From torch 2.15 on, it is nccl2.
 
     All ranks need the same backend.
     """
@@ -85,7 +85,7 @@ def _implementation() -> str:
 def device(context: Context) -> RankFinding:
     """Open the device that training would choose.
 
-    Raises ConfigError or RuntimeError if there is none.
+    Raises ConfigError or RuntimeError if that is not possible.
     """
     placement = devices.choose_for(context.config, context.group.local_rank)
     kind = placement.device.type
@@ -96,7 +96,7 @@ def device(context: Context) -> RankFinding:
     name, driver = module.get_device_name(placement.device), _driver() if kind == "cuda" else "unknown"
     same = {"device": kind, "model": name, "driver": driver}
     if free < _FREE_SHARE * total:
-        remedy = "another process has memory there: see nvidia-smi"
+        remedy = "another process uses memory there; see nvidia-smi"
         return RankFinding(f"{gigabytes(free)} of {gigabytes(total)} free", Status.WARN, remedy, same)
     return RankFinding(f"{name}, driver {driver}, {gigabytes(free)} free", same=same)
 
@@ -123,8 +123,8 @@ def master_address(context: Context) -> RankFinding:
         # Debian's /etc/hosts maps a node's own name to a loopback address, which is correct for the
         # ranks on that node.
         return RankFinding(value)
-    remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the network that the nodes share"
-    return RankFinding(f"{name} is each node itself", Status.FAIL, remedy)
+    remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the nodes' common network"
+    return RankFinding(f"{name} points each node to itself", Status.FAIL, remedy)
 
 
 def checkpoint_folder(context: Context) -> RankFinding:
@@ -149,7 +149,7 @@ def checkpoint_folder(context: Context) -> RankFinding:
         raise PreflightError(f"{folder} cannot be written: {error.strerror or error}") from error
     wanted = max(int(context.config.preflight.free_gb * 2**30), 2 * largest)
     if free < wanted or (counts.f_files and counts.f_favail < _FEW_FILES):
-        remedy = f"free space, lower checkpoint.keep, or take a larger volume; {gigabytes(wanted)} are wanted"
+        remedy = f"free some space, lower checkpoint.keep, or use a larger volume; {gigabytes(wanted)} are needed"
         return RankFinding(f"{gigabytes(free)} free in {folder}", Status.WARN, f"{remedy} (preflight.free_gb)")
     return RankFinding(f"{folder}, {gigabytes(free)} free")
 
@@ -170,7 +170,7 @@ def data_folder(context: Context) -> RankFinding:
     if data.dir is None:
         raise PreflightError(f"no folder: data.name={data.name} needs data.dir")
     if data.download and not data.dir.exists():
-        return RankFinding(f"{data.dir} is not there yet (data.download)")
+        return RankFinding(f"{data.dir} does not exist yet (data.download)")
     try:
         same = count(data.dir, context.config.preflight.step_seconds / 2)
     except OSError as error:
@@ -206,7 +206,7 @@ def count(root: Path, seconds: float) -> dict[str, str]:
         if waiting and time.monotonic() > deadline:
             return {COUNTED[1]: str(upper)} if waiting[0][1] > 1 else {}
     if not files:
-        raise PreflightError(f"{root}: it is empty")
+        raise PreflightError(f"{root}: the folder is empty")
     return dict(zip(COUNTED, (str(files), str(upper)), strict=True))
 
 
@@ -226,7 +226,7 @@ def shared_memory(context: Context) -> RankFinding:
     # Only the function in data.name knows a sample's size.
     unknown = data.workers and ":" in data.name
     need = (
-        f"what data.workers need for data.name={data.name} is not known"
+        f"the needs of data.workers for data.name={data.name} are unknown"
         if unknown
         else (f"data.workers need {gigabytes(needed)}")
     )
@@ -238,7 +238,7 @@ def shared_memory(context: Context) -> RankFinding:
     # Docker's default is 64 MiB.
     if torch.cuda.is_available() and group.local_world > 1 and usage.free < _NCCL_BYTES:
         remedy = remedy.format("1Gi or more", "=1g")
-        return RankFinding(value, Status.WARN, f"{remedy}: NCCL between a node's GPUs uses it")
+        return RankFinding(value, Status.WARN, f"{remedy}; NCCL uses it between a node's GPUs")
     return RankFinding(value)
 
 
@@ -263,7 +263,7 @@ def limits(context: Context) -> RankFinding:
     needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
     if files != resource.RLIM_INFINITY and files < needed:
         remedy = f"raise it before the start: ulimit -n {max(65536, needed)}, or the container runtime's default"
-        return RankFinding(f"{files} open files, {needed} may be needed", Status.WARN, remedy)
+        return RankFinding(f"{files} open files, but {needed} may be needed", Status.WARN, remedy)
     if locked != resource.RLIM_INFINITY and _INFINIBAND.is_dir():
         remedy = "ulimit -l unlimited (container runtime: memlock=-1), or NCCL cannot use InfiniBand"
         return RankFinding(f"{gigabytes(locked)} of memory may be locked", Status.WARN, remedy)
@@ -272,7 +272,7 @@ def limits(context: Context) -> RankFinding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check that each rank, or each node's first rank, makes by itself.
+    """A check that each rank, or each node's first rank, runs by itself.
 
     If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the findings'
     values that must not differ, with the status and remedy if they do; {norm} stands for the most
@@ -288,7 +288,7 @@ class Check:
 
 _SOFTWARE = "install {name} {norm} there, or run the same image (spec.image) on all nodes"
 _DEVICES = "start as many ranks per node as it has devices; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
-_VISIBLE = "see that the node's devices are visible (driver, CUDA_VISIBLE_DEVICES, spec.gpusPerNode)"
+_VISIBLE = "check that the node's devices are visible (driver, CUDA_VISIBLE_DEVICES, spec.gpusPerNode)"
 _KIND = f"{_VISIBLE}, or set train.backend=gloo for all"
 _WRITABLE = f"mount it writable for uid {os.getuid()}, or set checkpoint.dir to another folder"
 _DATA, _COPY = "mount the data there, or correct data.dir (a DDPJob: storage.data)", "copy the data there again"
@@ -299,11 +299,11 @@ CHECKS = (
     }),
     Check("devices", device, _DEVICES, same={
         "device": (Status.FAIL, _KIND),
-        "model": (Status.WARN, "the slowest sets the pace: use nodes of one kind"),
+        "model": (Status.WARN, "the slowest node sets the pace; use nodes of one kind"),
         "driver": (Status.WARN, "install the same driver"),
     }),
     Check("master address", master_address, "check MASTER_ADDR and the node's DNS", same={
-        "address": (Status.WARN, "right behind a NAT; else correct /etc/hosts or the DNS there"),
+        "address": (Status.WARN, "correct behind a NAT; otherwise fix /etc/hosts or the DNS there"),
     }),
     Check("checkpoint folder", checkpoint_folder, f"{_WRITABLE} (a DDPJob: storage.checkpoints)", per_node=True),
     Check("data folder", data_folder, _DATA, per_node=True, same=dict.fromkeys(

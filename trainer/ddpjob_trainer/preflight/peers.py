@@ -27,7 +27,7 @@ _PAYLOAD = 64 * 1024
 """Bytes sent in each direction. A path that drops full packets (wrong MTU) passes the small packets
 that open a connection."""
 _AT_A_TIME, _ROUND_TRIPS = 64, 5
-_SMALL, _LARGE = 2**18, 2**22  # float32 elements: 1 MiB, 16 MiB
+_SMALL, _LARGE = 2**18, 2**22  # Numbers of float32 elements: 1 MiB and 16 MiB.
 _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
 
 
@@ -101,7 +101,7 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
     try:
         peer = socket.create_connection((where.address, where.port), timeout=seconds)
     except TimeoutError:
-        return Contact("no answer: blocked")
+        return Contact("no response: blocked")
     except OSError as error:
         return Contact(error.strerror or str(error))
     ahead, bound, problem = None, seconds, ""
@@ -119,14 +119,14 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
             payload = os.urandom(_PAYLOAD)
             peer.sendall(payload)
             if _exactly(answers, _PAYLOAD) != payload:
-                problem = "data came back changed"
+                problem = "the data came back changed"
     except TimeoutError:
-        lost, other = "full packets are lost: wrong MTU, or a filter", "another program has this address"
+        lost, other = "full packets are lost: wrong MTU, or a filter", "another program uses this address"
         problem = (
-            f"it connects, then no answer: it stands still, or {other}" if ahead is None else f"it connects, but {lost}"
+            f"it connects but does not respond: it hangs, or {other}" if ahead is None else f"it connects, but {lost}"
         )
     except OSError as error:
-        problem = f"it connects, then {error.strerror or error}: another program has this address"
+        problem = f"it connects, then {error.strerror or error}: another program uses this address"
     return Contact(problem, ahead, bound)
 
 
@@ -153,7 +153,7 @@ class Sum:
 
 
 def all_reduce(config: Config, group: Group, store: Any, seconds: float) -> Sum:
-    """Form a group over `store`, do the all-reduce, and leave the group. Runs on every rank.
+    """Form a group over `store`, run the all-reduce, and leave the group. Runs on every rank.
 
     Raises the backend's errors.
     """

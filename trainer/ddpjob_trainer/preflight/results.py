@@ -37,7 +37,7 @@ class RankFinding:
 
 @dataclass(frozen=True)
 class Result:
-    """One row in the table. `culprit`: names of nodes or ranks."""
+    """One row in the table. `culprit` has names of nodes or ranks."""
 
     check: str
     status: Status
@@ -122,7 +122,7 @@ class PreflightReport:
         try:
             path.write_text(json.dumps(asdict(self) | {"failed": bool(self.failure)}, indent=2) + "\n")
         except OSError as error:
-            raise PreflightError(f"--json {path}: {error.strerror}; give a file in a folder that exists") from error
+            raise PreflightError(f"--json {path}: {error.strerror}; use a file in an existing folder") from error
 
 
 def listed(words: Iterable[str], more: str = ", ...", most: int = 4, by: str = ", ") -> str:

@@ -1,4 +1,4 @@
-"""The share of a device's peak that a training uses.
+"""The share of a device's peak performance that a training uses.
 
 It is called MFU, model FLOPs utilization (Chowdhery et al., PaLM, 2022).
 """
@@ -45,7 +45,7 @@ def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
 
 
 def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Return report.peak_flops, or else the peak for the device's name; 0 if unknown."""
+    """Return report.peak_flops if set, otherwise the peak by the device's name; 0 if unknown."""
     if config.report.peak_flops or device.type != "cuda":
         return config.report.peak_flops
     return peak(torch.cuda.get_device_name(device), dtype, tf32=config.amp.tf32)

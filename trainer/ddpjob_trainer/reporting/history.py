@@ -51,7 +51,7 @@ def read(run: Path) -> History:
     """
     path = run / METRICS if run.is_dir() else run
     if not path.is_file():
-        raise TrainerError(f"{path} does not exist: give the folder of a run, which holds {METRICS}")
+        raise TrainerError(f"{path} does not exist; name the folder of a run, which contains {METRICS}")
     folder = path.resolve().parent
     history = History(title=folder.parent.name if folder.name == "run" else folder.name)
     try:
@@ -71,7 +71,7 @@ def read(run: Path) -> History:
         history.end = max(history.end, row["time"])
         _sort_in(history, row)
     if not any(history.steps):
-        raise TrainerError(f"{path} holds no step yet: wait until the run has trained some steps")
+        raise TrainerError(f"{path} has no steps yet; wait until the run has trained some steps")
     return history
 
 

@@ -1,4 +1,4 @@
-"""The ledger: each rank records the samples of each step, one JSON line per step.
+"""The ledger, in which each rank records the samples of each step as one JSON line.
 
 The line is flushed before gradients are exchanged. So a step executed on any rank is recorded on
 all ranks, even if a rank is killed in the middle of the step.
@@ -98,6 +98,6 @@ def _writing(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise LedgerError(
-            f"the ledger {path} cannot be written ({error.strerror}): free space or repair the volume, or set"
+            f"the ledger {path} cannot be written ({error.strerror}); free some space, repair the volume, or set"
             " train.ledger=false"
         ) from error

@@ -1,7 +1,7 @@
 """Posts the newest progress to the job's coordinator in the background.
 
-Scripts post their figures together, but the trainer posts each kind separately, because the
-coordinator takes figures as a sign of a step; figures that are none (`add`) go by themselves, too.
+Scripts post all their figures together. The trainer posts each kind separately, because the
+coordinator takes posted figures as a sign that a step was taken.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class ProgressClient(Outbox):
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
         """Send what this process is doing besides steps (None: steps).
 
-        An activity that ends within a second is not sent. With `again`, send an activity as a sign
-        of life even if it was sent before.
+        An activity that ends within a second is not sent. `again` repeats an activity as a sign of
+        life.
         """
         with self._changed:
             self._activity = activity

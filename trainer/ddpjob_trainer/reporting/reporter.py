@@ -47,8 +47,8 @@ class Plan:
 class Machines:
     """Figures of the ranks' machines since the last report, by rank.
 
-    `own` is a rank's seconds of its own work per step, 0 if it cannot be separated; `even` is the
-    same for an even share of the batch. `data` is the share of time spent waiting for data, and
+    `own` is the time in seconds that a rank works per step (0 if it cannot be measured); `even` is
+    the same for an even share of the batch. `data` is the share of time spent waiting for data, and
     `memory` is the peak number of bytes so far. `phases` has this rank's seconds per step. `flops`
     is per sample, and `peak` is per second for all devices together; 0 means unknown. `stages` is
     the same as in `Strategy`.
@@ -81,7 +81,7 @@ def open_log(run_dir: Path) -> MetricsLog:
         return MetricsLog(run_dir)
     except OSError as error:
         raise TrainingError(
-            f"{run_dir / METRICS} cannot be continued ({error.strerror}): make it readable and writable for uid"
+            f"{run_dir / METRICS} cannot be continued ({error.strerror}); make it readable and writable for uid"
             f" {os.getuid()}, or set train.run_dir to another folder"
         ) from error
 
@@ -119,7 +119,7 @@ class Reporter:
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
         self.copies: Mapping[str, float] = {}
-        """Known figures about copies in checkpoint.url: copyStep, copyTime, copyBehind."""
+        """Known figures about copies in checkpoint.url (copyStep, copyTime, copyBehind)."""
 
     def start(
         self,
@@ -142,17 +142,17 @@ class Reporter:
         world = self._group.world
         self._write("start", step=step, epoch=epoch, world=world, restarts=self.restarts, precision=precision)
         if not step:
-            where = f"{self._plan.steps} steps to do"
+            where = f"{self._plan.steps} steps to train"
         elif left:
             where = f"resuming after step {step} of {self._plan.steps}, in epoch {epoch}"
         else:
             where = (
-                f"nothing is left to train: the checkpoint of step {step} has {trained} whole epoch(s), and"
-                f" train.epochs={wanted}; raise it to continue, or name another checkpoint.dir to begin from scratch"
+                f"nothing is left to train, because the checkpoint of step {step} has {trained} complete epoch(s) and"
+                f" train.epochs={wanted}; raise it to continue, or set a different checkpoint.dir to start over"
             )
         self._display.note(f"training on {self._group.world} rank(s): {where}")
         if precision != "float32":
-            self._display.note(f"computing in {precision} where that is safe; amp.level=O0 is float32")
+            self._display.note(f"computing in {precision} where that is safe; set amp.level=O0 for float32")
         for note in notes:
             self._display.note(note)
         if warning:
@@ -265,10 +265,12 @@ class Reporter:
         for straggler in self._lagging:
             if straggler.rank not in before:
                 waits = machines.data[straggler.rank]
-                why = f", {waits:.0%} of its time it waits for data" if waits > 0.2 else ""
+                why = f", and it spends {waits:.0%} of the time waiting for data" if waits > 0.2 else ""
                 self._display.note(
-                    f"warning: rank {straggler.rank} lags: its own work of a step takes {straggler.slowdown:.1f} times"
-                    f" the median rank's{' with its stage' * (machines.stages > 1)}, and all others wait for it{why}"
+                    f"warning: rank {straggler.rank} lags: its own work per step takes {straggler.slowdown:.1f}"
+                    " times as"
+                    f" long as the median rank's{' with its stage' * (machines.stages > 1)}, so all others wait for"
+                    f" it{why}"
                 )
         if self._link is not None:
             self._link.post_stragglers(_as_numbers(self._lagging))
@@ -283,7 +285,7 @@ class Reporter:
         self._display.note(f"epoch {epoch}/{self._plan.epochs}: {results}")
         if evaluation.unreadable:
             self._display.note(
-                f"warning: {evaluation.unreadable} test images could not be read, and the result is of the other"
+                f"warning: {evaluation.unreadable} test images could not be read; the result covers the other"
                 f" {evaluation.samples}"
             )
         if evaluation.nonfinite:
@@ -302,7 +304,8 @@ class Reporter:
             except OSError as error:
                 where = error.filename or self._config.run_dir / FOLDER
                 self._display.note(
-                    f"warning: {where} cannot be written ({error.strerror or error}): this evaluation's files are lost"
+                    f"warning: {where} cannot be written ({error.strerror or error}): this evaluation's files"
+                    " were not saved"
                 )
 
     def checkpoint(self, step: int, seconds: float) -> None:
@@ -327,7 +330,9 @@ class Reporter:
             self._link.post_copies(dict(copies))
 
     def post_memory(self, figures: dict[str, Any]) -> None:
-        """Post what the nodes have in memory, and where training continued, if that is new."""
+        """Post the states in the nodes' memory and the step at which training continued, if
+        changed.
+        """
         if self._link is not None and figures:
             self._link.add(figures)
 
@@ -357,7 +362,7 @@ class Reporter:
             self._files.wait()
 
     def close(self) -> None:
-        """Post what remains, and restore the terminal."""
+        """Post the remaining reports, and restore the terminal."""
         self._display.close()
         if self._link is not None:
             self._link.close()

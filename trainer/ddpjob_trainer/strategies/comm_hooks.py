@@ -16,15 +16,16 @@ def check(config: DdpConfig) -> None:
         return
     if config.ordered:
         raise ConfigError(
-            f"ddp.comm_hook={config.comm_hook.value}: compresses gradients, and ddp.ordered must be bit-exact; set "
+            f"ddp.comm_hook={config.comm_hook.value}: compresses gradients, but ddp.ordered must be bit-exact; set "
             f"ddp.comm_hook=none or ddp.ordered=false"
         )
     if config.comm_hook is CommHook.POWERSGD and config.powersgd_rank < 1:
-        raise ConfigError(f"ddp.powersgd_rank: {config.powersgd_rank} is less than 1; write for example 2")
+        raise ConfigError(f"ddp.powersgd_rank={config.powersgd_rank}: must be at least 1, for example 2")
     if config.comm_hook is CommHook.POWERSGD and config.powersgd_start < 2:
         raise ConfigError(
-            f"ddp.powersgd_start: {config.powersgd_start} is less than 2, and PyTorch's hook needs whole gradients at"
-            " first; write for example 1000"
+            f"ddp.powersgd_start={config.powersgd_start}: must be at least 2, for example 1000, because"
+            " PyTorch's hook"
+            " needs whole gradients at first"
         )
 
 

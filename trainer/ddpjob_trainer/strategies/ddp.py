@@ -177,14 +177,14 @@ class Ddp(Strategy):
         shown, keys = _first_of(idle or late), self.config
         if idle:
             raise ConfigError(
-                f"model.name={keys.model.name}: {shown} got no gradient, and strategy={keys.strategy.value} waits for"
-                " that of every parameter; remove what the forward pass does not use, or set strategy=ddp"
+                f"model.name={keys.model.name}: {shown} got no gradient, but strategy={keys.strategy.value}"
+                " needs one for every parameter; remove unused parameters, or set strategy=ddp"
                 f" model.freeze={','.join(idle)}"
             )
         raise ConfigError(
-            f"model.name={keys.model.name}: {shown} got a gradient in some forward passes and none in others, and"
-            f" strategy={keys.strategy.value} waits for that of every parameter in a step's last one; use all in each,"
-            " or set strategy=ddp ddp.ordered=true"
+            f"model.name={keys.model.name}: {shown} got a gradient in some forward passes but not in others,"
+            f" and strategy={keys.strategy.value} needs one for every parameter in a step's last pass; use all"
+            " parameters in each pass, or set strategy=ddp ddp.ordered=true"
         )
 
     def _check_exchange(self, network: DistributedDataParallel) -> None:
@@ -199,9 +199,9 @@ class Ddp(Strategy):
             idle = [name for name, weight in named if weight.requires_grad and weight.grad is None]
             shown = _first_of(idle) or "a parameter"
             raise ConfigError(
-                f"model.name={self.config.model.name}: {shown} got no gradient in a step after the first, and"
-                f" strategy={self.config.strategy.value} waits for that of every parameter in each step; use all in"
-                " each forward pass, or set strategy=ddp ddp.ordered=true"
+                f"model.name={self.config.model.name}: {shown} got no gradient in a step after the first, but"
+                f" strategy={self.config.strategy.value} needs one for every parameter in each step; use all"
+                " parameters in each forward pass, or set strategy=ddp ddp.ordered=true"
             ) from error
 
 

@@ -274,13 +274,11 @@ def _checked_stages(config: Config, group: Group) -> int:
     given, world = config.pipeline.stages, group.world
     if given < 0 or (given and world % given):
         raise ConfigError(
-            f"pipeline.stages={given}: {world} ranks are not a multiple of it; start {max(given, 1)} ranks or a"
-            " multiple of that, or set pipeline.stages=0 for as many stages as there are ranks"
+            f"pipeline.stages={given}: the number of ranks ({world}) must be a multiple of it; start"
+            f" {max(given, 1)} ranks or a multiple, or set pipeline.stages=0 for one stage per rank"
         )
     if config.pipeline.micro_batches < 1:
-        raise ConfigError(
-            f"pipeline.micro_batches: {config.pipeline.micro_batches} is less than 1; write for example 4"
-        )
+        raise ConfigError(f"pipeline.micro_batches={config.pipeline.micro_batches}: must be at least 1, for example 4")
     if config.train.accumulate != 1:
         raise ConfigError(
             "train.accumulate: strategy=pipeline uses pipeline.micro_batches instead; set that, and leave out "
@@ -288,9 +286,9 @@ def _checked_stages(config: Config, group: Group) -> int:
         )
     if config.model.sync_batchnorm:
         raise ConfigError(
-            "model.sync_batchnorm: with strategy=pipeline, ranks compute different layers and micro-batches; leave it "
-            "out"
-            " (statistics are those of a micro-batch, the same on any number of ranks), or set strategy=ddp"
+            "model.sync_batchnorm: not supported by strategy=pipeline, whose ranks compute different layers and"
+            " micro-batches; leave it out (statistics then come from micro-batches, the same on any number of"
+            " ranks), or set strategy=ddp"
         )
     return given or world
 

@@ -69,19 +69,19 @@ _WITHOUT_ORDER = {
     StrategyName.FSDP: "adds gradients up inside its collectives",
     StrategyName.PIPELINE: "has no rank that holds all gradients",
 }
-"""Why a strategy cannot support ddp.ordered."""
+"""Why each of these strategies cannot support ddp.ordered."""
 
 
 def _check_that_ddp_applies(config: Config) -> None:
     name, ordered, hook = config.strategy, config.ddp.ordered, config.ddp.comm_hook
     if config.model.freeze and name not in (StrategyName.SINGLE, StrategyName.DP, StrategyName.DDP):
         raise ConfigError(
-            f"model.freeze: strategy={name} works on all parameters; leave it out, or set strategy=single, dp or ddp"
+            f"model.freeze: strategy={name} always trains all parameters; leave it out, or set strategy=single,"
+            " dp or ddp"
         )
     if ordered and name in _WITHOUT_ORDER:
         raise ConfigError(f"ddp.ordered: strategy={name} {_WITHOUT_ORDER[name]}; leave it out, or set strategy=ddp")
     if hook != "none" and name not in (StrategyName.DDP, StrategyName.DDP_MP):
         raise ConfigError(
-            f"ddp.comm_hook={hook}: strategy={name} sends nothing through DDP; leave it out, or set strategy=ddp or"
-            " ddp_mp"
+            f"ddp.comm_hook={hook}: strategy={name} does not use DDP; leave it out, or set strategy=ddp or ddp_mp"
         )

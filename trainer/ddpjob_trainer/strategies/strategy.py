@@ -41,8 +41,8 @@ def require_torch(minimum: str, what: str) -> None:
     """Raise ConfigError if torch is older than `minimum`, "MAJOR.MINOR"."""
     if TorchVersion(torch.__version__) < minimum:
         raise ConfigError(
-            f"{what} needs torch {minimum} or later, and this is {torch.__version__}; install another torch, or choose"
-            " strategy=ddp"
+            f"{what} needs torch {minimum} or later, but this is {torch.__version__}; install a later torch, or"
+            " set strategy=ddp"
         )
 
 
@@ -50,8 +50,8 @@ def refuse_scalars(model: nn.Module, strategy: str) -> None:
     """Raise ConfigError for a zero-dimensional parameter, because it could not be sharded."""
     if names := [name for name, weight in model.named_parameters() if not weight.dim()]:
         raise ConfigError(
-            f"strategy={strategy}: shards parameters along their first dimension, and {', '.join(names[:3])} of the"
-            " model has none; make it one of shape (1,), or set strategy=ddp"
+            f"strategy={strategy}: shards parameters along their first dimension, but {', '.join(names[:3])} of"
+            " the model has no dimensions; give it the shape (1,), or set strategy=ddp"
         )
 
 
@@ -206,7 +206,8 @@ class Strategy:
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        This is used in a step with unreadable samples, whose mean is over the other samples.
+        This is used in steps with unreadable samples, because the mean is then over the other
+        samples.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -284,7 +285,7 @@ class Strategy:
         self.precision.load(state["precision"])
 
     def close(self) -> None:
-        """Leave everything that was joined. Called at an orderly end.
+        """Leave all groups that were joined. Called at an orderly end.
 
         All ranks must call this together.
         """

@@ -264,7 +264,7 @@ class ProcessBackend:
     def _start(self, folder: JobFolder, code: list[Json], job: Json, *, fresh: bool) -> None:
         """Start `ddpjob run` in the background, and return once it has written its record."""
         if runner(folder) is not None:
-            raise Mistake(f"job {folder.name} is running already; `ddpjob stop {folder.name}` stops it")
+            raise Mistake(f"job {folder.name} is already running; `ddpjob stop {folder.name}` stops it")
         for file, text in (item for body in code for item in body.get("data", {}).items()):
             folder.code.mkdir(exist_ok=True)
             write_atomically(folder.code / file, text)

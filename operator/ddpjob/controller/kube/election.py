@@ -1,4 +1,4 @@
-"""Leader election with client-go's algorithm: only the replica that holds a Lease acts.
+"""Leader election with client-go's algorithm. Only the replica that holds a Lease acts.
 
 Two replicas must never act at the same time, and a replica that dies must be replaced soon. Nothing
 may depend on the clocks of two machines, because they differ.
@@ -20,8 +20,8 @@ Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
 
 From 10 to 16 nobody acts, which is A's margin to stop. A holder that shuts down cleanly releases
 the Lease once it has stopped, so a rolling update takes seconds. A renewal is one request, which is
-soon retried if it fails, so that an API server that refuses half of all requests does not cost
-anybody the Lease.
+soon retried if it fails, so that a holder keeps the Lease even if the API server refuses half of
+all requests.
 
 See docs/decisions/0011 for why the client's own election is not used, and `operator_shards` for
 several Leases.
@@ -200,7 +200,7 @@ async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
         for task in (acting, renewing):
             task.cancel()
         await asyncio.gather(acting, renewing, return_exceptions=True)
-        # Only now, because the next holder must not act while this one still does.
+        # Release only now, because the next holder must not act while this one still does.
         await _release(lease)
 
 
@@ -234,8 +234,8 @@ async def _try(lease: Lease, seconds: float) -> bool:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # KeyError: the response is a different server's object.
-        log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no answer in time")
+        # A KeyError means that the response is a different server's object.
+        log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no response in time")
         return False
 
 
@@ -244,13 +244,13 @@ async def _release(lease: Lease) -> None:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # KeyError: the response is a different server's object.
+        # A KeyError means that the response is a different server's object.
         log.warning(
-            "the Lease %s/%s was not released, it expires in %s s: %s",
+            "the Lease %s/%s was not released and expires in %s s: %s",
             lease.namespace,
             lease.name,
             LEASE_SECONDS,
-            str(error) or "no answer in time",
+            str(error) or "no response in time",
         )
 
 
@@ -263,5 +263,5 @@ def _now() -> str:
 
 
 def utc_now() -> datetime:
-    """The time of day."""
+    """Return the current time of day."""
     return datetime.now(UTC)

@@ -50,7 +50,7 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.informer")
 View = TypeVar("View")
 Id = tuple[str, str]
-"""Namespace (empty if it has none) and name."""
+"""Namespace (empty for cluster-scoped objects) and name."""
 
 PAGE = 500
 PAGE_BYTES = 2 * 1024 * 1024
@@ -177,7 +177,12 @@ class Cache(Generic[View]):
         object in the store.
         """
         if version < self._latest:
-            log.warning("%s is at version %s after %s: restored from a backup?", self.path, version, self._latest)
+            log.warning(
+                "%s went back to version %s from %s; it may have been restored from a backup",
+                self.path,
+                version,
+                self._latest,
+            )
             self._versions, self._floor = dict.fromkeys(self._versions, 0), 0
         self._latest = version
 
@@ -189,7 +194,7 @@ class Cache(Generic[View]):
     def _log_forbidden(self, error: ApiError, level: int = logging.ERROR) -> None:
         if not self._logged_forbidden:
             self._logged_forbidden = True
-            log.log(level, "%s cannot be watched: %s. Grant the operator get, list and watch of it", self.path, error)
+            log.log(level, "%s cannot be watched: %s. Grant the operator get, list and watch on it", self.path, error)
 
 
 class Informer(Cache[View]):
@@ -240,7 +245,7 @@ class Informer(Cache[View]):
                 self._broken = True
                 pause = error.retry_after or _RETRY
                 self._errors.inc()
-                log.info("%s is not watched for %s s: %s", self.path, pause, error)
+                log.info("%s is not watched; next attempt in %s s: %s", self.path, pause, error)
             except ApiError as error:
                 self._version = ""
                 pause = _RETRY
@@ -253,7 +258,7 @@ class Informer(Cache[View]):
                     pause = self._forbidden(error)
                     self.answered.set()
                 elif error.status != HTTPStatus.GONE:
-                    log.warning("%s is listed again in %s s: %s", self.path, pause, error)
+                    log.warning("%s will be listed again in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
                     # A collection that may be withheld on purpose is retried much later, and is not
                     # an error.
@@ -264,7 +269,7 @@ class Informer(Cache[View]):
                 self._version = ""
                 pause = _RETRY
                 self._errors.inc()
-                log.warning("%s is listed again in %s s: an answer cannot be read: %r", self.path, pause, error)
+                log.warning("%s will be listed again in %s s: the response is invalid: %r", self.path, pause, error)
             await asyncio.sleep(pause)
 
     def _forbidden(self, error: ApiError) -> float:
@@ -305,7 +310,7 @@ class Informer(Cache[View]):
         async for page in self.pages(self._query, self._page, self._list_accept):
             version = int(page["metadata"]["resourceVersion"])
             self._note_version(version)
-            for body in page["items"] or ():  # null if an empty list of metadata
+            for body in page["items"] or ():  # null for an empty list of metadata
                 found.add(id_of(body))
                 self._take(body, -1)
                 del body

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from prometheus_client import Counter, disable_created_metrics
 
-# Otherwise each counter would have a second series for its creation time.
+# Otherwise each counter would also get a series with its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 API_REQUESTS = Counter(
     "ddpjob_operator_api_requests",
-    "Requests to the API server, by verb (WATCH for watches) and HTTP status; none: there was no answer",
+    "Requests to the API server, by verb (WATCH for watches) and HTTP status (none: no response)",
     ["verb", "code"],
 )
 WATCH_ERRORS = Counter(
     "ddpjob_operator_watch_errors",
-    "Watches and lists that failed and were started again, by the collection's resource",
+    "Watches and lists that failed and were restarted, by the collection's resource",
     ["resource"],
 )

@@ -43,7 +43,7 @@ _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class ApiError(Exception):
-    """A 4xx response other than 429, with the server's message."""
+    """A 4xx response except 429, with the server's message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -80,8 +80,8 @@ class Rest:
                 await config.load_kube_config()
             except config.ConfigException as outside:
                 raise NoCredentials(
-                    "it cannot sign in to an API server; in a pod it needs the token of the pod's service account "
-                    f"({inside}), elsewhere a kubeconfig ({outside})"
+                    "cannot sign in to an API server; in a pod, the service account's token is required"
+                    f" ({inside}), elsewhere a kubeconfig ({outside})"
                 ) from outside
         return cls.open(client.Configuration.get_default_copy(), connections)
 
@@ -185,7 +185,7 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
 def _words(error: Exception) -> str:
     """Describe an error. aiohttp's timeout of a whole request has no text."""
     if isinstance(error, TimeoutError) and not str(error):
-        return f"no answer within {REQUEST_SECONDS} s"
+        return f"no response within {REQUEST_SECONDS} s"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -229,7 +229,7 @@ def _object(text: bytes, what: str) -> Json:
     """
     found = _parse(text)
     if not found:
-        raise Unavailable(f"{what}: the server sent {text[:100]!r}, which is not an object of Kubernetes")
+        raise Unavailable(f"{what}: the server sent {text[:100]!r}, which is not a Kubernetes object")
     return found
 
 

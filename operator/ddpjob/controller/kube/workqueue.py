@@ -165,7 +165,7 @@ class DelayQueue(Generic[Key]):
         if not keys:
             del self._ready[group]
         del self._due[key]
-        assert key not in self._busy, f"{key} would be handled by two workers"
+        assert key not in self._busy, f"{key} is already being handled by another worker"
         self._busy.add(key)
         self._workers[group] += 1
         self._began[key] = now
@@ -178,7 +178,7 @@ class DelayQueue(Generic[Key]):
         except Exception:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
             delay = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** min(failures - 1, 10))
-            log.exception("the reconcile of %s failed; the next one is in %.1f s", key, delay)
+            log.exception("the reconcile of %s failed; retrying in %.1f s", key, delay)
         finally:
             self._end(key)
             gate.release()
@@ -212,7 +212,7 @@ class Turns:
         self._slow = 0
         self._taken: Counter[Hashable] = Counter()
         self._had: dict[Hashable, float] = {}
-        """Recent turns; each counts half as much after HALF_LIFE."""
+        """Recent turns by group. Each counts half as much after HALF_LIFE."""
         self._halved = 0.0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
@@ -262,7 +262,7 @@ class Turns:
             self._had = {other: had * left for other, had in self._had.items() if had * left > 0.5}
             self._halved = now
         self._had[group] = self._had.get(group, 0.0) + 1
-        assert self._free > 0, "a turn was begun although none is free"
+        assert self._free > 0, "a turn was started although none is free"
         self._free -= 1
         self._taken[group] += 1
 

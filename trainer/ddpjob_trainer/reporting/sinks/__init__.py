@@ -1,4 +1,5 @@
-"""More destinations for numbers: TensorBoard, Prometheus, Weights & Biases, MLflow.
+"""Additional destinations for metrics: TensorBoard, Prometheus, Weights & Biases, MLflow.
 
-Each has a file here and a line in `background`. Numbers also go to metrics.jsonl and the terminal.
+Each has a file here and a line in `background`. Metrics always go to metrics.jsonl and the
+terminal.
 """

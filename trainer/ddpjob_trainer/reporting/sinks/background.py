@@ -1,4 +1,6 @@
-"""Keeps sinks from disturbing training: each has its own thread, and errors end only the sink."""
+"""Keeps sinks from disturbing training. Each sink has its own thread, and its errors end only the
+sink.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ class _Background:
 
 
 class Sinks:
-    """All sinks of a run; none on ranks other than 0."""
+    """All sinks of a run. Ranks other than 0 do not have any."""
 
     def __init__(self, parts: list[_Background]) -> None:
         self._parts = parts
@@ -95,7 +97,8 @@ class Sinks:
         self._parts = []
 
 
-# name: (is it wanted, package to import, package to install, module whose `open_sink(config, run)` makes it)
+# Maps a name to (whether it is wanted, package to import, package to install, module that has
+# `open_sink(config, run)`).
 _KINDS: dict[str, tuple[Callable[[ReportConfig], bool], str, str, str]] = {
     "TensorBoard": (
         lambda report: report.tensorboard,
@@ -122,19 +125,19 @@ def check_report(config: ReportConfig) -> None:
     """
     if not 0 <= config.prometheus_port < 65536:
         raise ConfigError(
-            f"report.prometheus_port: {config.prometheus_port} is not a port; write for example 9400, or 0 for none"
+            f"report.prometheus_port={config.prometheus_port}: must be a port, for example 9400, or 0 for none"
         )
     if config.profile_steps and (len(config.profile_steps) != 2 or min(config.profile_steps) < 1):
         raise ConfigError(
-            f"report.profile_steps: {list(config.profile_steps)} is not [START, COUNT] from 1 on; write for example"
-            " [20, 5]"
+            f"report.profile_steps={list(config.profile_steps)}: must be [START, COUNT], both at least 1, for"
+            " example [20, 5]"
         )
     _check_limits(config)
     for name, (wanted, package, install, _) in _KINDS.items():
         if wanted(config) and importlib.util.find_spec(package) is None:
             key = f"report.{_KEYS[name]}"
             raise ConfigError(
-                f"{key}: {name} needs a package that is not installed; pip install {install}, or leave {key} out"
+                f"{key}: {name} needs a package that is not installed; run pip install {install}, or leave {key} out"
             )
 
 
@@ -142,16 +145,15 @@ def _check_limits(config: ReportConfig) -> None:
     factor, seconds, peak = config.straggler_factor, config.straggler_seconds, config.peak_flops
     if factor != 0 and not (math.isfinite(factor) and factor > 1):
         raise ConfigError(
-            f"report.straggler_factor: {factor} is not above 1; write for example 1.5, or 0 to name nobody"
+            f"report.straggler_factor={factor}: must be above 1, for example 1.5, or 0 to report no stragglers"
         )
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise ConfigError(
-            f"report.straggler_seconds: {seconds} is not a finite number of at least 0; write for example 30"
-        )
+        raise ConfigError(f"report.straggler_seconds={seconds}: must be a finite number of at least 0, for example 30")
     if not (math.isfinite(peak) and peak >= 0):
         raise ConfigError(
-            f"report.peak_flops: {peak} is not a finite number of at least 0; write for example 989e12, or 0 for that"
-            " of the GPU's name"
+            f"report.peak_flops={peak}: must be a finite number of at least 0, for example 989e12, or 0 to look"
+            " up the"
+            " GPU's name"
         )
 
 

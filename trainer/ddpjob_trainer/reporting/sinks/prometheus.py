@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 LABELS = ("namespace", "job_name", "run")
 """Labels with the same names as the operator's and the coordinator's; empty outside a job."""
 _METRICS = {
-    # name in the sinks: (name for Prometheus, a counter, help)
+    # Maps a name in the sinks to (name for Prometheus, whether it is a counter, help).
     "train/step": (
         "ddpjob_train_step",
         False,
-        "Optimizer steps done, by global count; falls back to the checkpoint's after a break.",
+        "Optimizer steps taken by the whole training; falls back to the checkpoint's step after a restart.",
     ),
     "train/epoch": ("ddpjob_train_epoch", False, "Current epoch, from 1."),
     "train/loss": ("ddpjob_train_loss", False, "Mean training loss since the last report."),
     "train/learning_rate": ("ddpjob_train_learning_rate", False, "Learning rate of the last step."),
     "train/images_per_second": ("ddpjob_train_samples_per_second", False, "Training images per second over all ranks."),
     "train/data_wait": ("ddpjob_train_data_wait_ratio", False, "Share of time that rank 0 waited for data."),
-    "train/eta_seconds": ("ddpjob_train_eta_seconds", False, "Estimated time until the last epoch is done."),
+    "train/eta_seconds": ("ddpjob_train_eta_seconds", False, "Estimated time until the last epoch is complete."),
     "train/gradient_norm": ("ddpjob_train_gradient_norm", False, "Norm of the last step's gradient before clipping."),
     "train/skipped_steps": (
         "ddpjob_train_skipped_steps",
@@ -40,29 +40,33 @@ _METRICS = {
         "Steps skipped because the loss or a gradient was not finite.",
     ),
     "train/corrupt_images": ("ddpjob_train_corrupt_images", True, "Images that could not be read."),
-    "train/mfu": ("ddpjob_train_mfu_ratio", False, "Share of the devices' peak FLOP/s that the model takes."),
+    "train/mfu": ("ddpjob_train_mfu_ratio", False, "Share of the devices' peak FLOP/s that the model uses."),
     "train/memory_bytes": (
         "ddpjob_train_memory_bytes",
         False,
-        "The most memory that a rank has held, of its GPU, or of the machine on a CPU.",
+        "Peak memory use of any rank: of its GPU or, on a CPU, of the machine.",
     ),
-    "train/stragglers": ("ddpjob_train_stragglers", False, "Ranks that lag: all others wait for them in each step."),
-    "train/world_size": ("ddpjob_train_world_size", False, "Ranks that train."),
+    "train/stragglers": (
+        "ddpjob_train_stragglers",
+        False,
+        "Number of ranks that lag, so that all others wait for them in each step.",
+    ),
+    "train/world_size": ("ddpjob_train_world_size", False, "Number of ranks."),
     "train/restarts": ("ddpjob_train_restarts", True, "Restarts of the run so far."),
     "checkpoint/time": (
         "ddpjob_train_checkpoint_timestamp_seconds",
         False,
-        "Unix time when the newest checkpoint was on disk.",
+        "Unix time at which the newest checkpoint was on disk.",
     ),
     "checkpoint/copied_time": (
         "ddpjob_train_copy_timestamp_seconds",
         False,
-        "Unix time when the newest checkpoint that is in checkpoint.url was saved.",
+        "Unix time at which the newest checkpoint in checkpoint.url was saved.",
     ),
     "checkpoint/seconds": (
         "ddpjob_train_checkpoint_write_seconds",
         False,
-        "Time that writing the newest checkpoint took.",
+        "Time taken to write the newest checkpoint.",
     ),
     "eval/loss": ("ddpjob_train_eval_loss", False, "Test loss of the newest evaluation."),
     "eval/accuracy": ("ddpjob_train_eval_accuracy_ratio", False, "Test accuracy (top-1) of the newest evaluation."),
@@ -70,12 +74,12 @@ _METRICS = {
     "eval/mae": (
         "ddpjob_train_eval_mean_absolute_error",
         False,
-        "Mean of |predicted class - class|, or of |score - target| of a regression, of the newest evaluation.",
+        "Mean of |predicted class - class| or, for a regression, of |score - target| in the newest evaluation.",
     ),
     "eval/rmse": (
         "ddpjob_train_eval_root_mean_squared_error",
         False,
-        "Root of the mean of (score - target)^2 of a regression, of the newest evaluation.",
+        "Root mean square of score - target in the newest evaluation of a regression.",
     ),
     "eval/f1": ("ddpjob_train_eval_f1_ratio", False, "F1 of all decisions pooled (micro), of the newest evaluation."),
     "eval/macroAP": ("ddpjob_train_eval_macro_average_precision_ratio", False, "Average precision, mean over classes."),
@@ -84,17 +88,18 @@ _METRICS = {
         False,
         "Average precision of all decisions pooled.",
     ),
-    "eval/epoch": ("ddpjob_train_eval_epoch", False, "Epochs that were complete at the newest evaluation."),
+    "eval/epoch": ("ddpjob_train_eval_epoch", False, "Number of complete epochs at the newest evaluation."),
 }
 
 _BY_LABEL = {
-    # first part of the name in the sinks: (name for Prometheus, the label that the rest is, help)
+    # Maps the first part of a name in the sinks to (name for Prometheus, label for the remainder,
+    # help).
     "train/rank_step_seconds/": (
         "ddpjob_train_rank_step_seconds",
         "rank",
-        "A rank's own work per step, without waiting for others; the first 64 ranks.",
+        "Time that a rank works per step, without waiting for others (first 64 ranks).",
     ),
-    "train/phase_seconds/": ("ddpjob_train_phase_seconds", "phase", "Time of a step of rank 0 by phase."),
+    "train/phase_seconds/": ("ddpjob_train_phase_seconds", "phase", "Time per step of rank 0, by phase."),
 }
 
 
@@ -122,8 +127,8 @@ class Prometheus:
             self._server, _ = start_http_server(config.prometheus_port, _address(), registry=registry)
         except OSError as error:
             raise ConfigError(
-                f"report.prometheus_port: cannot listen on port {config.prometheus_port} ({error.strerror}); give"
-                " another, or 0 for none"
+                f"report.prometheus_port: cannot listen on port {config.prometheus_port} ({error.strerror});"
+                " set a different port, or 0 for none"
             ) from error
 
     def collect(self) -> Iterator[Metric]:

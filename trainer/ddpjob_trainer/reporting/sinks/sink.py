@@ -28,7 +28,7 @@ class Sink(Protocol):
     """Accepts numbers by name. Its methods may be slow and may raise anything."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers after global step `step`."""
+        """Accept the numbers after global step `step`."""
 
     def close(self, complete: bool) -> None:
         """End this incarnation of the run; `complete` is whether training is complete."""

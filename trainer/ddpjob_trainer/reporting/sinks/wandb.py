@@ -13,9 +13,8 @@ _FILE = "wandb.id"
 
 
 class WeightsAndBiases:
-    """Logs steps as a value.
-
-    W&B's own step count must not decrease, but ours does after a restart.
+    """Logs the step as a metric, because W&B's own step count must not decrease, as ours does after
+    a restart.
     """
 
     def __init__(self, config: ReportConfig, run: Run) -> None:

@@ -29,7 +29,7 @@ class DdpMp(Ddp):
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if config.ddp_mp.devices < 1:
             raise ConfigError(
-                f"ddp_mp.devices: {config.ddp_mp.devices} is less than 1; write the number of devices for each process"
+                f"ddp_mp.devices={config.ddp_mp.devices}: must be at least 1, the number of devices for each process"
             )
         super().__init__(config, group, device)
 
@@ -42,8 +42,9 @@ class DdpMp(Ddp):
         first, count = self.device.index, int(getattr(torch, kind).device_count())
         if first + number > count:
             raise ConfigError(
-                f"ddp_mp.devices={number}: this process needs {kind} devices {first} to {first + number - 1}, and"
-                f" {count} are visible; start {count // number} processes per node, or use fewer devices for each"
+                f"ddp_mp.devices={number}: this process needs {kind} devices {first} to {first + number - 1},"
+                f" but {count} are visible; start {count // number} processes per node, or use fewer devices"
+                " for each"
             )
         return [torch.device(kind, first + part) for part in range(number)]
 

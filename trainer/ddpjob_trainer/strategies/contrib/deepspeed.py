@@ -58,8 +58,9 @@ class DeepSpeed(Strategy):
         self.precision: _ByEngine = _ByEngine(config.amp, config.optim.clip_norm, device)
         if self.precision.scales:
             raise ConfigError(
-                f"amp.level={config.amp.level}, amp.loss_scale={config.amp.loss_scale}: strategy=deepspeed scales no"
-                " losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp or fsdp"
+                f"amp.level={config.amp.level}, amp.loss_scale={config.amp.loss_scale}: strategy=deepspeed does"
+                " not scale losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp"
+                " or fsdp"
             )
         # Each backward pass sends gradients to the ranks that own them.
         self.equal = self._stage >= 2
@@ -280,13 +281,12 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
     zero = found.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(
-            f"deepspeed.config={path}: zero_optimization is not an object; write for example {{}} and set"
-            f" deepspeed.stage={stage}"
+            f"deepspeed.config={path}: zero_optimization must be an object; use {{}}, and set deepspeed.stage={stage}"
         )
     if zero.get("stage", stage) not in (stage, "auto"):
         raise ConfigError(
-            f"deepspeed.config={path}: zero_optimization.stage is {zero['stage']}, and deepspeed.stage is {stage};"
-            f" set deepspeed.stage={zero['stage']}, or leave it out of the file"
+            f"deepspeed.config={path}: zero_optimization.stage is {zero['stage']}, but deepspeed.stage is"
+            f" {stage}; set deepspeed.stage={zero['stage']}, or leave it out of the file"
         )
     ours = {
         # A size of 1 per rank, so that DeepSpeed does not divide, because the losses are already
@@ -304,16 +304,16 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
 def _check(config: Config) -> None:
     stage, amp = config.deepspeed.stage, config.amp
     if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"deepspeed.stage: {stage} is not known; write 0, 1, 2 or 3")
+        raise ConfigError(f"deepspeed.stage: {stage} is unknown; use 0, 1, 2 or 3")
     if amp.level in (AmpLevel.O2, AmpLevel.O3):
         raise ConfigError(
-            f"amp.level={amp.level}: strategy=deepspeed has float32 weights and scales no losses;"
-            " set amp.level=O1 with amp.dtype=bfloat16, or amp.level=O0, or strategy=ddp or fsdp"
+            f"amp.level={amp.level}: strategy=deepspeed uses float32 weights and does not scale losses; set"
+            " amp.level=O1 with amp.dtype=bfloat16, or amp.level=O0, or strategy=ddp or fsdp"
         )
     if stage and config.optim.name in (OptimizerName.LARS, OptimizerName.LAMB):
         raise ConfigError(
-            f"optim.name={config.optim.name}: it needs whole layers, and deepspeed.stage={stage} gives the optimizer"
-            " shards of them; set deepspeed.stage=0"
+            f"optim.name={config.optim.name}: needs whole layers, but deepspeed.stage={stage} gives the"
+            " optimizer shards of them; set deepspeed.stage=0"
         )
     if stage == 3 and config.optim.ema_decay:
         raise ConfigError(
@@ -331,7 +331,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"deepspeed.config: {path} cannot be read as JSON ({error}); give DeepSpeed's JSON file"
         ) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"deepspeed.config: {path} does not hold a JSON object; write for example {{}}")
+        raise ConfigError(f"deepspeed.config: {path} is not a JSON object, such as {{}}")
     return found
 
 
@@ -358,7 +358,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
         import deepspeed
     except ImportError as error:
         raise ConfigError(
-            f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); pip install deepspeed, or take"
+            f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); pip install deepspeed, or use"
             " strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It warns about optimizers that are not its own.

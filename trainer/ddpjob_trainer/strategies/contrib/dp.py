@@ -14,8 +14,8 @@ class Dp(Single):
     """nn.DataParallel, which passes the batch through unless there are several GPUs.
 
     With several GPUs, batch normalization uses the statistics of each device's part of a
-    micro-batch and keeps the first device's, and dropout draws on each device. So this is the only
-    strategy whose results depend on the number of devices.
+    micro-batch and keeps the first device's, and dropout draws on each device. This is therefore
+    the only strategy whose results depend on the number of devices.
     """
 
     def seed(self, key: int) -> None:

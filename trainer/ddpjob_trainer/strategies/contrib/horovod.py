@@ -31,7 +31,7 @@ class Horovod(Strategy):
         self._hvd = _import_horovod()
         if device.type == "cuda" and not self._hvd.cuda_built():
             raise ConfigError(
-                "strategy=horovod: this Horovod is built without CUDA; build it again with HOROVOD_GPU_OPERATIONS=NCCL"
+                "strategy=horovod: this Horovod was built without CUDA; rebuild it with HOROVOD_GPU_OPERATIONS=NCCL"
                 " python scripts/install_horovod.py in ddpjob's repository, or set train.backend=gloo to train"
                 " on the CPU"
             )
@@ -41,8 +41,9 @@ class Horovod(Strategy):
         self._hvd.init()
         if (self._hvd.rank(), self._hvd.size()) != (group.rank, group.world):
             raise ConfigError(
-                f"strategy=horovod: Horovod counts this process as rank {self._hvd.rank()} of {self._hvd.size()}, its"
-                f" launcher as {group.rank} of {group.world}; unset HOROVOD_* in the environment, or start with"
+                f"strategy=horovod: this process is rank {self._hvd.rank()} of {self._hvd.size()} for Horovod,"
+                f" but rank {group.rank} of {group.world} for its launcher; unset HOROVOD_* in the environment,"
+                " or start with"
                 " horovodrun alone"
             )
 
@@ -52,7 +53,7 @@ class Horovod(Strategy):
         self._broadcast()
         if any(weight.dtype is torch.bfloat16 for weight in self.model.parameters()):
             raise ConfigError(
-                "strategy=horovod: Horovod 0.28 cannot add bfloat16 up; set amp.dtype=float16, or amp.level=O1"
+                "strategy=horovod: Horovod 0.28 cannot add up bfloat16; set amp.dtype=float16, or amp.level=O1"
             )
         # Its hooks must be on the weights that receive gradients, but the optimizer may work on
         # float32 copies of these.
@@ -103,8 +104,8 @@ def enter() -> None:
         return
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ConfigError(
-            "strategy=horovod: elastic horovodrun keeps its own state and not the trainer's; start it with only -np N, "
-            "or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may change with this strategy"
+            "strategy=horovod: elastic horovodrun does not keep the trainer's state; start it with only -np N,"
+            " or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may change with this strategy"
         )
     hvd = _import_horovod()
     hvd.init()
@@ -121,8 +122,8 @@ def _import_horovod() -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"strategy=horovod: Horovod cannot be imported ({error}). Its last release must be built for this torch:"
-            " python scripts/install_horovod.py in ddpjob's repository does it; or take strategy=ddp, which computes"
-            " the same"
+            " python scripts/install_horovod.py in ddpjob's repository does it. Or use strategy=ddp, which"
+            " computes the same"
         ) from error
     module: ModuleType = hvd
     return module
@@ -178,7 +179,7 @@ def _meet(group: Group) -> Any:
     os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = found
     if "HOROVOD_GLOO_IFACE" not in os.environ:
         if not (interface := interface_of(address)):
-            remedy = "set HOROVOD_GLOO_IFACE to one that the other ranks reach"
+            remedy = "set HOROVOD_GLOO_IFACE to an interface that the other ranks can reach"
             raise ConfigError(f"strategy=horovod: no network interface has the address {address}; {remedy}")
         os.environ["HOROVOD_GLOO_IFACE"] = interface
     return server

@@ -48,8 +48,8 @@ class ParameterServer(Strategy):
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if group.world < 2:
             raise ConfigError(
-                "strategy=parameter_server: one rank is the server, so at least one worker is needed; start 2 ranks or "
-                "more (torchrun --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
+                "strategy=parameter_server: one rank is the server, so start at least 2 ranks (torchrun"
+                " --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
             )
         if config.model.sync_batchnorm:
             raise ConfigError(
@@ -190,8 +190,8 @@ def _join(group: Group, timeout_seconds: float) -> None:
     """
     if not dist.is_available() or not dist.rpc.is_available():
         raise ConfigError(
-            "strategy=parameter_server: this torch is built without torch.distributed.rpc; set strategy=ddp, or use"
-            " another torch"
+            "strategy=parameter_server: this torch was built without torch.distributed.rpc; set strategy=ddp,"
+            " or use a different torch"
         )
     from torch.distributed import rpc
     from torch.distributed.rendezvous import register_rendezvous_handler
