@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from jobs import FAST, Jobs, Json, job, sleeping, steps_job
@@ -141,12 +142,14 @@ def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jo
 
 
 def test_a_preempted_job_gives_up_all_its_gpus_and_continues_when_there_is_room(
-    jobs: Jobs, gpus: Gpus, priorities: tuple[str, str]
+    jobs: Jobs, gpus: Gpus, priorities: tuple[str, str], tmp_path: Path
 ) -> None:
-    """One GPU would have been enough for the other."""
+    """One GPU would have been enough for the other. The state is on a volume, or its pods would keep it."""
     low, high = priorities
     gpus.each(1)
-    jobs.apply(steps_job("low", 100_000, recovery=FAST, scheduling={"priorityClassName": low}, **ONE_GPU))
+    storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
+    scheduling = {"priorityClassName": low}
+    jobs.apply(steps_job("low", 100_000, recovery=FAST, scheduling=scheduling, storage=storage, **ONE_GPU))
     jobs.wait_phase("low", "Running")
     jobs.apply(sleeping_job("high", 10_000, nodes=1, scheduling={"priorityClassName": high}))
     jobs.wait_phase("high", "Running")
