@@ -80,7 +80,7 @@ DEFECTS: dict[str, Defect] = {
         "coordinator", ("hang", "isolate"), Round, "_end_workers", lambda self, *_, **__: None, 20
     ),
     "the end of a connection is not noticed": Defect(
-        "coordinator", ("force-delete", "isolate"), Coordinator, "lost", lambda self, member, why: None, 204
+        "coordinator", ("force-delete", "isolate"), Coordinator, "lost", lambda self, member, why: None, 21
     ),
     "a break is not recorded": Defect("coordinator", ("worker",), Incidents, "add", lambda self, *_: None, 4),
     "a hang is not noticed": Defect("coordinator", ("hang",), HangWatch, "due", lambda self: None, 0),
