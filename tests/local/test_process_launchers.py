@@ -55,20 +55,15 @@ def test_a_rank_that_fails_under_torchrun_counts_although_its_process_stays(mach
     assert restart["message"].startswith(first) and 'raise ValueError("made to fail")' in restart["message"]
 
 
-def test_converted_jobs_of_kubeflow_run(machine: Machine) -> None:
-    """A TrainJob with its script in the manifest, and a PyTorchJob with a script: both of two nodes."""
+def test_a_converted_job_of_kubeflow_runs(machine: Machine) -> None:
+    """Of the shape of Kubeflow Trainer's first example: the script is in the manifest, under torchrun --no-python."""
     inline = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
-    trainer = {"numNodes": 2, "command": ["torchrun", "--no-python", sys.executable, "-c"], "args": [inline]}
+    trainer: Json = {"numNodes": 1, "numProcPerNode": 2, "args": [inline]}
+    trainer["command"] = ["torchrun", "--no-python", sys.executable, "-c"]
     spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-    container = {"name": "pytorch", "image": "a:1", "command": [sys.executable, str(machine.folder / "simple.py")]}
-    replicas = {name: {"template": {"spec": {"containers": [container]}}} for name in ("Master", "Worker")}
-    (machine.folder / "simple.py").write_text(inline)
-    for theirs in (
-        {"kind": "TrainJob", "metadata": {"name": "inline"}, "spec": spec},
-        {"kind": "PyTorchJob", "metadata": {"name": "simple"}, "spec": {"pytorchReplicaSpecs": replicas}},
-    ):
-        made = machine.command("convert", str(machine.write(theirs, "theirs.yaml")), "--image=a:1")
-        assert made.returncode == 0, made.stderr
-        run = machine.run(yaml.safe_load(made.stdout))
-        assert run.process.returncode == 0, run.everything()
-        assert said(run) == ["rank 0 of 2", "rank 1 of 2"]
+    theirs = machine.write({"kind": "TrainJob", "metadata": {"name": "inline"}, "spec": spec}, "theirs.yaml")
+    made = machine.command("convert", str(theirs), "--image=a:1")
+    assert made.returncode == 0, made.stderr
+    run = machine.run(yaml.safe_load(made.stdout))
+    assert run.process.returncode == 0, run.everything()
+    assert said(run) == ["rank 0 of 2", "rank 1 of 2"]
