@@ -81,7 +81,9 @@ def hang_uninterruptible(folder):
 
 
 def hang_gil(folder):
-    ctypes.PyDLL(None).pause()
+    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 def hang_stopped(folder):

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import importlib.util
 import os
 import statistics
@@ -201,15 +202,19 @@ def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
         if _OPTIMIZER in sys.modules:
             _measure(sys.modules[_OPTIMIZER])
         else:
-            sys.meta_path.insert(0, _OptimizerImport())
+            sys.meta_path.insert(0, _TorchImport())
 
 
-class _OptimizerImport:
-    """Import hook that begins to measure once the program has imported torch's optimizers."""
+class _TorchImport:
+    """Import hook that begins to measure once the program has imported torch.
+
+    Its optimizers' module cannot be awaited: in a forked worker, torch and all of its modules
+    appear at once.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find the module as the other hooks do, and add the measurement to its execution."""
-        if name != _OPTIMIZER:
+        """Find torch as the other hooks do, and add the measurement to its execution."""
+        if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -219,7 +224,7 @@ class _OptimizerImport:
 
         def execute_and_measure(module: Any) -> None:
             execute(module)
-            _measure(module)
+            _measure(importlib.import_module(_OPTIMIZER))
 
         spec.loader.exec_module = execute_and_measure  # type: ignore[method-assign]
         return spec

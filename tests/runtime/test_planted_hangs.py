@@ -19,7 +19,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PLANTS = str(CHECKOUT / "benchmarks" / "hangs" / "plants.py")
 PLANTED = {
     "loader": "rank 1 in ",
-    "gil": "rank 1 in hang_gil (",
+    "lock": "rank 1 in hang_lock (",
     "server": "rank 1 in hang_server (",
 }
 """Kinds that differ in what the kernel shows, and what the message says."""

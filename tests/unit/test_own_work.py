@@ -276,3 +276,15 @@ def test_the_hook_leaves_other_hooks_of_the_same_module_alone(tmp_path: Path) ->
         text=True,
     )
     assert alone.stdout.split() == ["counts"]
+    forked = (
+        "import torch.optim.optimizer\n"
+        "from ddpjob_runtime.launcher.late_environment import hide_torch\n"
+        "from ddpjob_pod import own_work\n"
+        "hide_torch([])\n"
+        "own_work.begin(print)\n"
+        "import torch\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", forked], env=environment, check=True, capture_output=True, text=True
+    )
+    assert printed.stdout.split() == ["measures"], "a forked worker has imported torch before"

@@ -142,7 +142,7 @@ def _why_it_stays(view: View, found: _Slow, slow: list[_Slow]) -> str:
     if spec.recovery.slow_ranks is SlowRanks.REPORT:
         return "recovery.slowRanks is Report"
     if found.cost is None or not spec.under_torchrun:
-        return "ranks of a script that does not use ddpjob_report are only named"
+        return "its script does not report what the rank costs, or runs by command, so it is only named"
     if len(slow) > max(1, SHARE * spec.nodes):
         return "more than a quarter of the pods are slow, so none of them is an exception"
     if found.index == 0 and spec.rendezvous.placement is Placement.MASTER:
