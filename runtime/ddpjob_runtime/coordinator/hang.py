@@ -4,7 +4,7 @@ If one rank stops, all others wait for it in a collective, and nothing fails: th
 but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
 alone only raises a suspicion, and what the ranks do decides:
 
-- **Suspicion.** A `Pace` learns the gaps between reports for each activity: the start of a round,
+- **Suspicion.** A `UsualGaps` learns the gaps between reports for each activity: the start of a round,
   training, and whatever the script reports, such as evaluating. After FACTOR times their 99th
   percentile, and at least LEAST_SECONDS, the ranks are looked at. Before LEAST_GAPS gaps are known,
   the least is longer (UNKNOWN), and at a start much longer.
@@ -55,7 +55,7 @@ LAST_STACKS_SECONDS = 0.3
 """The stacks of one member arrive together within this time."""
 
 
-class Pace:
+class UsualGaps:
     """Learns how long the gaps between reports are in each activity."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class HangWatch:
 
     def __init__(self, hang_after: float | None, hangs: Hangs) -> None:
         self.hang_after, self.hangs = hang_after, hangs
-        self._pace = Pace()
+        self._usual = UsualGaps()
         self._reports, self._longest_gap, self._longest_start = 0, 0.0, 0.0
         self.since: float | None = None
         """When the last step was made, or the round began to run; None while no round runs."""
@@ -124,7 +124,7 @@ class HangWatch:
             self._longest_gap = max(self._longest_gap, gap)
         else:
             self._longest_start = max(self._longest_start, gap)
-        self._pace.add(self._phase, gap)
+        self._usual.add(self._phase, gap)
         self._reports += 1
         self._in_round += 1
         self.since, self._suspicion = now, None
@@ -172,7 +172,7 @@ class HangWatch:
         if self.since is None:
             return None
         suspicion = self._suspicion
-        return self.since + self._pace.limit(self._phase) if suspicion is None else suspicion.next_at
+        return self.since + self._usual.limit(self._phase) if suspicion is None else suspicion.next_at
 
     def suspect(self) -> Suspicion:
         """Return what the looks since the last step have shown."""
