@@ -4,10 +4,10 @@ If one rank stops, all others wait for it in a collective, and nothing fails: th
 but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
 alone only raises a suspicion, and what the ranks do decides:
 
-- **Suspicion.** A `UsualGaps` learns the gaps between reports for each activity: the start of a round,
-  training, and whatever the script reports, such as evaluating. After FACTOR times their 99th
-  percentile, and at least LEAST_SECONDS, the ranks are looked at. Before LEAST_GAPS gaps are known,
-  the least is longer (UNKNOWN), and at a start much longer.
+- **Suspicion.** `UsualGaps` learns the gaps between reports for each activity: the start of a
+  round, training, and whatever the script reports, such as evaluating. After FACTOR times their
+  99th percentile, and at least LEAST_SECONDS, the ranks are looked at. Before LEAST_GAPS gaps are
+  known, the least is longer (UNKNOWN), and at a start much longer.
 - **Proof.** If two further looks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. The first of them already makes the step
   overdue in the report. If something moves, the next looks come later and later.
