@@ -147,6 +147,8 @@ def _stories() -> list[list[dict[str, Any]]]:
     others = [
         {"t": "hb", "from": 0}, {"t": "note", "from": 1, "kind": "Data", "why": "x"},
         {"t": "stacks", "from": 0, "round": 1, "rank": 0, "text": "x", "wait": 400},
+        {"t": "looked", "from": 0, "round": 1, "ranks": [
+            {"rank": 0, "text": "x", "digest": "x", "seconds": 5.0, "cpu": 0.1, "bytes": 9, "wait": "stopped"}]},
         {"t": "init_failure", "from": 1, "message": "x"}, {"t": "leaving", "from": 1, "why": "x"},
         {"t": "replaced", "from": 0, "generation": 0, "attempt": 1}, {"t": "lost", "from": 1, "wait": 1},
     ]  # fmt: skip
@@ -252,7 +254,7 @@ def _connections() -> Target:
         request("POST", "/v1/progress", {k: v for k, v in PROGRESS.items() if k != "updatedAt"}),
         request("POST", "/v1/gone", {"pods": ["a-0-0"], "why": "x"}),
         request("POST", "/v1/size", {"nodes": 3, "minNodes": 1}),
-        request("POST", "/v1/patience", {"backoff": [1.0, 60.0], "hangAfter": 30}),
+        request("POST", "/v1/patience", {"backoff": [1.0, 60.0], "hangAfter": 30, "hangs": "End"}),
         request("POST", "/v1/order", {"pods": ["a-1-0", "a-0-0"]}),
         request("POST", "/v1/stop", {"ok": True, "why": "x"}), request("POST", "/v1/exit", {"why": "x", "before": 1}),
         b'{"t":"challenge","nonce":"ab"}\n{"t":"hello","proof":"x","pod":"a-0-0","index":0,"attempt":0,"pid":5}\n',

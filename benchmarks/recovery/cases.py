@@ -25,6 +25,8 @@ ON_CUDA = "import time, torch; torch.ones(1, device='cuda').item(); print(time.t
 """The same for training on a GPU."""
 TICK_SECONDS = 0.01
 """The precision with which a process's start is known."""
+PACE_SECONDS = 15.0
+"""How long a group trains before a hang, so that its coordinator knows its pace."""
 WATCH_SECONDS = 6.0
 """How long a group is watched after its members have reconnected to the new coordinator."""
 
@@ -143,6 +145,17 @@ def shrink(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
     yield from kill_one(case, backend, round_, replaced=False, world=case.shape.minimum)
 
 
+def hang(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
+    """Let the last rank hang, without any setting."""
+    with backend.group(case.system, case.shape) as group:
+        group.settle()
+        time.sleep(PACE_SECONDS)
+        moment = time.time()
+        (group.folder / "hang").touch()  # steps.py looks for it
+        seconds, where = recovery(group, moment, case.shape.nodes, backend.patience)
+        yield case.sample(backend, "a rank that hangs", round_, seconds, phases=where)
+
+
 def in_a_row(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
     """Kill ten times in one job, each time once the group is complete again."""
     with backend.group(case.system, case.shape) as group:
@@ -222,6 +235,7 @@ CASES = (
     Case("fast-replaced", 3.5, replaced, System.FAST),
     Case("fast-shrink", 0.3, shrink, System.FAST, ELASTIC),
     Case("fast-coordinator", None, coordinator_unnoticed, System.FAST),
+    Case("fast-hang", None, hang, System.FAST, slow=True),
     Case("fast-row", None, in_a_row, System.FAST, SPARE, slow=True),
     Case("fast-slow-rank", 90.0, slow_rank, System.FAST, Shape(nodes=4, spares=1), slow=True),
     Case("standard-replaced", 7.0, replaced, System.STANDARD),

@@ -60,6 +60,22 @@ class Mode(Word):
     FAST = "Fast"
 
 
+class Hangs(Word):
+    """spec.recovery.hangs: what follows a proved hang."""
+
+    END = "End"
+    REPORT = "Report"
+
+
+class WaitKind(Word):
+    """What a worker waits for, as far as the kernel shows it."""
+
+    STOPPED = "stopped"
+    TRACED = "traced"
+    STORAGE = "storage"
+    ASLEEP = "asleep"
+
+
 class CoordinatorState(Word):
     """The state of a job's group."""
 
@@ -137,6 +153,7 @@ class FromMember(Word):
     LEAVING = "leaving"
     INIT_FAILURE = "init_failure"
     STACKS = "stacks"
+    LOOKED = "looked"
     NEIGHBOUR = "neighbour"
     NOTE = "note"
     REPLACED = "replaced"
@@ -152,6 +169,7 @@ class ToMember(Word):
     GO = "go"
     RESTART = "restart"
     DUMP = "dump"
+    LOOK = "look"
     DONE = "done"
     STOP = "stop"
     RECORD = "record"
@@ -170,6 +188,10 @@ its workers run; without workers, it waits as long as for its first coordinator.
 """
 
 MAX_LINE = 256 * 1024
+MAX_LOOKS = 96 * 1024
+"""Maximum number of characters of a member's stacks in one look, over all its ranks."""
+MAX_RANKS = 1024
+"""Maximum number of ranks of one member."""
 MAX_TEXT = 4096
 MAX_TRACEBACK = 32 * 1024
 MAX_NOTE = 1000
@@ -633,6 +655,12 @@ def _read_number(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+def _read_bool(kind: Any, value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: must be true or false, not {value!r:.80}")
+    return value
+
+
 def _read_text(kind: Any, value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: must be a string, not {value!r:.80}")
@@ -662,7 +690,14 @@ def _read_time(kind: Any, value: Any, where: str) -> datetime:
         raise ValueError(f"{where}: must be a time like 2026-01-31T23:59:59.000Z, not {value!r:.80}") from None
 
 
-_READERS = {int: _read_number, float: _read_number, str: _read_text, Word: _read_word, datetime: _read_time}
+_READERS = {
+    bool: _read_bool,
+    int: _read_number,
+    float: _read_number,
+    str: _read_text,
+    Word: _read_word,
+    datetime: _read_time,
+}
 
 
 @dataclass(frozen=True)
@@ -761,6 +796,28 @@ class Recovery(Record):
 
 
 @dataclass(frozen=True)
+class RankLook(Record):
+    """What one rank did between two looks, and where it is.
+
+    `digest`: of the whole stack, of which `text` is a part. `seconds` since the last look, in which
+    the worker's session used `cpu` seconds of a processor and transferred `bytes` through files and
+    sockets, and `forks` of its processes began or ended. `wait` and `call`: what the kernel shows.
+    """
+
+    rank: int
+    text: str = field(metadata={"most": MAX_TRACEBACK})
+    digest: str = field(metadata={"most": MAX_FIGURES})
+    seconds: float
+    cpu: float
+    bytes: float
+    forks: int = 0
+    gpu: bool = False
+    """Whether the worker uses a GPU, whose waits take processor time."""
+    wait: Optional[WaitKind] = None
+    call: str = _at_most(MAX_FIGURES, "")
+
+
+@dataclass(frozen=True)
 class Overdue(Record):
     """An overdue step: none has been made since `since`.
 
@@ -792,6 +849,8 @@ class Report(Record):
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None
+    hangs: Optional[Hangs] = None
+    """None: an earlier version, which ends no hang without `hang_after`."""
     world: Optional[int] = None
     """Number of members in the current round."""
     round: int = 0

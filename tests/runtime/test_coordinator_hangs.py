@@ -162,7 +162,7 @@ def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
     world.pass_time(max(300, 20 * seconds) - 1)
     assert "dump" not in world.verbs(members[0])
     world.pass_time(2)
-    assert world.verbs(members[0])[-1] == "dump"
+    assert "dump" in world.verbs(members[0])
     for rank, member in enumerate(members):
         world.coordinator.stacks(member, 1, rank, DUMP)
     world.pass_time(3)

@@ -77,6 +77,7 @@ LINES = (
     {"t": "failure", "round": 1, "rank": 0, "localRank": 0, "exitCode": 1, "message": "m", "time": 1.0, "sent": 2.0},
     {"t": "finished", "round": 1},
     {"t": "stacks", "round": 1, "rank": 0, "text": "x"},
+    {"t": "looked", "round": 1, "ranks": [{"rank": 0, "text": "x", "digest": "x", "seconds": 5, "cpu": 0, "bytes": 0}]},
     {"t": "note", "kind": "Data", "why": "x"},
     {"t": "leaving", "why": "x"},
     {"t": "init_failure", "message": "x"},
@@ -115,7 +116,7 @@ def test_no_order_of_the_operators_port_makes_the_report_unreadable() -> None:
     bodies: tuple[tuple[Command, dict[str, Any]], ...] = (
         (Command.SIZE, {"nodes": 2, "minNodes": 2}),
         (Command.PATIENCE, {"backoff": [1, 60], "hangAfter": 60}),
-        (Command.PATIENCE, {"backoff": [1, 60], "hangAfter": None}),
+        (Command.PATIENCE, {"backoff": [1, 60], "hangAfter": None, "hangs": "End"}),
         (Command.ORDER, {"pods": ["job-0-0"]}),
         (Command.PROGRESS, {"step": 1, "loss": 0.5, "metrics": {"a": 1}, "activity": "x", "eta": 3}),
         (Command.STOP, {"ok": False, "why": "x"}),

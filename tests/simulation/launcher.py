@@ -67,6 +67,8 @@ class Launcher:
         self.note_cold = self.unfit = ""
         self.stands_in = "step"
         """The function that its ranks' stacks show."""
+        self.stands_still = False
+        """Whether its ranks do nothing at all."""
         self._later(0.01, self._dial)
         if self.mode == production.FAST:
             self._later(production.LOOKUP_SECONDS, self._look)
@@ -208,6 +210,8 @@ class Launcher:
             self._on_restart(int(message["round"]), bool(message.get("planned")))
         elif verb == "dump":
             self._on_dump(int(message["round"]))
+        elif verb == "look":
+            self._on_look(int(message["round"]))
         elif verb == "done":
             self.done = True
             if self.workers in ("none", "finished", "meeting") and self._booted:
@@ -354,6 +358,14 @@ class Launcher:
             place = {"round": number, "rank": self.place["rank"], "localRank": 0}
             idle = self.network.clock.now - self.training.last_step > 2.0
             self._later(0.1, lambda: self.send("stacks", **place, text=text, idle=idle))
+
+    def _on_look(self, number: int) -> None:
+        """Its rank has worked since the last look, unless it `stands_still`."""
+        if self.working and self.place.get("round") == number:
+            where = f'  File "train.py", line 7 in {self.stands_in}\n'
+            look = {"rank": self.place["rank"], "text": where, "digest": self.stands_in, "seconds": 5.0, "bytes": 0}
+            look["cpu"] = 0.0 if self.stands_still else 4.0
+            self._later(0.1, lambda: self.send("looked", round=number, ranks=[look]))
 
     # ---- what befalls its workers
 

@@ -132,7 +132,7 @@ async def test_without_a_limit_a_long_evaluation_is_shown_and_ends_nothing() -> 
     s = await paused(700)
     running = conditions(s)["Running"]
     assert (running["status"], running["reason"]) == ("True", "StepOverdue")
-    assert "has made no step since 20" in running["message"] and "set recovery.hangAfterSeconds" in running["message"]
+    assert "has made no step since 20" in running["message"] and "recovery.hangAfterSeconds sets" in running["message"]
     assert "rank 0 in step (train.py:7); rank 1 in step (train.py:7)" in running["message"]
     assert "rank 1:\nCurrent thread" in running["message"], "the stacks of all ranks"
     assert [e.warning for e in s.cluster.events if e.reason == "StepOverdue"] == [True], "once"
@@ -140,6 +140,33 @@ async def test_without_a_limit_a_long_evaluation_is_shown_and_ends_nothing() -> 
     await s.until(lambda: conditions(s)["Running"]["reason"] == "GroupRuns")
     await s.until_phase("Complete")
     assert s.status["restarts"]["total"] == 0
+
+
+async def test_a_group_that_stands_still_restarts_without_any_setting() -> None:
+    s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
+    await s.until(lambda: s.training.made >= 40)
+    launchers = [s.pods[f"job-{index}-0"].launcher for index in (0, 1)]
+    for launcher, place in zip(launchers, ("all_reduce", "read_sample"), strict=True):
+        assert launcher is not None and launcher.round is not None
+        launcher.stands_in, launcher.stands_still, launcher.round.hung = place, True, True
+    await s.until(lambda: reasons(s) == [("Hang", True)], 100)
+    message = s.status["restarts"]["recent"][-1]["message"]
+    assert message.startswith("no step for ") and "rank 1 in read_sample (train.py:7)" in message
+    await s.until_phase("Running")
+
+
+async def test_hangs_that_are_only_to_be_reported_end_no_group() -> None:
+    s = Simulation({**FAST, "recovery": {"mode": "Fast", "hangs": "Report"}}, steps=10**6)
+    await s.until(lambda: s.training.made >= 40)
+    for launcher in (s.pods["job-0-0"].launcher, s.pods["job-1-0"].launcher):
+        assert launcher is not None and launcher.round is not None
+        launcher.stands_still = launcher.round.hung = True
+    await s.until(lambda: conditions(s)["Running"]["reason"] == "StepOverdue", 100)
+    assert "it is left alone, because recovery.hangs is Report" in conditions(s)["Running"]["message"]
+    await passes(s, 300)
+    assert reasons(s) == []
+    s.change_spec({"recovery": {"mode": "Fast", "hangs": "End"}})
+    await s.until(lambda: reasons(s) == [("Hang", True)], 100)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
-from ddpjob_runtime.protocol import Mode
+from ddpjob_runtime.protocol import Hangs, Mode
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.alias_generators import to_camel
 
@@ -270,8 +270,9 @@ class Recovery:
     node_lost_after_seconds: int
     snapshots: Annotated[str, BeforeValidator(_as_text)]
     """auto, none, or the number of steps between two copies."""
+    hangs: Hangs
     hang_after_seconds: int | None = None
-    """None: an overdue step is only reported."""
+    """None: only a proved hang is ended."""
     slow_ranks: SlowRanks
 
     @property

@@ -243,7 +243,7 @@ def _news(report: Report) -> Any:
     """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]
-    settings = report.nodes, report.min_nodes, report.hang_after, report.backoff
+    settings = report.nodes, report.min_nodes, report.hang_after, report.hangs, report.backoff
     last = [i.id for i in report.incidents[-1:]]
     recovery = report.recovery.last_seconds, progress_news(report.progress)
     # The time changes with each report, because clocks are compared each time.

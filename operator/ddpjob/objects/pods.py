@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ddpjob_runtime.protocol import Hangs
+
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import DataVolume, JobSpec, Json, Placement, Preflight, PreflightScope, Volume
 from ddpjob.api.job_status import JobStatus, PodChanges
@@ -572,6 +574,8 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus, platform: Platform) -
         arguments.append(f"--store-port={rendezvous.port}")
     if recovery.hang_after_seconds is not None:
         arguments.append(f"--hang-after={recovery.hang_after_seconds}")
+    if recovery.hangs is not Hangs.END:
+        arguments.append(f"--hangs={recovery.hangs}")
     return arguments
 
 

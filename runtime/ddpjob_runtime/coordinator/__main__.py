@@ -1,7 +1,8 @@
 """One job's coordinator: forms rounds of its members and reports on them.
 
     python3 PATH/ddpjob_runtime coordinator --port 29401 --nodes N [--min-nodes M] [--mode Standard|Fast] [--attempt A]
-        [--store-port 29400] [--host ADDRESS] [--hang-after SECONDS] [--backoff INITIAL:MAXIMUM]
+        [--store-port 29400] [--host ADDRESS] [--hang-after SECONDS] [--hangs End|Report]
+        [--backoff INITIAL:MAXIMUM]
 
 Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will send the order
 of the ranks), DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP.
@@ -28,7 +29,7 @@ from ddpjob_runtime.coordinator.server import Server, log
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings
 from ddpjob_runtime.log_lines import divert_loggers
 from ddpjob_runtime.open_files import raise_open_files
-from ddpjob_runtime.protocol import CoordinatorState, IncidentKind, Mode
+from ddpjob_runtime.protocol import CoordinatorState, Hangs, IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
 KEPT_OUTPUT = 16 * 1024
@@ -141,6 +142,7 @@ def main() -> None:
         type=seconds,
         help="seconds without a step after which the group counts as hanging (default: never)",
     )
+    parser.add_argument("--hangs", type=Hangs, choices=list(Hangs), default=Hangs.END, help="spec.recovery.hangs")
     parser.add_argument(
         "--backoff", type=backoff, default=(1.0, 60.0), help="back-off of a crash loop in seconds, INITIAL:MAXIMUM"
     )
@@ -180,6 +182,16 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     if not generation.isdigit():
         parser.error(f"DDPJOB_GENERATION must be a whole number, not {generation!r}")
     initial, maximum = arguments.backoff
-    said = (text == "1" for text in (job.rank_order, job.no_restarts))
+    ordered, no_restarts = job.rank_order == "1", job.no_restarts == "1"
     times = arguments.hang_after, initial, maximum
-    return CoordinatorSettings(arguments.nodes, min_nodes, int(generation), mode, arguments.attempt, *times, *said)
+    return CoordinatorSettings(
+        arguments.nodes,
+        min_nodes,
+        int(generation),
+        mode,
+        arguments.attempt,
+        *times,
+        ordered,
+        no_restarts,
+        arguments.hangs,
+    )

@@ -24,8 +24,10 @@ from ddpjob_runtime.protocol import (
     START,
     STRAGGLERS,
     CoordinatorState,
+    Hangs,
     MemberState,
     Note,
+    RankLook,
     Recovery,
     Report,
     ToMember,
@@ -222,6 +224,10 @@ class Coordinator:
         """
         self.rounds.stacks(member, number, rank, text, idle)
 
+    def looked(self, member: Member, number: int, ranks: list[RankLook]) -> None:
+        """Add what a member's ranks have done since the last look."""
+        self.rounds.looked(member, number, ranks)
+
     def note(self, member: Member, kind: str, why: str) -> None:
         """Set or, if `why` is empty, remove a note about a pod for the operator."""
         self._notes.pop((member.pod, kind), None)
@@ -250,8 +256,10 @@ class Coordinator:
             self._bump()
             self._advance()
 
-    def set_patience(self, hang_after: float | None, initial: float, maximum: float) -> None:
-        """Replace the limit for hangs and the back-off delays.
+    def set_patience(
+        self, hang_after: float | None, initial: float, maximum: float, hangs: Hangs | None = None
+    ) -> None:
+        """Replace the limit for hangs, what follows a proved one, and the back-off delays.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -265,7 +273,7 @@ class Coordinator:
                 "backoff: must be [INITIAL, MAXIMUM] in seconds, 0 < INITIAL <= MAXIMUM <= "
                 f"{MAX_SECONDS}, not {[initial, maximum]!r:.80}"
             )
-        self.rounds.watch.configure(hang_after)
+        self.rounds.watch.configure(hang_after, hangs or self.rounds.watch.hangs)
         self.rounds.backoff.configure(initial, maximum)
         self._bump()
         self._advance()
@@ -357,6 +365,7 @@ class Coordinator:
             mode=settings.mode,
             attempt=settings.attempt,
             hang_after=rounds.watch.hang_after,
+            hangs=rounds.watch.hangs,
             overdue=rounds.overdue if rounds.watch.hang_after is None else None,
             world=rounds.current.world if rounds.current is not None and not rounds.current.broken else None,
             round=rounds.last_number,

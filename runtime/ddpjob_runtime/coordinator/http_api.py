@@ -16,7 +16,7 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import metrics, progress
 from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.loop import within
-from ddpjob_runtime.protocol import Command, Report
+from ddpjob_runtime.protocol import Command, Hangs, Report
 
 NONCE, PROOF = protocol.NONCE_HEADER.lower(), protocol.PROOF_HEADER.lower()
 MAX_HEADERS = 16 * 1024
@@ -223,11 +223,15 @@ def _size(coordinator: Coordinator, content: Any) -> None:
 
 
 def _patience(coordinator: Coordinator, content: Any) -> None:
-    _fields(content, {"backoff": list, "hangAfter": object})
+    with_hangs = isinstance(content, dict) and "hangs" in content
+    _fields(content, {"backoff": list, "hangAfter": object, **({"hangs": str} if with_hangs else {})})
     numbers = [*content["backoff"], *([] if content["hangAfter"] is None else [content["hangAfter"]])]
     if len(content["backoff"]) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
         raise ValueError("backoff: must be two numbers of seconds; hangAfter: a number of seconds or null")
-    coordinator.set_patience(content["hangAfter"], *content["backoff"])
+    if (hangs := content.get("hangs")) not in (None, *Hangs):
+        raise ValueError(f"hangs: must be one of {', '.join(Hangs)}, not {hangs!r:.80}")
+    initial, maximum = content["backoff"]
+    coordinator.set_patience(content["hangAfter"], initial, maximum, hangs and Hangs(hangs))
 
 
 def _order(coordinator: Coordinator, content: Any) -> None:

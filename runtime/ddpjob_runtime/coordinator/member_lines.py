@@ -42,6 +42,14 @@ def _stacks(coordinator: Coordinator, member: Member, message: dict[str, Any]) -
     coordinator.stacks(member, whole(message, "round"), whole(message, "rank"), text, known)
 
 
+def _looked(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
+    ranks = message.get("ranks")
+    if not isinstance(ranks, list) or len(ranks) > protocol.MAX_RANKS:
+        raise ValueError(f"ranks: must be a list of at most {protocol.MAX_RANKS} entries, not {ranks!r:.80}")
+    looks = [protocol.RankLook.read(rank, f"ranks[{number}]") for number, rank in enumerate(ranks)]
+    coordinator.looked(member, whole(message, "round"), looks)
+
+
 def _neighbour(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
     silent = message.get("silent")
     if not isinstance(silent, bool):
@@ -76,6 +84,7 @@ HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
     FromMember.JOINED: _joined,
     FromMember.FINISHED: _finished,
     FromMember.STACKS: _stacks,
+    FromMember.LOOKED: _looked,
     FromMember.NEIGHBOUR: _neighbour,
     FromMember.NOTE: _note,
     FromMember.LEAVING: _leaving,

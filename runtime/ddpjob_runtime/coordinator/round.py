@@ -36,8 +36,9 @@ from ddpjob_runtime.coordinator.first_cause import ORDER_SECONDS, Finish, Member
 from ddpjob_runtime.coordinator.hang import HangDump
 from ddpjob_runtime.coordinator.loop import Loop
 from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.coordinator.standstill import Look, Stacks
 from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, State
-from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, ToMember
+from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, RankLook, ToMember
 
 SETTLE_SECONDS = 0.5
 """A break's consequences arrive within this time after its cause."""
@@ -83,6 +84,7 @@ class Round:
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
+        self._close_look: Look | None = None
         self._drains: Member | None = None
 
     # ---- what it is
@@ -324,9 +326,30 @@ class Round:
         dump = self._look = HangDump(self._loop, end)
         dump.request(self.number, self.draining())
 
-    def hung(self, why: str, dump: HangDump) -> None:
+    def look_closely(self, record: bool, done: Callable[[Look | None], None]) -> None:
+        """Ask for what all ranks do, and pass it to `done`; None if a member does not respond."""
+
+        def end(look: Look | None) -> None:
+            self._close_look = None
+            if not self.broken:
+                done(look)
+
+        self._close_look = Look(self._loop, self.draining(), end)
+        self._close_look.request(self.number, self.draining(), record)
+
+    @property
+    def looks_closely(self) -> bool:
+        """Whether `look_closely` waits for its members."""
+        return self._close_look is not None
+
+    def looked(self, member: Member, ranks: list[RankLook]) -> None:
+        """Add a member's response to `look_closely`."""
+        if self._close_look is not None:
+            self._close_look.add(member, ranks)
+
+    def hung(self, why: str, stacks: Stacks) -> None:
         """Break the round, because the collected stacks show a hang."""
-        self._dump, self._hangs = dump, why
+        self._dump, self._hangs = HangDump(self._loop, self._end_dump, stacks), why
         self._break_up()
         self._end_dump()
 
@@ -346,7 +369,8 @@ class Round:
 
     def _name_hang(self) -> None:
         assert self._dump is not None
-        (where, traceback), culprit = self._dump.describe(), self._dump.culprit()
+        stacks = self._dump.stacks
+        (where, traceback), culprit = stacks.describe(), stacks.culprit()
         self._dump = None
         who = {} if culprit is None else {"pod": culprit.pod, "index": culprit.index}
         details = {"message": f"{self._hangs}: {where}", "traceback": traceback, **who}

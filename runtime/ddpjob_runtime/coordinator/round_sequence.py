@@ -45,6 +45,7 @@ from ddpjob_runtime.coordinator.members import Member, Members
 from ddpjob_runtime.coordinator.progress import MergedProgress
 from ddpjob_runtime.coordinator.round import Round
 from ddpjob_runtime.coordinator.settings import CoordinatorSettings
+from ddpjob_runtime.coordinator.standstill import Look, Stacks
 from ddpjob_runtime.coordinator.states import COORDINATOR_TRANSITIONS, RoundState, State
 from ddpjob_runtime.protocol import (
     MAX_LINE,
@@ -52,8 +53,10 @@ from ddpjob_runtime.protocol import (
     NUMBERS_PER_ATTEMPT,
     UNCOUNTABLE,
     CoordinatorState,
+    Hangs,
     MemberState,
     Overdue,
+    RankLook,
     ToMember,
     encode,
     iso,
@@ -80,7 +83,7 @@ class Rounds:
         self.backoff = RoundBackoff(
             settings.backoff_initial, settings.backoff_maximum, no_restarts=settings.no_restarts
         )
-        self.watch = HangWatch(settings.hang_after)
+        self.watch = HangWatch(settings.hang_after, settings.hangs)
         self.overdue: Overdue | None = None
         """The overdue step of the current round, or None."""
         self._looked_at: float | None = None  # the last step when the stacks were asked for
@@ -116,6 +119,7 @@ class Rounds:
         else:
             self._resize(self.current)
             self._check_hang(self.current)
+            self._check_standstill(self.current)
 
     def _form(self, last: Round | None) -> None:
         if last is not None:
@@ -216,6 +220,40 @@ class Rounds:
             self._looked_at = since
             current.look(partial(self._on_look, since))
 
+    def _check_standstill(self, current: Round) -> None:
+        """Look at the ranks if a look is due, and end the round once they are proved to hang."""
+        due, since = self.watch.looks_at(), self.watch.since
+        if due is None or since is None or not current.can_hang or current.looks_closely:
+            return
+        if self._now() < due:
+            self._alarm.set(due)
+        else:
+            record = self.watch.suspect().ask(self._now())
+            current.look_closely(record, partial(self._on_close_look, since))
+
+    def _on_close_look(self, since: float, look: Look | None) -> None:
+        current = self.current
+        if self.watch.since == since and current is not None and current.can_hang:
+            suspicion = self.watch.suspect()
+            suspicion.add(self._now(), look)
+            standstill = suspicion.standstill
+            if self.watch.hangs is Hangs.END and standstill.is_proved(self._now()):
+                current.hung(self._without_step(), standstill.stacks())
+            elif standstill.looks and self.overdue is None:
+                self._report_overdue(since, standstill.stacks())
+            elif not standstill.looks and not self._is_overdue():
+                self._withdraw_overdue()
+        self.advance()
+
+    def _is_overdue(self) -> bool:
+        due = self.watch.due()
+        return due is not None and self._now() >= due
+
+    def _withdraw_overdue(self) -> None:
+        if self.overdue is not None:
+            self.overdue = None
+            self._loop.changed()
+
     def _without_step(self) -> str:
         said = f" (the script reports: {self.watch.activity})" if self.watch.activity else ""
         return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
@@ -238,7 +276,7 @@ class Rounds:
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
             return
         if dump.idle:
-            current.hung(self._without_step(), dump)
+            current.hung(self._without_step(), dump.stacks)
             return
         if dump.idle is False:
             self._progress.values[UNCOUNTABLE] = True
@@ -247,11 +285,14 @@ class Rounds:
         self.advance()
 
     def _on_look(self, since: float, dump: HangDump) -> None:
-        where, traceback = dump.describe()
-        if self.watch.since == since:
-            self.overdue = Overdue(time_of(since), where, traceback, self.watch.activity)
-            self._loop.log(f"the next step is overdue, and the group is left alone: {where}")
-            self._loop.changed()
+        if self.watch.since == since and self.overdue is None:
+            self._report_overdue(since, dump.stacks)
+
+    def _report_overdue(self, since: float, stacks: Stacks) -> None:
+        where, traceback = stacks.describe()
+        self.overdue = Overdue(time_of(since), where, traceback, self.watch.activity)
+        self._loop.log(f"the next step is overdue: {where}")
+        self._loop.changed()
 
     def _end_watch(self) -> None:
         self.watch.end()
@@ -334,6 +375,11 @@ class Rounds:
         """Add the stacks of one rank of a hung round."""
         if self.current is not None and number == self.current.number:
             self.current.stacks(member, rank, text, idle)
+
+    def looked(self, member: Member, number: int, ranks: list[RankLook]) -> None:
+        """Add what a member's ranks have done since the last look."""
+        if self.current is not None and number == self.current.number:
+            self.current.looked(member, ranks)
 
     # ---- ends
 
@@ -451,10 +497,9 @@ class Rounds:
         """
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)
+        if alive:
+            self.watch.step(self._now())  # The gap that ends now belongs to the activity before.
         self.watch.note(activity)
         if alive:
-            self.watch.step(self._now())
-            if self.overdue is not None:
-                self.overdue = None
-                self._loop.changed()
+            self._withdraw_overdue()
             self.advance()

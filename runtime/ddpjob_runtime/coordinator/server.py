@@ -425,7 +425,7 @@ class Server:
             return
         if verb not in HANDLERS:
             raise ValueError(f"unknown verb {verb!r}")
-        shown = {key: value for key, value in message.items() if key not in ("traceback", "text")}
+        shown = {key: value for key, value in message.items() if key not in ("traceback", "text", "ranks")}
         log(f"{member.pod}: {shown}"[:1000])
         if member.state == MemberState.LOST and verb != FromMember.FAILURE:
             return  # a different pod has taken its index

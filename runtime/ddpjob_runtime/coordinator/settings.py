@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpjob_runtime.protocol import Mode
+from ddpjob_runtime.protocol import Hangs, Mode
 
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
     """The coordinator's arguments, except addresses. Times are in seconds.
 
-    `hang_after`: None means that nothing counts as a hang. `ordered`: the operator will send the
-    order of the ranks, and the first round waits briefly for it. `no_restarts`:
-    recovery.maxRestarts is 0.
+    `hang_after`: None means that no time without a step ends a round by itself. `ordered`: the
+    operator will send the order of the ranks, and the first round waits briefly for it.
+    `no_restarts`: recovery.maxRestarts is 0. `hangs`: whether a proved hang ends the round.
     """
 
     nodes: int
@@ -26,3 +26,4 @@ class CoordinatorSettings:
     backoff_maximum: float = 60.0
     ordered: bool = False
     no_restarts: bool = False
+    hangs: Hangs = Hangs.END

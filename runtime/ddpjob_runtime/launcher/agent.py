@@ -8,6 +8,7 @@ It overrides or calls these parts of torch.distributed.elastic (2.6 and later): 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.launcher.conduct_preflight import NodePreflight
 from ddpjob_runtime.launcher.rendezvous import FastRendezvous, StandardRendezvous
 from ddpjob_runtime.launcher.shutdown import Shutdown, log
+from ddpjob_runtime.launcher.worker_vitals import Vitals, read_vitals
 from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
 
 POLL_SECONDS = 0.005
@@ -87,7 +89,9 @@ class CoordinatedAgent(LocalElasticAgent):
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
-        client.on_dump, client.on_hurry = self._dump, self._hurry
+        self._vitals: dict[int, Vitals] = {}  # pid -> what the last look has read
+        self._looks = threading.Lock()
+        client.on_dump, client.on_look, client.on_hurry = self._dump, self._look, self._hurry
         spec = self._worker_group.spec
         if not isinstance(spec.rdzv_handler, FastRendezvous):
             spec.rdzv_handler = StandardRendezvous(
@@ -274,6 +278,39 @@ class CoordinatedAgent(LocalElasticAgent):
                 text=protocol.clip(text, protocol.MAX_TRACEBACK),
                 idle=True if found == protocol.RANK_ENDED else idle[rank],
             )
+
+    def _look(self, number: int, record: bool) -> None:
+        if number == self._round:
+            arguments = number, record
+            threading.Thread(target=self._send_look, args=arguments, name="ddpjob-look", daemon=True).start()
+
+    def _send_look(self, number: int, record: bool) -> None:
+        """Send what each rank has done since the last look, and its stack."""
+        context, workers = self._pcontext, self._worker_group.workers
+        if context is None:
+            return
+        with self._looks:
+            pids = context.pids()
+            local = {worker.global_rank: pids[worker.local_rank] for worker in workers}
+            before, now = self._vitals, read_vitals(local.values())
+            texts = stacks.collect(local, record)
+            # The next look compares with this moment, because writing the stacks moved the workers.
+            self._vitals = read_vitals(local.values())
+        share = protocol.MAX_LOOKS // max(1, len(local))
+        self._client.send(
+            FromMember.LOOKED,
+            round=number,
+            ranks=[
+                {
+                    "rank": rank,
+                    "text": text[:share],  # begins with the innermost frame
+                    "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
+                    **now[pid].since(before.get(pid)),
+                }
+                for rank, pid in local.items()
+                for text in (texts.get(rank, stacks.NONE),)
+            ],
+        )
 
     def _exit_barrier(self) -> None:
         """Do nothing, because `_monitor_workers` waits.

@@ -83,6 +83,7 @@ class MemberClient:
             None
         )  # a planned restart has lost a member, so no rank can save
         self.on_dump: Callable[[int], None] = lambda number: None
+        self.on_look: Callable[[int, bool], None] = lambda number, record: None
         self.neighbours: Neighbours | None = None
         self.on_record: Callable[[dict[str, Any]], None] = lambda line: None
 
@@ -441,6 +442,8 @@ class MemberClient:
             self._on_restart(message)
         elif verb == ToMember.DUMP:
             self.on_dump(int(message["round"]))
+        elif verb == ToMember.LOOK:
+            self.on_look(int(message["round"]), bool(message.get("record")))
         elif verb == ToMember.RECORD:
             self.on_record(message)
         elif verb == ToMember.DONE:

@@ -66,10 +66,10 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def collect(ranks: Mapping[int, int]) -> dict[int, str]:
+def collect(ranks: Mapping[int, int], record: bool = True) -> dict[int, str]:
     """Collect the stacks {global rank: text} of the workers {global rank: pid}.
 
-    The stacks are also logged, and kept in the checkpoint folder.
+    With `record`, the stacks are also logged, and kept in the checkpoint folder.
     """
     folder = JobEnvironment.read().stacks_dir
     if not folder:
@@ -88,8 +88,10 @@ def collect(ranks: Mapping[int, int]) -> dict[int, str]:
     for rank, path in files.items():
         text = path.read_bytes()[before[rank] :].decode(errors="replace") if path.exists() else ""
         found[rank] = strip_runtime_frames(text) or (protocol.RANK_ENDED if rank in ended else NONE)
-        log(f"stacks of rank {rank}:\n{found[rank]}")
-    _keep(found)
+    if record:
+        for rank, text in found.items():
+            log(f"stacks of rank {rank}:\n{text}")
+        _keep(found)
     return found
 
 

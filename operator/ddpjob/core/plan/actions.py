@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, Command, CoordinatorState, MemberState, order_mark
 
-from ddpjob.api.job_spec import Placement
+from ddpjob.api.job_spec import Json, Placement
 from ddpjob.api.job_status import ConditionType, Restart, SlotState
 from ddpjob.core.decision import (
     Action,
@@ -217,11 +217,13 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         return tuple(actions)
     if report is not None and (report.nodes, report.min_nodes) != (spec.nodes, spec.min_nodes):
         actions.append(NotifyCoordinator(endpoint, Command.SIZE, {"nodes": spec.nodes, "minNodes": spec.min_nodes}))
-    patience = (spec.recovery.hang_after_seconds, (spec.recovery.backoff.initial, spec.recovery.backoff.maximum))
-    if report is not None and (report.hang_after, report.backoff) != patience:
-        actions.append(
-            NotifyCoordinator(endpoint, Command.PATIENCE, {"hangAfter": patience[0], "backoff": list(patience[1])})
-        )
+    wanted = spec.recovery
+    patience = wanted.hang_after_seconds, (wanted.backoff.initial, wanted.backoff.maximum), wanted.hangs
+    # A coordinator of an earlier version does not know `hangs`.
+    if report is not None and (report.hang_after, report.backoff, report.hangs or wanted.hangs) != patience:
+        body: Json = {"hangAfter": patience[0], "backoff": list(patience[1])}
+        body |= {} if report.hangs is None else {"hangs": wanted.hangs}
+        actions.append(NotifyCoordinator(endpoint, Command.PATIENCE, body))
     ordered = order_pods(view)
     if report is not None and report.order != order_mark(ordered):
         actions.append(NotifyCoordinator(endpoint, Command.ORDER, {"pods": list(ordered)}))

@@ -14,6 +14,7 @@ from ddpjob_runtime.protocol import (
     UNCOUNTABLE,
     UNGROUPED,
     CoordinatorState,
+    Hangs,
     MemberState,
     Overdue,
     Report,
@@ -188,10 +189,11 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
-    remedy = "to restart groups that make no step, set recovery.hangAfterSeconds"
+    ends = view.job.spec.recovery.hangs is Hangs.END
+    remedy = "it restarts once nothing moves" if ends else "it is left alone, because recovery.hangs is Report"
     text = (
         f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far beyond the job's own "
-        f"pace{said}: {overdue.where}. It is left alone; {remedy}"
+        f"pace{said}: {overdue.where}. If it hangs, {remedy}; recovery.hangAfterSeconds sets a fixed limit"
     )
     return f"{text}\n{overdue.traceback}" if overdue.traceback else text
 

@@ -1,0 +1,270 @@
+"""Looks at the ranks of a round without steps, to see if any moves, and which the others wait for.
+
+A look asks every launcher for the stacks of its workers, and for what they have done since the look
+before (`worker_vitals`). One look proves nothing, so a `Standstill` compares each with the one
+before. The round stands still between two looks if the stack of every rank is the same, and
+
+- the ranks outside of a collective have read, written, received and computed nothing. The others
+  wait for these ranks, which are the culprits;
+- or every rank is in a collective, and none has transferred anything.
+
+Processor time does not count for a rank that uses a GPU and stands at the same place, because a
+wait for a GPU spins. A long computation on the GPU looks the same. So such a rank is not a culprit,
+and the others' standstill must last for SPIN_LOOKS looks if there is any. Two looks are enough
+otherwise (LEAST_LOOKS), but some waits often end by themselves and get longer (PATIENCE): a stopped
+process, a system call on storage, a sleep. Any movement begins the comparison again.
+
+Example, 5 s between looks:
+
+     0  rank 0 in all_reduce; rank 1 in get (queue.py:180), no processor time known yet
+     5  the same places; rank 1 used 0.00 s, 0 bytes: a standstill, rank 1 is awaited
+    10  the same again: proved. If rank 1 had been in fsync, it would be proved after 120 s
+
+A look that lacks the response of a member is dropped. Why: docs/decisions/0024.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.coordinator.loop import Loop
+from ddpjob_runtime.coordinator.members import Member
+from ddpjob_runtime.protocol import RankLook, ToMember, WaitKind
+
+LEAST_MEMBERS = 3
+"""Fewer members do not show which one waits for the other, unless some are in a collective."""
+NAMED_RANKS = 8
+
+LOOK_SECONDS = 4.0
+"""How long a look waits for the responses of all members."""
+LEAST_LOOKS, SPIN_LOOKS = 2, 6
+"""How many looks after the first must show a standstill; the second if a rank spins on a GPU."""
+LEAST_GAP = 2.0
+"""Two looks that are closer together, in seconds, prove nothing."""
+IDLE_SHARE, IDLE_BYTES = 0.02, 8192
+"""Idle ranks use less of a core, and transfer fewer bytes between two looks. Threads that only
+watch, such as NCCL's, stay below that."""
+PATIENCE = {
+    WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.ASLEEP: 120.0, WaitKind.TRACED: float("inf"),
+}  # fmt: skip
+"""Seconds for which ranks must stand still if they wait for something that often ends by itself.
+A traced process waits for its debugger."""
+
+FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
+FIRST_CALL_FIRST = "(most recent call last)"
+COLLECTIVE_FILES = re.compile(
+    r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"
+)
+DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
+BACKWARD = "_engine_run_backward"
+"""DDP exchanges gradients in this call."""
+
+
+class Look:
+    """Collects one look. Calls `done` with all ranks' places; None if a member did not respond."""
+
+    def __init__(self, loop: Loop, members: list[Member], done: Callable[[Look | None], None]) -> None:
+        self._done, self._missing = done, {member.index for member in members}
+        self.ranks: dict[int, RankLook] = {}
+        self.members: dict[int, Member] = {}  # rank -> member that runs it
+        self._over = False
+        loop.later(LOOK_SECONDS, lambda: self._end(None))
+
+    def request(self, number: int, members: list[Member], record: bool) -> None:
+        """Ask the members of round `number`. `record`: their logs keep these stacks."""
+        for member in members:
+            member.send(ToMember.LOOK, {"round": number, "record": record})
+
+    def add(self, member: Member, ranks: Iterable[RankLook]) -> None:
+        """Add a member's response."""
+        if member.index not in self._missing:
+            return
+        self._missing.remove(member.index)
+        for look in ranks:
+            self.ranks[look.rank], self.members[look.rank] = look, member
+        if not self._missing:
+            self._end(self)
+
+    def _end(self, result: Look | None) -> None:
+        if not self._over:
+            self._over = True
+            self._done(result)
+
+
+class Standstill:
+    """What consecutive looks have shown since the last step."""
+
+    def __init__(self) -> None:
+        self._before: Look | None = None
+        self._since, self._spins = 0.0, False
+        self.looks = 0
+        """How many looks in a row have shown a standstill."""
+        self.awaited: frozenset[int] = frozenset()
+        """The ranks that the others wait for; all if every rank is in a collective."""
+
+    def add(self, now: float, look: Look) -> bool:
+        """Compare with the last look. Return False if something has moved since then."""
+        before, self._before = self._before, look
+        found = None if before is None else _compare(before.ranks, look.ranks)
+        if found is None:
+            self._since, self.looks, self._spins, self.awaited = now, 0, False, frozenset()
+            return before is None
+        self.looks += 1
+        self.awaited, spins = found
+        self._spins = self._spins or spins
+        return True
+
+    def is_proved(self, now: float) -> bool:
+        """Whether the ranks will not continue by themselves."""
+        if self._before is None or self.looks < (SPIN_LOOKS if self._spins else LEAST_LOOKS):
+            return False
+        waits = [self._before.ranks[rank].wait for rank in self.awaited]
+        return now - self._since >= max((PATIENCE[wait] for wait in waits if wait), default=0.0)
+
+    def stacks(self) -> Stacks:
+        """Return the last look's stacks, the awaited ranks first."""
+        look = self._before
+        if look is None:
+            return Stacks({}, {})
+        waits = {rank: _describe_wait(look.ranks[rank]) for rank in look.ranks}
+        apart = self.awaited if len(self.awaited) < len(look.ranks) else frozenset()
+        return Stacks({rank: r.text for rank, r in look.ranks.items()}, look.members, apart, waits)
+
+
+def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[frozenset[int], bool] | None:
+    """Return the awaited ranks, and whether a rank spins; None if something moves."""
+    if before.keys() != now.keys() or not now:
+        return None
+    still, spins, transfers = set(), False, False
+    for rank, look in now.items():
+        if look.digest != before[rank].digest or look.seconds < LEAST_GAP or DEBUGGERS.search(look.text):
+            return None
+        busy = look.cpu > IDLE_SHARE * look.seconds
+        if busy and not look.gpu:
+            return None
+        active = look.bytes > IDLE_BYTES or look.forks > 0
+        if is_in_collective(look.text):
+            transfers = transfers or active
+        elif active:
+            return None
+        elif busy:
+            spins = True
+        else:
+            still.add(rank)
+    if still:
+        return frozenset(still), spins
+    return None if spins or transfers else (frozenset(now), False)
+
+
+def _describe_wait(look: RankLook) -> str:
+    if look.wait is WaitKind.STOPPED:
+        return "a process of it is stopped (SIGSTOP)"
+    if look.wait is WaitKind.STORAGE:
+        return f"it waits for storage in {look.call or 'the kernel'}"
+    return ""
+
+
+class Stacks:
+    """The stacks of a round without steps, by rank.
+
+    `members`: who runs each rank; `apart`: the ranks that the others wait for, empty if unknown;
+    `waits`: what else is known of a rank.
+    """
+
+    def __init__(
+        self,
+        texts: dict[int, str],
+        members: dict[int, Member],
+        apart: frozenset[int] = frozenset(),
+        waits: dict[int, str] | None = None,
+    ) -> None:
+        self.texts, self.members, self._apart, self._waits = texts, members, apart, waits or {}
+
+    def culprit(self) -> Member | None:
+        """Return the member that the others wait for; None if the stacks do not show it.
+
+        It is the only member with a failed rank, or the only one whose ranks are outside of the
+        collective that the others are in, or whose ranks are in different places from all others'.
+        """
+        failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
+        if failed:
+            return next(iter(failed.values())) if len(failed) == 1 else None
+        outside = self._apart or {rank for rank, text in self.texts.items() if not is_in_collective(text)}
+        found = {self.members[rank].index: self.members[rank] for rank in outside}
+        if len(found) == 1 and len({m.index for m in self.members.values()}) > 1:
+            return next(iter(found.values()))
+        places: dict[int, set[str]] = {}
+        for rank, member in self.members.items():
+            places.setdefault(member.index, set()).add(_describe_place(self.texts[rank]))
+        apart = [i for i, own in places.items() if all(own.isdisjoint(p) for j, p in places.items() if j != i)]
+        if len(places) < LEAST_MEMBERS or len(apart) != 1:
+            return None
+        if not set.intersection(*(own for i, own in places.items() if i not in apart)):
+            return None
+        return next(m for m in self.members.values() if m.index == apart[0])
+
+    def describe(self) -> tuple[str, str]:
+        """Return (where each rank is, all stacks within the traceback's limit).
+
+        Ranks that have ended or failed are named first, then those that the others wait for.
+        """
+        over = protocol.RANK_ENDED, protocol.RANK_FAILED
+        ranks = sorted(
+            self.texts, key=lambda rank: (not self.texts[rank].startswith(over), rank not in self._apart, rank)
+        )
+        if not ranks:
+            return "no rank gave its stack", ""
+        named = [self._describe_rank(rank) for rank in ranks[:NAMED_RANKS]]
+        more = f" and {len(ranks) - NAMED_RANKS} more ranks" if len(ranks) > NAMED_RANKS else ""
+        share = max(200, protocol.MAX_TRACEBACK // len(ranks) - 20)
+        texts = [f"rank {rank}:\n{protocol.clip(self.texts[rank].strip(), share)}\n" for rank in ranks]
+        return f"{'; '.join(named)}{more}", protocol.clip("\n".join(texts), protocol.MAX_TRACEBACK)
+
+    def _describe_rank(self, rank: int) -> str:
+        said = [self._waits.get(rank, ""), "the other ranks wait for it" if rank in self._apart else ""]
+        notes = ", ".join(filter(None, said))
+        return f"rank {rank} {_describe_place(self.texts[rank])}{f' ({notes})' if notes else ''}"
+
+
+def _describe_place(text: str) -> str:
+    if text == protocol.RANK_ENDED:
+        return "has ended"
+    if text.startswith(protocol.RANK_FAILED):
+        error = text.partition("\n")[0].removeprefix(protocol.RANK_FAILED)
+        return f"has failed, and its process has not ended ({protocol.clip(error, 200)})"
+    return f"in {find_innermost(text) or 'no Python frame'}"
+
+
+def is_in_collective(text: str) -> bool:
+    """Whether the main thread waits in a collective, or in a backward pass, which ends with one."""
+    frame = _innermost(text)
+    return frame is not None and (
+        COLLECTIVE_FILES.search(frame["file"]) is not None or frame["name"].strip() == BACKWARD
+    )
+
+
+def find_innermost(text: str) -> str:
+    """Return where the main thread is, as `FUNCTION (FILE:LINE)`; empty without a frame."""
+    frame = _innermost(text)
+    return "" if frame is None else "{} ({}:{})".format(frame["name"].strip(), frame["file"], frame["line"])
+
+
+def _innermost(text: str) -> re.Match[str] | None:
+    frames = list(FRAME.finditer(_main_thread(text)))
+    if not frames:
+        return None
+    return frames[-1] if FIRST_CALL_FIRST in text else frames[0]
+
+
+def _main_thread(text: str) -> str:
+    """Return the main thread's part of a dump.
+
+    The workers' faulthandler dumps only the main thread, headed "Stack". A script's own handler
+    dumps all threads, and calls the one that received the signal "Current thread". In a dump from
+    outside, the main thread comes last.
+    """
+    blocks = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.M)
+    current = [block for block in blocks if block.startswith("Current thread")]
+    return current[0] if current else blocks[-1]

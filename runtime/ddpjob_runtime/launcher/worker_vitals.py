@@ -1,0 +1,190 @@
+"""Reads from /proc what workers have done since the last look, and what they wait for.
+
+A worker is judged with all processes of its session, because a data loader's processes or a
+program that it started may do its work. What the kernel does not show counts as nothing done: the
+stacks still have to be equal, and the coordinator compares several looks (`standstill` there).
+
+    stat         processor time, and whether a process is stopped (T) or waits in the kernel (D)
+    io           bytes read and written through files and pipes
+    sock_diag    bytes received and acknowledged through sockets, which `io` leaves out
+    syscall      whether the main thread is in a system call on storage, or asleep
+    fd           whether a GPU is open
+
+Only names of open files are read, because even a stat of a file on a dead server would block.
+Why: docs/decisions/0024.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpjob_runtime.protocol import WaitKind
+
+TICKS = os.sysconf("SC_CLK_TCK")
+GPUS = re.compile(r"/dev/(nvidia\d|kfd$)")
+COUNTED = "rchar", "wchar", "read_bytes", "write_bytes"
+
+ON_FILES = {
+    "x86_64": {
+        0: "read", 1: "write", 3: "close", 5: "fstat", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev",
+        74: "fsync", 75: "fdatasync", 77: "ftruncate", 217: "getdents64", 285: "fallocate", 326: "copy_file_range",
+    },
+    "aarch64": {
+        63: "read", 64: "write", 57: "close", 80: "fstat", 67: "pread64", 68: "pwrite64", 65: "readv", 66: "writev",
+        82: "fsync", 83: "fdatasync", 46: "ftruncate", 61: "getdents64", 47: "fallocate", 285: "copy_file_range",
+    },
+}  # fmt: skip
+"""System calls whose first argument is an open file."""
+ON_NAMES = {
+    "x86_64": {
+        2: "open", 4: "stat", 6: "lstat", 26: "msync", 82: "rename", 83: "mkdir", 87: "unlink", 257: "openat",
+        258: "mkdirat", 262: "newfstatat", 263: "unlinkat", 264: "renameat", 316: "renameat2", 332: "statx",
+    },
+    "aarch64": {
+        56: "openat", 34: "mkdirat", 35: "unlinkat", 38: "renameat", 79: "newfstatat", 227: "msync", 276: "renameat2",
+        291: "statx",
+    },
+}  # fmt: skip
+SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
+SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
+"""A sleep too, if it waits for no files."""
+
+DIAGNOSE, OF_FAMILY, DUMP, DONE, ERROR = 4, 20, 0x301, 3, 2
+"""Numbers of netlink: the protocol, the request, its flags, and the types of the last messages."""
+MESSAGE, LENGTH_OF_SOCKET, INODE_AT = struct.Struct("=IHHII"), 72, 68
+INFO, RECEIVED_AT = 2, 120
+"""The attribute with TCP's counters, and where the acknowledged and received bytes are in it."""
+SECONDS_OF_KERNEL = 1.0
+
+
+@dataclass
+class Vitals:
+    """The counters of a worker's session, and what it waits for."""
+
+    at: float
+    cpu: float = 0.0
+    bytes: int = 0
+    processes: set[int] = field(default_factory=set)
+    gpu: bool = False
+    wait: WaitKind | None = None
+    call: str = ""
+
+    def since(self, before: Vitals | None) -> dict[str, object]:
+        """Return the fields of a RankLook that compare with the last look; all 0 at the first."""
+        start = self if before is None else before
+        return {
+            "seconds": self.at - start.at,
+            "cpu": max(0.0, self.cpu - start.cpu),
+            "bytes": abs(self.bytes - start.bytes),
+            "forks": len(self.processes ^ start.processes),
+            "gpu": self.gpu,
+            "wait": self.wait,
+            "call": self.call,
+        }
+
+
+def read_vitals(workers: Iterable[int]) -> dict[int, Vitals]:
+    """Return the vitals of each worker, by the pid that leads its session."""
+    found = {pid: Vitals(time.monotonic()) for pid in workers}
+    transferred = _transferred_by_socket()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # It has just ended.
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            vitals = found.get(int(fields[3]))
+            if vitals is not None and fields[0] not in (b"Z", b"X"):
+                _add(vitals, folder, fields, transferred)
+    return found
+
+
+def _add(vitals: Vitals, folder: Path, fields: list[bytes], transferred: Mapping[str, int]) -> None:
+    vitals.processes.add(int(folder.name))
+    vitals.cpu += sum(map(int, fields[11:15])) / TICKS
+    with contextlib.suppress(OSError):  # Of a different user.
+        for line in (folder / "io").read_text().splitlines():
+            name, _, value = line.partition(": ")
+            vitals.bytes += int(value) if name in COUNTED else 0
+    with contextlib.suppress(OSError):
+        for name in _open_files(folder):
+            vitals.gpu = vitals.gpu or GPUS.match(name) is not None
+            vitals.bytes += transferred.get(name, 0)
+    wait, call = _find_wait(folder, fields[0].decode())
+    order = [None, WaitKind.ASLEEP, WaitKind.STORAGE, WaitKind.STOPPED, WaitKind.TRACED]
+    if order.index(wait) > order.index(vitals.wait):
+        vitals.wait, vitals.call = wait, call
+
+
+def _open_files(folder: Path) -> Iterator[str]:
+    for entry in os.scandir(folder / "fd"):
+        with contextlib.suppress(OSError):
+            yield str(Path(entry.path).readlink())
+
+
+def _find_wait(folder: Path, state: str) -> tuple[WaitKind | None, str]:
+    """Return what the main thread of a process waits for, and the system call."""
+    if state in "Tt":
+        return (WaitKind.STOPPED if state == "T" else WaitKind.TRACED), ""
+    machine, call = platform.machine(), ""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        number, *arguments = (folder / "syscall").read_text().split()
+        if number.isdigit():
+            call = ON_FILES.get(machine, {}).get(int(number), "")
+            if call and _is_storage(str((folder / "fd" / str(int(arguments[0], 16))).readlink())):
+                return WaitKind.STORAGE, call
+            call = ON_NAMES.get(machine, {}).get(int(number), "")
+            if call:
+                return WaitKind.STORAGE, call
+            none = int(arguments[0], 16) == 0
+            if int(number) in SLEEPS.get(machine, ()) or (int(number) in SELECTS.get(machine, ()) and none):
+                return WaitKind.ASLEEP, ""
+    return (WaitKind.STORAGE, call) if state == "D" else (None, "")
+
+
+def _is_storage(name: str) -> bool:
+    return name.startswith("/") and not name.startswith(("/dev/", "/proc/"))
+
+
+def _transferred_by_socket() -> dict[str, int]:
+    """Return the bytes of each TCP socket, by its name in `fd`; empty if the kernel refuses."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError, struct.error):
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for inode, count in _dump_sockets(family):
+                found[f"socket:[{inode}]"] = count
+    return found
+
+
+def _dump_sockets(family: int) -> Iterator[tuple[int, int]]:
+    """Yield the inode and the transferred bytes of each TCP socket. Raises OSError."""
+    request = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0xFFFFFFFF)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, DIAGNOSE) as kernel:
+        kernel.settimeout(SECONDS_OF_KERNEL)
+        kernel.sendto(MESSAGE.pack(MESSAGE.size + len(request), OF_FAMILY, DUMP, 1, 0) + request, (0, 0))
+        while True:
+            data = kernel.recv(65536)
+            while len(data) >= MESSAGE.size:
+                length, kind, *_ = MESSAGE.unpack_from(data)
+                if kind in (DONE, ERROR) or length < MESSAGE.size:
+                    return
+                if length >= MESSAGE.size + LENGTH_OF_SOCKET:
+                    yield _read_socket(data[MESSAGE.size : length])
+                data = data[(length + 3) & ~3 :]
+
+
+def _read_socket(body: bytes) -> tuple[int, int]:
+    (inode,) = struct.unpack_from("=I", body, INODE_AT)
+    at = LENGTH_OF_SOCKET
+    while at + 4 <= len(body):
+        length, kind = struct.unpack_from("=HH", body, at)
+        if kind == INFO and length >= 4 + RECEIVED_AT + 16:
+            return inode, sum(struct.unpack_from("=QQ", body, at + 4 + RECEIVED_AT))
+        at += max(4, (length + 3) & ~3)
+    return inode, 0

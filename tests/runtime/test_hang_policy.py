@@ -1,0 +1,246 @@
+"""When a round without steps is looked at, reported and ended, with played ranks in virtual time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from coordinator_world import World
+from ddpjob_runtime.protocol import RANK_ENDED, Hangs, RankLook, WaitKind
+
+Played = Callable[[float], "dict[str, Any]"]
+"""What a rank does, by the seconds since the last step: fields of its look."""
+
+
+def stack(place: str, file: str = "/app/train.py") -> str:
+    outer = '  File "/app/train.py", line 99 in main\n'
+    return f'Stack (most recent call first):\n  File "{file}", line 12 in {place}\n{outer}'
+
+
+C10D = "/venv/torch/distributed/distributed_c10d.py"
+WAITS = {"text": stack("all_reduce", C10D)}
+BACKWARD = {"text": stack("_engine_run_backward", "/venv/torch/autograd/graph.py")}
+LOADER = {"text": stack("_try_get_data", "/venv/torch/utils/data/dataloader.py")}
+LOCK = {"text": stack("acquire", "/usr/lib/python3.12/threading.py")}
+NO_STACK = {"text": "(this rank has written no stack)"}
+WORKS = {"text": stack("evaluate"), "cpu": 3.0}
+SPINS = {"gpu": True, "cpu": 5.0}
+
+
+class Group:
+    """A running round of `ranks` nodes, whose looks are answered by `plays`."""
+
+    def __init__(self, *plays: Played | dict[str, Any], hangs: Hangs = Hangs.END, steps: int = 40, gap: float = 0.5):
+        self.world = World(len(plays), hangs=hangs)
+        self.members = self.world.form(len(plays))
+        self.plays: list[Any] = list(plays)
+        self.silent: set[int] = set()
+        self.looks: list[float] = []
+        self._read, self.since = 0, self.world.now
+        self._last: dict[int, float | None] = dict.fromkeys(range(len(plays)), None)
+        for step in range(steps):
+            self.pass_time(gap)
+            self.report(step=step)
+
+    def report(self, **fields: Any) -> None:
+        self.world.coordinator.report_progress(fields)
+        self.since = self.world.now
+        self._last = dict.fromkeys(range(len(self.plays)), None)
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.world.now + seconds
+        while self.world.now < until:
+            self.world.pass_time(min(0.25, until - self.world.now))
+            self._answer()
+
+    def _answer(self) -> None:
+        lines = self.world.heard[self.members[0].pod]
+        asked = [fields for verb, fields in lines[self._read :] if verb == "look"]
+        self._read = len(lines)
+        for fields in asked:
+            self.looks.append(self.world.now - self.since)
+            for rank, member in enumerate(self.members):
+                if rank not in self.silent:
+                    self.world.coordinator.looked(member, fields["round"], [self._look(rank)])
+
+    def _look(self, rank: int) -> RankLook:
+        now, play = self.world.now - self.since, self.plays[rank]
+        fields = {"text": "", "cpu": 0.0, "bytes": 0, **(play(now) if callable(play) else play)}
+        last, self._last[rank] = self._last[rank], now
+        digest = hashlib.sha256(fields["text"].encode()).hexdigest()
+        return RankLook(rank=rank, digest=digest, seconds=0.0 if last is None else now - last, **fields)
+
+    def ended_after(self, limit: float = 400.0) -> float | None:
+        """Seconds from the last step until the round ended; None if it still runs at the limit."""
+        while self.world.now - self.since < limit:
+            self.pass_time(0.5)
+            if self.world.report()["state"] == "Restarting":
+                return self.world.now - self.since
+        return None
+
+    @property
+    def message(self) -> str:
+        [incident] = self.world.report()["incidents"]
+        assert incident["kind"] == "Hang"
+        return str(incident["message"])
+
+
+def waits(kind: str, call: str = "") -> dict[str, Any]:
+    return {"wait": WaitKind(kind), "call": call}
+
+
+@pytest.mark.parametrize(
+    ("plays", "seconds", "named"),
+    {
+        "a loader whose process is deadlocked": ([WAITS, LOADER], 25, 1),
+        "a lock that nobody releases": ([LOCK, WAITS, WAITS], 25, 0),
+        "a rank in a different collective": ([WAITS, {"text": stack("barrier", C10D)}], 25, None),
+        "all ranks in the same collective": ([WAITS, WAITS], 25, None),
+        "all ranks in a backward pass": ([BACKWARD, BACKWARD, BACKWARD], 25, None),
+        "every rank in the same lock": ([LOCK, LOCK], 25, None),
+        "one rank in a lock, others in a backward pass": ([BACKWARD, LOCK, BACKWARD], 25, 1),
+        "the lock of Python held in C": ([WAITS, {"text": stack("call_into_c")}], 25, 1),
+        "a rank that has ended": ([WAITS, {"text": RANK_ENDED}], 25, 1),
+        "a rank alone": ([LOCK], 25, None),
+        "a rank whose threads wake up": ([WAITS, {**LOCK, "cpu": 0.02, "bytes": 900}], 25, 1),
+        "a rank that writes no stack and does nothing": ([WAITS, NO_STACK], 25, 1),
+        "a dead file server": ([WAITS, {**LOADER, **waits("storage", "fsync")}], 135, 1),
+        "a driver that never answers": ([WAITS, {**NO_STACK, **waits("storage")}], 135, 1),
+        "a stopped process": ([WAITS, {**NO_STACK, **waits("stopped")}], 75, 1),
+        "a stopped loader": ([WAITS, {**LOADER, **waits("stopped")}], 75, 1),
+        "a file that nobody writes": ([WAITS, {"text": stack("poll"), **waits("asleep")}], 135, 1),
+        "a rank in a lock while the others spin in NCCL": ([{**WAITS, **SPINS}, LOCK], 25, 1),
+        "all ranks spin in NCCL": ([{**WAITS, **SPINS}, {**WAITS, **SPINS}], 25, None),
+        "a rank in a lock while the others spin in item()": ([{"text": stack("item"), **SPINS}, LOCK], 45, 1),
+        "two of four ranks in a lock": ([WAITS, LOCK, WAITS, LOCK], 25, None),
+    }.values(),
+)
+def test_planted_hangs_are_named_and_ended(plays: list[Any], seconds: float, named: int | None) -> None:
+    group = Group(*plays)
+    assert group.ended_after() == pytest.approx(seconds, abs=1.5)
+    [incident] = group.world.report()["incidents"]
+    assert incident["kind"] == "Hang" and incident["pod"] == (None if named is None else f"job-{named}-0")
+    assert named is None or group.message.partition(": ")[2].startswith(f"rank {named} ")
+    assert ("the other ranks wait for it" in group.message) is (named is not None or len(plays) == 4)
+
+
+def between(start: float, end: float, inside: dict[str, Any], outside: dict[str, Any]) -> Played:
+    return lambda now: inside if start <= now < end else outside
+
+
+def moving(now: float) -> dict[str, Any]:
+    return {"text": stack(f"layer_{round(now)}")}
+
+
+@pytest.mark.parametrize(
+    "plays",
+    {
+        "an evaluation on one rank": [WORKS, WAITS],
+        "an evaluation on a GPU whose stack changes": [lambda now: {**moving(now), **SPINS}, {**WAITS, **SPINS}],
+        "an evaluation on a GPU at one place": [{"text": stack("item"), **SPINS}, {**WAITS, **SPINS}],
+        "an evaluation on all GPUs at one place": [{"text": stack("item"), **SPINS}] * 2,
+        "a checkpoint to a slow disk": [{**LOCK, "bytes": 200_000, **waits("storage", "write")}, WAITS],
+        "a slow download": [{"text": stack("recv"), "bytes": 40_000}, WAITS],
+        "a loader that starts processes": [{**LOADER, "forks": 1}, WAITS],
+        "a large sum over a slow network": [{**WAITS, "bytes": 10**8}, WAITS],
+        "a sum in one's own backward pass": [{**BACKWARD, "cpu": 4.0}, LOCK],
+        "a rank in a debugger": [{"text": stack("cmdloop", "/usr/lib/python3.12/pdb.py")}, WAITS],
+        "ranks in one collective after another": [lambda now: {"text": stack(f"sum_{now}", C10D)}, WAITS],
+    }.values(),
+)
+def test_ranks_that_do_anything_are_left_alone(plays: list[Any]) -> None:
+    group = Group(*plays)
+    assert group.ended_after(290) is None and group.world.report()["overdue"] is None
+    assert len(group.looks) <= 12, "looks at ranks that work become rarer"
+
+
+@pytest.mark.parametrize("seconds", [2, 5, 12])
+@pytest.mark.parametrize("begins", [0, 8, 14.9, 16, 19.9, 24])
+def test_short_stops_end_nothing(begins: float, seconds: float) -> None:
+    """The process stops for a while in a gap between steps, which is long for a good reason."""
+    stopped = {**NO_STACK, **waits("stopped")}
+    group = Group(between(begins, begins + seconds, stopped, WORKS), WAITS)
+    assert group.ended_after(40) is None
+
+
+def test_stopped_ranks_are_reported_and_continue() -> None:
+    group = Group(between(0, 40, {**NO_STACK, **waits("stopped")}, WORKS), WAITS)
+    group.pass_time(21)
+    assert "rank 0 in no Python frame (a process of it is stopped" in group.world.report()["overdue"]["where"]
+    group.pass_time(40)
+    assert group.world.report()["overdue"] is None and group.world.report()["state"] == "Running"
+
+
+def test_a_hang_in_the_middle_of_an_evaluation_is_found() -> None:
+    group = Group(lambda now: WORKS if now < 70 else LOCK, WAITS)
+    ended = group.ended_after()
+    assert ended is not None and 75 < ended <= 70 + 30 + 30 + 12
+    assert ": rank 0 in acquire (" in group.message
+
+
+def test_with_report_a_hang_is_shown_at_once_and_never_ended() -> None:
+    group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
+    group.pass_time(19.5)
+    assert group.world.report()["overdue"] is None
+    group.pass_time(2)
+    assert group.world.report()["overdue"]["where"].startswith(
+        "rank 1 in acquire (/usr/lib/python3.12/threading.py:12)"
+    )
+    assert group.ended_after(3000) is None
+
+
+def test_hangs_are_ended_once_the_job_wants_it() -> None:
+    group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
+    group.pass_time(60)
+    group.world.coordinator.set_patience(None, 1, 60, Hangs.END)
+    assert group.world.report()["hangs"] == "End" and group.ended_after(120) is not None
+
+
+def test_each_activity_has_its_own_pace() -> None:
+    group = Group(WAITS, LOCK)
+    for _ in range(20):
+        group.report(activity="evaluating")
+        group.pass_time(8)
+        group.report(activity=None)
+        group.pass_time(0.5)
+        group.report(step=1000)
+    group.report(activity="evaluating")
+    assert group.ended_after() == pytest.approx(90, abs=2), "10 x 8 s, then two looks"
+
+
+def test_a_pace_that_is_not_known_yet_takes_longer() -> None:
+    assert Group(WAITS, LOCK, steps=3).ended_after() == pytest.approx(70, abs=2)
+    group = Group(WAITS, LOCK)
+    group.report(activity="exporting")
+    assert group.ended_after() == pytest.approx(130, abs=2)
+    assert Group(WAITS, LOCK, gap=4).ended_after() == pytest.approx(50, abs=2), "10 x 4 s"
+
+
+def test_the_first_step_may_take_long() -> None:
+    group = Group(WAITS, LOCK, steps=0)
+    assert group.ended_after(2000) == pytest.approx(610, abs=2)
+
+
+def test_a_look_that_lacks_a_member_proves_nothing() -> None:
+    group = Group(WAITS, LOCK)
+    group.pass_time(17)
+    group.silent = {0}
+    assert group.ended_after(100) is None
+    group.silent = set()
+    assert group.ended_after(300) is not None
+
+
+def test_only_looks_that_may_prove_a_hang_are_recorded() -> None:
+    group = Group(WAITS, {**LOCK, **waits("stopped")})
+    assert group.ended_after() is not None
+    sent = [fields["record"] for verb, fields in group.world.heard["job-0-0"] if verb == "look"]
+    assert sent[:4] == [False, False, True, False] and sent.count(True) == 1
+
+
+def test_time_in_which_the_coordinator_stood_still_proves_nothing() -> None:
+    group = Group(WAITS, LOCK)
+    group.pass_time(18)
+    group.world.coordinator.stood_still(10.0)
+    assert group.ended_after() == pytest.approx(35, abs=2)

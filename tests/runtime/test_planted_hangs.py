@@ -1,0 +1,110 @@
+"""Real ranks that hang in different ways are found, named and ended (all in `benchmarks.hangs`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from ddpjob_runtime.launcher.worker_vitals import read_vitals
+from ddpjob_runtime.protocol import WaitKind
+from machine import slowness
+from runtime_harness import Job, until
+
+pytest.importorskip("torch")
+CHECKOUT = Path(__file__).resolve().parents[2]
+PLANTS = str(CHECKOUT / "benchmarks" / "hangs" / "plants.py")
+PLANTED = {
+    "loader": "rank 1 in ",
+    "lock": "rank 1 in hang_lock (",
+    "server": "rank 1 in hang_server (",
+}
+"""Kinds that differ in what the kernel shows, and what the message says."""
+
+
+def hangs(folder: Path, kind: str, found: dict[str, str]) -> None:
+    """Run a job until its hang was ended and it trains again."""
+    folder.mkdir()
+    job = Job(folder, nodes=1, procs=2, mode="Fast")
+    try:
+        job.start_coordinator()
+        job.start_node(0, PLANTS, str(folder), kind, "--after", "12")
+        report = job.wait_until(lambda r: r["incidents"], 120)
+        found[kind] = f"{report['incidents'][0]['kind']}: {report['incidents'][0]['message']}"
+        job.wait_until(lambda r: r["state"] == "Running" and r["progress"].get("step") and r["round"] == 2, 60)
+    except AssertionError as error:
+        found[kind] = str(error)
+    finally:
+        job.close()
+
+
+def test_planted_hangs_end_by_themselves(tmp_path: Path) -> None:
+    found: dict[str, str] = {}
+    jobs = [threading.Thread(target=hangs, args=(tmp_path / kind, kind, found)) for kind in PLANTED]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    for kind, named in PLANTED.items():
+        assert found[kind].startswith("Hang: no step for ") and f": {named}" in found[kind], found[kind]
+        assert "the other ranks wait for it" in found[kind] and "rank 0 in all_reduce" in found[kind], found[kind]
+
+
+def worker(act: str) -> int:
+    """Start a process in a session of its own, as a worker is, and return its pid."""
+    return os.posix_spawn(
+        "/usr/bin/env",
+        ["env", "python3", "-c", f"import os, signal, socket, sys, time\n{act}"],
+        os.environ,
+        setsid=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("act", "wait", "call"),
+    [
+        ("time.sleep(1000)", WaitKind.ASLEEP, ""),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", WaitKind.STOPPED, ""),
+        ("if os.fork(): signal.pause()\nos.kill(os.getpid(), signal.SIGSTOP)", WaitKind.STOPPED, ""),
+        ("open('pipe').read()", WaitKind.STORAGE, "openat"),
+        ("signal.pause()", None, ""),
+    ],
+)
+def test_what_a_worker_waits_for_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, wait: WaitKind | None, call: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    pid = worker(act)
+
+    def rests() -> bool:
+        before = read_vitals([pid])[pid]
+        time.sleep(0.2)
+        now = read_vitals([pid])[pid]
+        since = now.since(before)
+        idle = (since["cpu"], since["bytes"], since["forks"], since["gpu"]) == (0.0, 0, 0, False)
+        return idle and now.cpu > 0 and (now.wait, now.call) == (wait, call)
+
+    try:
+        until(rests)
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_bytes_of_sockets_are_a_sign_of_life() -> None:
+    """/proc/PID/io does not count what `recv` reads."""
+    pid = worker("a, b = [socket.create_server(('127.0.0.1', 0))] * 2\nc = socket.create_connection(a.getsockname())\n"
+                 "d, _ = a.accept()\nwhile True: c.send(bytes(1000)); d.recv(1000); time.sleep(0.01)")  # fmt: skip
+    try:
+        until(lambda: read_vitals([pid])[pid].bytes > 10_000_000 / 1000)
+        before = read_vitals([pid])[pid]
+        time.sleep(0.3 * slowness())
+        grown = read_vitals([pid])[pid].since(before)["bytes"]
+        assert isinstance(grown, int) and grown > 1000
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
