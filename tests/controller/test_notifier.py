@@ -116,7 +116,7 @@ async def test_a_receiver_that_errs_is_tried_again_and_then_given_up(server: Web
     server.handlers["/team"] = errs
     scene = Scene(server, tmp_path, "team")
     scene.notifier.send(JOB, "id", "team", BODY)
-    assert await scene.outcome(JOB, "id") == NotificationOutcome(delivered=False, message="HTTP 500 (10 tries)")
+    assert await scene.outcome(JOB, "id") == NotificationOutcome(delivered=False, message="HTTP 500 (10 attempts)")
     came = server.came("/team")  # On a busy machine a try may be over before it gets there.
     assert set(came) == {'"id"'} and 1 < len(came) <= module.TRIES, "the same id with each try"
     await scene.notifier.close()
@@ -163,7 +163,7 @@ async def test_a_pause_that_is_no_number_is_no_fault(
     scene = Scene(server, tmp_path, "team")
     scene.notifier.send(JOB, "id", "team", BODY)
     outcome = await asyncio.wait_for(scene.outcome(JOB, "id"), 10)
-    assert not outcome.delivered and outcome.message == "HTTP 429 (1 tries)"
+    assert not outcome.delivered and outcome.message == "HTTP 429 (1 attempts)"
     await scene.notifier.close()
 
 

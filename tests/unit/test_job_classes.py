@@ -70,7 +70,7 @@ def test_what_a_class_may_set_has_no_default_that_could_be_taken_for_the_jobs_ow
         ({"limits": {"maxNodes": 0}}, r"c\.limits\.maxNodes: 0 is not an integer from 1"),
         ({"limits": {"maxNodes": True}}, r"c\.limits\.maxNodes"),
         ({"limits": {"maxPods": 3}}, r"c\.limits: must be a mapping of maxNodes"),
-        ({"limits": {"images": ["*"]}}, r"c\.limits\.images: '\*'"),
+        ({"limits": {"images": ["*"]}}, r"c\.limits\.images='\*'"),
         ({"queue": "a/b"}, r"c\.queue: 'a/b' is not a valid name"),
         ({"image": "x"}, r"c\.image: unknown; the fields are"),
         ([], r"c: must be a mapping"),

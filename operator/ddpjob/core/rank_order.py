@@ -62,7 +62,7 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
     """
     labels, hosts = view.job.spec.rank_order, view.world.hosts
     if hosts is None:
-        remedy = "grant it get, list and watch of Kubernetes nodes by a ClusterRole"
+        remedy = "grant it get, list and watch on nodes with a ClusterRole"
         return False, "NodesUnknown", f"the operator may not read the labels of Kubernetes nodes; {remedy}"
     pods = view.world.nodes_by_name
     placed = [pods[name] for name in group if name in pods and pods[name].host in hosts]

@@ -282,7 +282,7 @@ PLOTTED = (
     [
         (
             "plot.txt",
-            r"plot\.txt cannot be written \(Format 'txt' is not supported.*\): choose a different file with -o",
+            r"plot\.txt cannot be written \(Format 'txt' is not supported.*\); choose a different file with -o",
         ),
         ("none/plot.png", r"none/plot\.png cannot be written \(No such file or directory\)"),
     ],

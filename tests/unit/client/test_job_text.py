@@ -266,7 +266,7 @@ def test_what_is_amiss_with_a_job_that_trains_is_said_with_its_row() -> None:
     stalls = condition("Running", True, "StepOverdue", "the group has made no step: rank 0 in f\nrank 0:\nstack")
     said = text(job(phase="Running", nodes={"ready": 2}, conditions=[stalls]))
     assert said.startswith("j trains on 2 nodes.\nRunning is True: StepOverdue.\n  the group has made no step: rank")
-    assert "\n  stack\nWhat it means: No step has ended for 20 times" in said and "delete a pod" in said
+    assert "\n  stack\nWhat it means: No step has ended for 10 times" in said and "delete a pod" in said
     amiss = condition("CheckpointsCopied", False, "CopiesBehind", "none has reached the bucket")
     well = [condition("Running", True, "GroupRuns"), condition("NodesHealthy", True, "AllHealthy")]
     said = text(job(phase="Running", nodes={"ready": 2}, conditions=[*well, amiss]))
