@@ -137,9 +137,9 @@ def train(scene: Scene) -> None:
     scene.jobs.wait_phase(JOB, "Running", timeout=180)
 
 
-def reports(scene: Scene, name: str, *arguments: str) -> None:
+def reports(scene: Scene, name: str, *arguments: str, **spec: Json) -> None:
     """Run a single-pod job that reports figures."""
-    one: Json = {"nodes": 1, "rendezvous": {"placement": "Master"}}
+    one: Json = {"nodes": 1, "rendezvous": {"placement": "Master"}, **spec}
     scene.jobs.apply(job(name, script=str(FIGURES), args=list(arguments), **one))
 
 
@@ -244,14 +244,16 @@ class Act:
 _KILLS = (60, 110, 160, 250, 325, 400, 470)
 ACTS = (
     Act(0, "a job whose nodes have no room", no_room, "DDPJobPendingLong", "no-room"),
-    Act(5, "a job whose script stops taking steps", lambda s: reports(s, "hangs", "--hang-after=30"),
-        "DDPJobStalled", "hangs"),
+    Act(5, "a job whose script stops taking steps, and that does not end hangs",
+        lambda s: reports(s, "hangs", "--hang-after=30", recovery={"hangs": "Report"}), "DDPJobStalled", "hangs"),
     Act(15, "a job whose newest checkpoint is three hours old", lambda s: reports(s, "unsaved", "--saved-ago=10800"),
         "DDPJobCheckpointOld", "unsaved"),
     Act(20, "a job whose states do not fit into memory, half an hour after its newest checkpoint",
         lambda s: reports(s, "large", "--saved-ago=1800", "--snapshot-bytes=9e9"), "DDPJobWorkAtRisk", "large"),
     Act(25, "a job whose steps take four times as long after two minutes",
         lambda s: reports(s, "slows", "--slow-after=120"), "DDPJobStraggler", "slows"),
+    Act(30, "a job of which one rank takes twice as long, without a spare",
+        lambda s: reports(s, "lags", "--slow-rank", procsPerNode=2), "DDPJobSlowRank", "lags"),
     Act(100, "a script that fails at step 5 each time, up to four fifths of its budget", crash,
         "DDPJobBudgetNearlySpent", "crashes"),
     Act(100, "the same script, until its budget is used up", lambda s: None, "DDPJobFailed", "crashes"),

@@ -142,7 +142,7 @@ def test_a_played_training_is_exact_unless_it_forgets_its_checkpoints(tmp_path: 
     _, members = play(training, 3, 2, 30)
     assert {member.workers for member in members} == {"finished"}
     samples, problem = judge(training)
-    assert ("too much was repeated" in problem) if forgets else (samples, problem) == (2 * JOB.samples, "")
+    assert ("it repeated too many steps" in problem) if forgets else (samples, problem) == (2 * JOB.samples, "")
 
 
 def test_a_superseded_group_is_fenced_and_writes_no_checkpoint(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_torchft_is_left_out_with_the_reason_where_it_cannot_be_installed(
 
     monkeypatch.setattr(torchft_packages, "_install", refuse)
     assert command._installed(["ddpjob", "torchft", "torchft-tuned", "stock"]) == ["ddpjob", "stock"]
-    assert "left out: torchft cannot be installed: no network" in capsys.readouterr().err
+    assert "skipped: torchft cannot be installed: no network" in capsys.readouterr().err
 
 
 def test_a_failed_installation_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

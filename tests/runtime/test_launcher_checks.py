@@ -20,7 +20,7 @@ from typing import Any
 import ddpjob_runtime
 import pytest
 from ddpjob_runtime import protocol
-from ddpjob_runtime.coordinator import hang
+from ddpjob_runtime.coordinator import standstill
 from ddpjob_runtime.launcher import __main__ as launcher
 from ddpjob_runtime.launcher import import_torchrun, stacks
 from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command, check_module, check_script
@@ -583,7 +583,7 @@ def test_a_look_at_a_worker_reads_the_frames_of_its_main_thread_alone(
         text = stacks.collect({0: worker.pid})[0]
         assert worker.poll() is None
     assert text.startswith("Stack (most recent call first):\n") and "threading.py" not in text
-    assert hang.find_innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
+    assert standstill.find_innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
 
 
 def test_a_look_leaves_a_worker_alone_that_has_become_another_program(

@@ -21,7 +21,11 @@ TOOLS = {
     "nsenter": "util-linux",
     str(CNI_PLUGINS / "bridge"): "containernetworking-plugins",
 }
-IMAGE_TOOLS = {"buildah": "buildah", "debootstrap": "debootstrap"}
+IMAGE_TOOLS = {
+    "buildah": "buildah",
+    "/etc/containers/policy.json": "golang-github-containers-common",  # Missing if the installation was interrupted.
+    "debootstrap": "debootstrap",
+}
 _SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 

@@ -107,7 +107,7 @@ def test_no_other_cut_is_cheaper() -> None:
 
             mine = tuple(itertools.accumulate(len(part) for part in found[:-1]))
             assert dearest(mine) == min(dearest(bounds) for bounds in itertools.combinations(starts, parts - 1))
-        with pytest.raises(ConfigError, match=f"some.key: .* write {len(starts) + 1} at most"):
+        with pytest.raises(ConfigError, match=f"some.key: .* write at most {len(starts) + 1}"):
             split(layers, costs, len(starts) + 2, "some.key")
 
 
@@ -176,6 +176,6 @@ def test_devices_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert [device.index for device in DdpMp(settings, Group(), torch.device("cuda", 0)).devices] == [0, 1, 2, 3]
     with pytest.raises(
         ConfigError,
-        match="needs cuda devices 4 to 7, and 6 are visible; start 1 processes per node, or use fewer devices",
+        match="needs cuda devices 4 to 7, but 6 are visible; start 1 processes per node, or use fewer devices",
     ):
         _ = DdpMp(settings, Group(), torch.device("cuda", 4)).devices

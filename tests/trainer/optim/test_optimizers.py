@@ -369,8 +369,8 @@ def test_loss_of_numbers_shares_and_weights(smoothing: float) -> None:
     ("config", "message"),
     [
         (OptimConfig(lr=-1), r"optim.lr=-1: must be a finite number"),
-        (OptimConfig(weight_decay=float("nan")), r"optim.weight_decay: nan"),
-        (OptimConfig(clip_norm=-1.0), r"optim.clip_norm: -1.0"),
+        (OptimConfig(weight_decay=float("nan")), r"optim.weight_decay=nan"),
+        (OptimConfig(clip_norm=-1.0), r"optim.clip_norm=-1.0"),
         (OptimConfig(nesterov=True, momentum=0), r"optim.nesterov: needs optim.momentum"),
         (OptimConfig(betas=(0.9,)), r"optim.betas=\[0.9\]: must be two numbers .* for example \[0.9, 0.999\]"),
         (OptimConfig(label_smoothing=1.0), r"optim.label_smoothing=1.0: must be at least 0 and below 1"),
