@@ -172,7 +172,8 @@ def _count_waits_of_streams() -> None:
             # Backward passes run in torch's own threads, which Python calls Dummy.
             thread = threading.current_thread()
             counts = thread.ident == trains or thread.name.startswith("Dummy-")
-            if not counts or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            if not counts or not in_use or torch.cuda.is_current_stream_capturing():
                 return call(*given, **named)
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             before.record()
