@@ -63,6 +63,8 @@ QUICK = (
 LONG = (
     "test_coordinator_disorder.py",
     "test_one_coordinator.py",
+    "test_planted_hangs.py::test_planted_hangs_end_by_themselves",
+    "test_silent_hosts.py",
     "test_coordinator_sockets.py::test_members_that_are_silent_all_at_once_are_waited_for",
     "test_coordinator_sockets.py::test_a_launcher_that_stood_still_restarts_nobody",
     "test_coordinator_sockets.py::test_a_coordinator_that_stood_still_restarts_nobody",

@@ -19,7 +19,7 @@ from .store import Json
 from .story import Story
 
 FAST: Json = {"recovery": {"mode": "Fast"}}
-SEEDS = int(os.environ.get("DDPJOB_SEEDS", "500")) // 20
+SEEDS = int(os.environ.get("DDPJOB_SEEDS", "300")) // 20
 
 
 class WithGangs(Simulation):
@@ -423,7 +423,7 @@ async def test_a_preempted_job_ends_well_whenever_the_operator_dies() -> None:
         s.machines.capacity = 2
         await s.until_phase("Complete")
 
-    forks = crashes.Forks(WithGangs({}, steps=60))
+    forks = crashes.Forks(WithGangs({}, steps=60), half=True)
     await forks.play(preempted)
     assert {end[:2] for end in forks.outcomes.values()} == {("Complete", 0)}
 

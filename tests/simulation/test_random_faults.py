@@ -1,7 +1,7 @@
 """Jobs under random faults, each seed a world of its own; what must hold is in invariants.py and at
 the end of story.py.
 
-The environment variable DDPJOB_SEEDS says how many seeds are played (500 without it); a twentieth with kubelets that
+The environment variable DDPJOB_SEEDS says how many seeds are played (300 without it); a twentieth with kubelets that
 die, and one with health agents that speak against nodes, so that of few seeds some parts play none.
 """
 
@@ -15,7 +15,7 @@ import pytest
 
 from .story import KINDS
 
-SEEDS = int(os.environ.get("DDPJOB_SEEDS", "500"))
+SEEDS = int(os.environ.get("DDPJOB_SEEDS", "300"))
 PARTS = 40
 """Tests that the seeds are dealt to, so that workers share them."""
 
