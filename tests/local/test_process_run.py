@@ -241,7 +241,7 @@ def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
                 path.mkdir()
     assert ask(JobFolder(run.folder), "kill", "job-1-0")  # the command would need the record
     run.until(lambda r: "2 nodes train again" in r.output)
-    assert run.output.count("status.json: Is a directory: training continues") == 1, run.output
+    assert run.output.count("status.json: Is a directory; training continues") == 1, run.output
     (run.folder / "status.json").rmdir()
     run.until(lambda r: "job-1-1" in r.pods())
     run.signal(signal.SIGTERM)
