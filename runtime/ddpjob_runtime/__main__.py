@@ -37,6 +37,7 @@ def main() -> None:
 
     del sys.argv[1]
     sys.path_hooks.insert(0, Archive)
+    sys.path_importer_cache.clear()  # Importing Archive cached zipimport's own loader.
     program = importlib.import_module(PROGRAMS[name])
     sys.path_hooks.remove(Archive)
     program.main()

@@ -277,5 +277,5 @@ def test_a_host_without_a_network_is_reported_within_a_second() -> None:
         time.sleep(1.5)
         cut = [peer.end() for peer in peers]
     for reports in (cut[0], cut[2]):  # ranks 2 and 0
-        assert len(reports) == 1 and reports[0].startswith("report 1 1 True"), cut
+        assert reports and all(line.startswith("report 1 1 True") for line in reports), cut
         assert float(reports[0].split()[-1]) - began < 1.0 * slowness()

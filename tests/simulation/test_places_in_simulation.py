@@ -109,7 +109,10 @@ async def test_a_job_without_pods_says_nothing_of_their_nodes(end: str) -> None:
 
 @pytest.mark.slow
 async def test_a_job_leaves_a_node_once_an_hour_and_moves_three_times_at_most() -> None:
-    s = await Simulation({"nodes": 1}, steps=10**7).begun()
+    # Without shared checkpoints the pod would hold the only copy of its state, and stay.
+    s = Simulation({"nodes": 1, "storage": {"checkpoints": {"claimName": "kept"}}}, steps=10**7)
+    s.store.create("PersistentVolumeClaim", {"metadata": {"name": "kept"}, "spec": {"accessModes": ["ReadWriteMany"]}})
+    await s.begun()
     for number in range(4):
         s.machines.diagnose(s.host_of(f"job-0-{number}"), True)
         await passes(s, 80, step=2)

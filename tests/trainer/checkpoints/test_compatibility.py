@@ -63,7 +63,7 @@ def test_another_model_is_named_by_its_tensors_and_by_the_keys_to_set(trained: P
     folder = f"checkpoint.dir={trained}"
     refused(message, folder, "model.width=8")
     refused(
-        r".* its optimizer is sgd, and now it is adamw\. To resume from it set optim.name=sgd",
+        r".* its optimizer is sgd, but now it is adamw\. To resume from it set optim.name=sgd",
         folder,
         "optim.name=adamw",
     )
@@ -284,6 +284,6 @@ def test_a_very_long_word_of_a_file_costs_no_time(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "long.pt") as whole, zipfile.ZipFile(tmp_path / "words.pt", "w") as made:
         for name in whole.namelist():
             made.writestr(name, pickled if name.endswith("data.pkl") else whole.read(name))
-    with pytest.raises(CheckpointError, match=r"words.pt holds a a{500}") as caught:
+    with pytest.raises(CheckpointError, match=r"words.pt contains a a{500}") as caught:
         read_whole(tmp_path / "words.pt")
     assert len(str(caught.value)) < 2000

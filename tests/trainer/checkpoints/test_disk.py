@@ -160,7 +160,7 @@ def test_the_metrics_log_of_a_full_disk_loses_lines_and_not_the_training(
 def test_metrics_that_cannot_be_continued_are_named(tmp_path: Path) -> None:
     """Such as those of another user. Root may write all files, so that a folder stands for them."""
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(TrainingError, match=r"metrics.jsonl cannot be continued \(Is a directory\): .* train.run_dir"):
+    with pytest.raises(TrainingError, match=r"metrics.jsonl cannot be continued \(Is a directory\); .* train.run_dir"):
         open_log(tmp_path)
 
 
@@ -205,7 +205,7 @@ def test_a_mark_that_cannot_be_written_is_no_failed_checkpoint(
     checkpoints.scored(1, {"accuracy": 0.5})
     save(checkpoints, 2)
     checkpoints.finish()
-    assert not checkpoints.state.failed and "Is a directory: older checkpoints stay" in capsys.readouterr().err
+    assert not checkpoints.state.failed and "Is a directory; older checkpoints stay" in capsys.readouterr().err
     (tmp_path / "best.json").rmdir()
     checkpoints.finish()
     assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000001.pt", "tried again"
@@ -234,7 +234,7 @@ def test_a_ledger_that_cannot_be_written_is_named(volume: Path) -> None:
     ledger = Ledger(volume, Group(), Claim(0, 0, 1))
     ledger.start(0, 10, 1)
     with pytest.raises(
-        LedgerError, match=r"ledger/rank-0-.* cannot be written \(No space left on device\): free some space"
+        LedgerError, match=r"ledger/rank-0-.* cannot be written \(No space left on device\); free some space"
     ):
         for step in range(10**6):
             ledger.checkpoint(step)

@@ -453,7 +453,7 @@ def test_an_image_that_the_machine_cannot_read_is_not_taken_for_a_damaged_one(tm
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # All of them are in use.
     try:
         with pytest.raises(
-            DataError, match=r"image .*n01440764_0.JPEG cannot be read \(Too many open files\): .*ulimit -n"
+            DataError, match=r"image .*n01440764_0.JPEG cannot be read \(Too many open files\); .*ulimit -n"
         ):
             next(data.train_batches([[0]], 0))
     finally:

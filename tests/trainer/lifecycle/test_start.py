@@ -153,7 +153,7 @@ def test_backend_and_device() -> None:
     if not torch.cuda.is_available():
         assert devices.choose("auto", 0) == devices.RankPlacement(torch.device("cpu"), "gloo")
         with pytest.raises(
-            DeviceError, match=r"train.backend=nccl: local rank 0 needs cuda device 0, and 0 are visible"
+            DeviceError, match=r"train.backend=nccl: local rank 0 needs cuda device 0, but 0 are visible"
         ):
             devices.choose("nccl", 0)
     assert devices.choose("gloo", 3).device.type == "cpu"
@@ -168,11 +168,11 @@ def test_one_visible_device_for_each_rank_is_its_device_0(monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert devices.choose("auto", 3).device == torch.device("cuda", 0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(DeviceError, match=r"device 3, and 1 are visible \(CUDA_VISIBLE_DEVICES=3\); start fewer"):
+    with pytest.raises(DeviceError, match=r"device 3, but 1 are visible \(CUDA_VISIBLE_DEVICES=3\); start fewer"):
         devices.choose("auto", 3)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(DeviceError, match=r"local rank 1 needs cuda device 1, and 1 are visible"):
+    with pytest.raises(DeviceError, match=r"local rank 1 needs cuda device 1, but 1 are visible"):
         devices.choose("nccl", 1)
 
 

@@ -303,7 +303,7 @@ def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: 
         ("somebodys_models:nothing", r"returned str; return a torch.nn.Module from function\(shape, classes\)"),
         (
             "somebodys_models:lazy",
-            r"1.weight has no shape before the first forward pass .*; call the model once before",
+            r"1.weight has no shape before the first forward pass, .*; call the model once before",
         ),
         ("timm:resnet18", r"timm cannot be imported .*; pip install timm"),
         ("smallcnn", r"use small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),

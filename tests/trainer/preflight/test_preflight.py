@@ -288,7 +288,7 @@ def test_an_interface_that_does_not_exist(nodes: Network, tmp_path: Path) -> Non
     assert flown.results["own address"]["culprit"] == ["node-b"]
     assert (
         "interface eth7" in flown.results["own address"]["value"]
-        and "there are lo, eth0" in flown.results["own address"]["value"]
+        and "this machine has lo, eth0" in flown.results["own address"]["value"]
     )
 
 
@@ -477,7 +477,7 @@ def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path: Path) -> 
     flown = fly(tmp_path, 2, "data.name=imagefolder", f"data.dir={folder}", "preflight.step_seconds=2")
     found = flown.results["data folder"]
     assert found["culprit"] == ["node-a", "node-b"]
-    assert found["value"] == "no response within 2 s while checking the data folder" and "a mount" in found["remedy"]
+    assert found["value"] == "no response within 2 s while checking the data folder" and "mount the data" in found["remedy"]
     assert flown.seconds < 15 * slowness()
 
 
