@@ -100,7 +100,7 @@ class Watch:
         header, line = self.jobs.kubectl("get", "ddp").splitlines()
         assert header.split() == COLUMNS
         cells = {name: line[header.index(name) :].split("   ")[0].strip() for name in COLUMNS}
-        if cells["STATE"] == "Running" and cells["LOSS"]:
+        if cells["STATE"] == "Running" and cells["LOSS"] and cells["SPEED"]:  # A speed takes several reports.
             epoch, percent = cells["PROGRESS"].removeprefix("epoch ").removesuffix(" %").split(" ")
             speed = float(cells["SPEED"].removesuffix("/s").replace(",", ""))
             self.rows.append(

@@ -274,7 +274,8 @@ def test_a_spare_takes_over_from_a_node_without_a_network_which_then_is_the_spar
         status = stage.jobs.status(name)
         assert [(r["reason"], r["pod"], r["counted"]) for r in restarts(status)] == [("PeerLost", victim, False)]
         assert not status.get("avoidedNodes"), "its host is not to blame"
-        assert stage.pods(name).keys() == pods.keys() - {victim} | {f"{name}-2-0"}
+        training = pods.keys() - {victim} | {f"{name}-2-0"}
+        stage.jobs.wait("the new roles in the labels", lambda: stage.pods(name).keys() == training)
         assert victim in stage.jobs.pods("spare"), "it is not replaced: it is the spare now"
     finally:
         for node in nodes:
