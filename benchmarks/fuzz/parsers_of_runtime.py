@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import http.client
 import io
 import pickle
+import shutil
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -361,6 +364,39 @@ def _bucket_manifests() -> Target:
     return Target(read, [as_json(good)], (ValueError,))
 
 
+def _code_archives() -> Target:
+    """Fuzz the tar in an archive of code. Files are written only below the folder."""
+    from ddpjob_runtime.launcher.fetch_code import BadArchive, unpack
+
+    above = scratch("code-archives")
+    archive, folder = above / "archive.tar.gz", above / "folder"
+
+    def read(data: bytes) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        archive.write_bytes(gzip.compress(data, 1))
+        try:
+            unpack(archive, folder, most=2**20, most_files=100)
+        finally:
+            assert {path.name for path in above.iterdir()} == {archive.name, folder.name}
+            assert not any(path.is_symlink() for path in folder.rglob("*"))
+
+    seeds = []
+    for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        made = io.BytesIO()
+        with tarfile.open(fileobj=made, mode="w", format=kind) as tar:
+            for name, type_, link in (
+                ("a.py", tarfile.REGTYPE, ""), ("lib", tarfile.DIRTYPE, ""), ("lib/" + "x" * 120, tarfile.REGTYPE, ""),
+                ("link", tarfile.SYMTYPE, "../up"), ("hard", tarfile.LNKTYPE, "a.py"),
+            ):  # fmt: skip
+                member = tarfile.TarInfo(name)
+                member.type, member.linkname, member.size = type_, link, 3 if type_ == tarfile.REGTYPE else 0
+                if not link or kind == tarfile.GNU_FORMAT:
+                    tar.addfile(member, io.BytesIO(b"abc"))
+        seeds.append(made.getvalue()[:8192])
+    return Target(read, seeds, (BadArchive,))
+
+
 class _StorageInfo:
     """Represents torch's class of this name in a pickle."""
 
@@ -388,6 +424,7 @@ PARSERS = (
     Parser("connections", "HTTP and lines from anybody on the coordinator's port", Form.TEXT, _connections),
     Parser("greetings", "the first line of a connection between neighbours", Form.LINES, _greetings),
     Parser("progress", "POST /v1/progress", Form.JSON, _progress),
+    Parser("code-archives", "an archive of code, uncompressed", Form.BYTES, _code_archives),
     Parser("bucket-answers", "a data bucket's HTTP responses, including headers", Form.TEXT, _answers),
     Parser("bucket-listings", "the listing of such a bucket", Form.TEXT, _listings),
     Parser("bucket-manifests", "the list of a checkpoint in a bucket", Form.JSON, _bucket_manifests),

@@ -57,6 +57,12 @@ class JobEnvironment:
     data_endpoint: str
     data_region: str
     data_dir: str
+    code_url: str
+    code_digest: str
+    """Of the archive at code_url, as sha256:HEX."""
+    code_endpoint: str
+    code_region: str
+    code_dir: str
     termination_log: str
     stacks_dir: str
     """Folder in which the launcher's workers write their stacks when signalled."""

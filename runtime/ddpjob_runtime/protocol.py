@@ -117,7 +117,13 @@ COLD_WORKERS = "ColdWorkers"
 PREFLIGHT = "Preflight"
 """Note kind: what the node with rank 0 measured when checking the links."""
 DATA = "Data"
-"""Note kind: how much of storage.data.url a node has fetched; empty when done."""
+"""Note kind: how much of storage.data.url or code.archive a node has fetched; empty when done."""
+MOST_CODE_BYTES = 2 * 2**30
+"""Maximum size of code.archive in bytes."""
+MOST_UNPACKED_BYTES = 8 * 2**30
+"""Maximum total size of the files in code.archive in bytes."""
+MOST_CODE_FILES = 50_000
+"""Maximum number of files and folders in code.archive."""
 COMMUNICATION_ERROR = re.compile(
     r"Connection (closed|reset|aborted|refused)|Dist(Backend|Network|Store)Error|\bgloo\b|\bNCCL\b|ProcessGroup|"
     r"Broken pipe|Socket Timeout|remote process exited|peer closed|TCPStore|recvValue|Timed out (after|waiting)|"

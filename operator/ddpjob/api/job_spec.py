@@ -169,6 +169,17 @@ class DataVolume(BucketVolume):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Code:
+    """Code that pods fetch before the workers start: an archive in a bucket."""
+
+    archive: str
+    digest: str
+    endpoint: str | None = None
+    region: str | None = None
+    secret_name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Storage:
     data: DataVolume | None = None
     checkpoints: CheckpointVolume | None = None
@@ -361,6 +372,7 @@ class JobSpec:
     env: tuple[Json, ...] = ()
     env_from: tuple[Json, ...] = ()
     working_dir: str | None = None
+    code: Code | None = None
     nodes: int
     elastic: Elastic | None = None
     spares: int

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import DataVolume, JobSpec, Json
+from ddpjob.api.submitted_code import CODE_FOLDER
 from ddpjob.core.world import TRAINER_CONTAINER
 from ddpjob.local.environment import field_value
 from ddpjob.local.paths import JobFolder
@@ -42,6 +43,8 @@ class LocalSpec:
     gpus: tuple[str, ...]
     """This machine's GPUs, as named in CUDA_VISIBLE_DEVICES; empty: training uses the CPU."""
     data: Path | None
+    code: Path | None
+    """The folder for spec.code."""
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
@@ -65,51 +68,59 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 
     The machine is inspected but not changed.
     """
-    spec = job.spec
+    spec = job.spec if options.working_dir is None else replace(job.spec, code=None)
     gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
     enough = len(gpus) >= spec.pods * spec.gpus_per_node
     data = _data(spec, folder, options)
     given = data if options.data is not None else None
     on_cpu = spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough
-    working_dir = options.working_dir or Path(spec.working_dir or Path.cwd())
+    code = folder.fetched_code / spec.code.digest.rpartition(":")[2][:16] if spec.code else None
+    working_dir = options.working_dir or _working_dir(spec, code)
     problems = [
         *_without_torch(spec),
         *_unreadable(spec),
         *_without_credentials(spec, options),
-        *_folders(spec, data, working_dir, options),
+        *_folders(spec, data, working_dir, options, fetched=code is not None),
     ]
     warnings = [
         *_gpu_warnings(spec, gpus),
         *_ignored(spec),
         *_data_note(spec, data, options),
-        *_module_note(spec, working_dir),
+        *_code_note(job.spec, options),
+        *(_module_note(spec, working_dir) if code is None else ()),
         *_rights_note(spec, working_dir),
     ]
     return LocalSpec(
-        spec=_adapted(spec, given, on_cpu=on_cpu),
+        spec=_adapted(spec, given, code, on_cpu=on_cpu),
         gpus=gpus if enough else (),
         data=data,
+        code=code,
         working_dir=working_dir.absolute(),
         warnings=tuple(warnings),
         problems=tuple(problems),
     )
 
 
-def _adapted(spec: JobSpec, given: Path | None, *, on_cpu: bool) -> JobSpec:
+def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bool) -> JobSpec:
     """Return the spec without class, time to live, gang, rank order and receiver.
 
     Folders stay, so a time to live is useless. --data is applied, and nccl is not used on the CPU.
+    A script below CODE_FOLDER is in `code`.
     """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
         storage = replace(storage, data=DataVolume(mount_path=str(given), host_path=str(given), read_only=True))
     backend = "auto" if on_cpu and spec.backend != "gloo" else spec.backend
     policy = replace(spec.run_policy, ttl_seconds_after_finished=None)
+    script = spec.script
+    if script and code is not None and Path(script).is_relative_to(CODE_FOLDER):
+        script = str(code / Path(script).relative_to(CODE_FOLDER))
     network, scheduling = replace(spec.network, interface=None), replace(spec.scheduling, gang=False)
     return replace(
         spec,
         managed_by=None,
         class_name="",
+        script=script,
         storage=storage,
         backend=backend,
         run_policy=policy,
@@ -212,9 +223,25 @@ def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[s
     yield f"spec.storage.data: the {where} is not on this machine, so data is read from {data}; {remedy}"
 
 
-def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options) -> Iterator[str]:
+def _working_dir(spec: JobSpec, code: Path | None) -> Path:
+    """Return the folder of spec.workingDir here. Below CODE_FOLDER, it is in the fetched code."""
+    if code is None:
+        return Path(spec.working_dir or Path.cwd())
+    given = Path(spec.working_dir or CODE_FOLDER)
+    return code / given.relative_to(CODE_FOLDER) if given.is_relative_to(CODE_FOLDER) else given
+
+
+def _code_note(spec: JobSpec, options: Options) -> Iterator[str]:
+    if spec.code is not None and options.working_dir is not None:
+        yield f"spec.code: is not fetched; the code in --workdir {options.working_dir} is used"
+
+
+def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options, *, fetched: bool) -> Iterator[str]:
+    """Note missing folders and scripts. Code that is fetched later is checked by the launcher."""
     if options.data is not None and not options.data.is_dir():
         yield f"--data {options.data}: no such folder"
+    if fetched:
+        return
     if not working_dir.is_dir():
         named = f"--workdir {working_dir}" if options.working_dir else f"spec.workingDir: {working_dir}"
         yield f"{named}: no such folder on this machine; choose a different folder with --workdir DIR"
@@ -306,11 +333,12 @@ def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
     """
     data = spec.storage.data if options.data is None else None
     missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]
-    for name, volume in (("checkpoints", spec.storage.checkpoints), ("data", data)):
-        if volume is not None and volume.secret_name and missing:
+    buckets = {"storage.checkpoints": spec.storage.checkpoints, "storage.data": data, "code": spec.code}
+    for field, bucket in buckets.items():
+        if bucket is not None and bucket.secret_name and missing:
             remedy = f"export {' and '.join(missing)} in this shell"
-            secret = f"Secret {volume.secret_name} cannot be read on this machine"
-            yield f"spec.storage.{name}.secretName: {secret}; {remedy}"
+            secret = f"Secret {bucket.secret_name} cannot be read on this machine"
+            yield f"spec.{field}.secretName: {secret}; {remedy}"
 
 
 def _ignored(spec: JobSpec) -> Iterator[str]:

@@ -60,7 +60,7 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
     """Return the variables of a container's `env`.
 
     A reference to a Secret or ConfigMap gets the value of the shell variable with the same name, if
-    there is one. The keys of storage.data's bucket have a prefix here but not in the shell.
+    there is one. The keys of the buckets of data and code have a prefix here but not in the shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):
@@ -69,7 +69,7 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
             variables[name] = expand(str(entry.get("value") or ""), variables)
             continue
         path = source.get("fieldRef", {}).get("fieldPath")
-        value = field_value(pod, path) if path else os.environ.get(name.removeprefix("DDPJOB_DATA_"))
+        value = field_value(pod, path) if path else os.environ.get(re.sub("^DDPJOB_(DATA|CODE)_", "", name))
         if value is not None:
             variables[name] = value
     return variables

@@ -99,6 +99,8 @@ class JobFolder(_Folder):
     data = _Below("data")
     code = _Below("code")
     """Code that was submitted as text, not as a file."""
+    fetched_code = _Below("fetched-code")
+    """Code from spec.code, in a folder for each archive."""
 
     def has_checkpoints(self) -> bool:
         """Return whether a run has left more than its record of rounds. Raises OSError."""

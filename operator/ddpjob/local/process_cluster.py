@@ -66,10 +66,14 @@ class ProcessCluster:
             python=sys.executable,
             runtime_path=str(RUNTIME_FOLDER.parent),
             data_path=str(local_spec.data) if local_spec.data else None,
+            code_path=str(local_spec.code) if local_spec.code else None,
             checkpoint_path=str(checkpoints),
             checkpoints_shared=True,
             torchrun_python=str(folder.torchrun_python),
         )
+        if local_spec.code is not None:
+            for needed in (local_spec.code, local_spec.working_dir):  # Processes start before the fetch.
+                needed.mkdir(parents=True, exist_ok=True)
         # An installed package's files may lack execute permission.
         folder.torchrun_python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(WORKER)])} "$@"\n')
         folder.torchrun_python.chmod(0o700)

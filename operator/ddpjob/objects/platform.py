@@ -32,6 +32,8 @@ class Platform:
     """A folder to use instead of spec.storage.data's mount path; None: the mount path."""
     checkpoint_path: str | None = None
     """A folder to use instead of spec.storage.checkpoints' mount path; None: the mount path."""
+    code_path: str | None = None
+    """A folder to use for spec.code instead of CODE_FOLDER; None: CODE_FOLDER."""
     operator_peer: Json | None = None
     """The operator's pods as a NetworkPolicy peer; None: they are unknown, and no policy is
     created."""

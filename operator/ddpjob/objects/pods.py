@@ -12,6 +12,7 @@ from ddpjob.api.job_spec import DataVolume, JobSpec, Json, Placement, Preflight,
 from ddpjob.api.job_status import JobStatus, PodChanges
 from ddpjob.api.merging import merge, mounted_at
 from ddpjob.api.schema import default_of
+from ddpjob.api.submitted_code import CODE_FOLDER
 from ddpjob.core.world import (
     ANNOTATION_GROUP,
     COORDINATOR_CONTAINER,
@@ -37,13 +38,15 @@ from ddpjob.objects.quantities import amount
 from ddpjob.objects.service import RUNTIME_FOLDER, make_object, metadata
 from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node, trainer_of
 
-RUNTIME_VOLUME, SNAPSHOT_VOLUME = "ddpjob-runtime", "ddpjob-snapshots"
+RUNTIME_VOLUME, SNAPSHOT_VOLUME, FETCHED_CODE_VOLUME = "ddpjob-runtime", "ddpjob-snapshots", "ddpjob-code"
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """Keys of the Secret in storage.checkpoints.secretName, and variables that AWS tools read. The last
 one is optional."""
 DATA_PREFIX = "DDPJOB_DATA_"
 """Prefix of the variables for storage.data. The launcher reads them and removes them, including the
 keys, before the workers start."""
+CODE_PREFIX = "DDPJOB_CODE_"
+"""The same for spec.code."""
 MAX_RESTARTS = 1_000_000
 """The limit given to torchrun. The operator keeps the budget, because it sees every failure."""
 _SHUTDOWN_MARGIN = 2
@@ -262,13 +265,14 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
         *_interface(job),
         *_bucket(job, platform),
         *_data_bucket(job),
+        *_code(job, platform),
         *([] if _wants_devices(job.spec) else [_NO_DEVICES]),
         *job.spec.env,
     ]
     if job.spec.env_from:
         container["envFrom"] = list(job.spec.env_from)
-    if job.spec.working_dir:
-        container["workingDir"] = job.spec.working_dir
+    if folder := job.spec.working_dir or (CODE_FOLDER if job.spec.code else None):
+        container["workingDir"] = folder
     container["resources"] = _resources(job)
     container["volumeMounts"] = _mounts(job, platform)
     return container
@@ -493,6 +497,22 @@ def _data_bucket(job: DDPJob) -> list[Json]:
     return [*found, *_keys(data.secret_name, DATA_PREFIX)]
 
 
+def _code(job: DDPJob, platform: Platform) -> list[Json]:
+    """Return the variables with spec.code for the launcher."""
+    code = job.spec.code
+    if code is None:
+        return []
+    values = {
+        "URL": code.archive,
+        "DIGEST": code.digest,
+        "ENDPOINT": code.endpoint,
+        "REGION": code.region,
+        "DIR": platform.code_path or CODE_FOLDER,
+    }
+    found: list[Json] = [{"name": CODE_PREFIX + name, "value": value} for name, value in values.items() if value]
+    return [*found, *_keys(code.secret_name, CODE_PREFIX)]
+
+
 def _keys(secret: str | None, prefix: str) -> list[Json]:
     found = []
     for name in SECRET_KEYS if secret else ():
@@ -603,6 +623,8 @@ def _volumes(job: DDPJob, status: JobStatus) -> list[Json]:
         volumes.append({"name": SNAPSHOT_VOLUME, "emptyDir": memory})
     if storage.data:
         volumes.append({"name": "ddpjob-data", **_data(storage.data)})
+    if job.spec.code:
+        volumes.append({"name": FETCHED_CODE_VOLUME, "emptyDir": {}})
     return volumes
 
 
@@ -634,6 +656,8 @@ def _mounts(job: DDPJob, platform: Platform) -> list[Json]:
     mounts: list[Json] = [_runtime_mount(platform), {"name": "ddpjob-shm", "mountPath": "/dev/shm"}]
     if job.spec.recovery.keeps_snapshots:
         mounts.append({"name": SNAPSHOT_VOLUME, "mountPath": SNAPSHOT_PATH})
+    if job.spec.code:
+        mounts.append({"name": FETCHED_CODE_VOLUME, "mountPath": CODE_FOLDER})
     for name, volume in (
         ("ddpjob-checkpoints", storage.checkpoints or Volume(mount_path=storage.checkpoint_path, read_only=False)),
         ("ddpjob-data", storage.data),

@@ -66,7 +66,7 @@ def main() -> NoReturn:
         mode = recovery_mode()
         client = connect(shutdown, mode)
         settings = PreflightSettings.read()
-        data = data_to_fetch()
+        data, code = data_to_fetch(), code_to_fetch()
     except InitFailure as error:
         shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
         raise
@@ -94,7 +94,7 @@ def main() -> NoReturn:
         preflight.begin()
     client.start()
     try:
-        torchrun(sys.argv[1:], client, shutdown, mode, fork_server, cold, preflight, data)
+        torchrun(sys.argv[1:], client, shutdown, mode, fork_server, cold, preflight, data, code)
         if not client.done:
             raise RuntimeError("torchrun gave up before the group finished")
         shutdown.exit(protocol.EXIT_DONE, "Done", "")
@@ -194,12 +194,13 @@ def torchrun(
     cold: str,
     preflight: NodePreflight | None = None,
     data: Any = None,
+    code: Any = None,
 ) -> None:
     """Run torchrun with the launcher's agent and entry point. Returns when all nodes are done."""
     run = require_torchrun()
     divert_loggers(log)
     parsed = parse(run, arguments)
-    if not parsed.run_path:
+    if not parsed.run_path and code is None:
         check_entry_point(parsed)
     if str(parsed.nproc_per_node).isdigit():
         os.environ.setdefault(
@@ -210,6 +211,10 @@ def torchrun(
         return
     if preflight is not None:
         pass_node(preflight, client, shutdown)
+    if code is not None:
+        fetch_code(code, client, shutdown)
+        if not parsed.run_path:
+            check_entry_point(parsed)
     if data is not None:
         fetch_data(data, client, shutdown)
     patch_torch(client, shutdown, mode, preflight)
@@ -255,23 +260,62 @@ def data_to_fetch() -> Any:
         raise InitFailure(f"storage.data: {error}") from None
 
 
+def code_to_fetch() -> Any:
+    """Return the settings of code.archive, or None if it is not set.
+
+    Must run before any process inherits the bucket's keys. Raises InitFailure.
+    """
+    if not JobEnvironment.read().code_url:
+        return None
+    from ddpjob_runtime.launcher.fetch_code import CodeSettings
+    from ddpjob_runtime.launcher.s3_reader import BucketRefusal
+
+    try:
+        return CodeSettings.take()
+    except BucketRefusal as error:
+        raise InitFailure(f"code.archive: {error}") from None
+
+
+def fetch_code(code: Any, client: MemberClient, shutdown: Shutdown) -> None:
+    """Fetch code.archive into its folder before the program is looked for there.
+
+    This node remains in contact with the coordinator throughout.
+    """
+    from ddpjob_runtime.launcher.fetch_code import CodeFetch
+
+    await_fetch("code.archive", CodeFetch(code, lambda: shutdown.begun or client.done, data_note(client)), shutdown)
+
+
 def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
     """Fetch storage.data.url into its folder, however long that takes.
 
     This node remains in contact with the coordinator throughout.
     """
-    from ddpjob_runtime.launcher.fetch_data import Fetch, FetchAbandoned, Unfit
-    from ddpjob_runtime.launcher.s3_reader import BucketRefusal
+    from ddpjob_runtime.launcher.fetch_data import Fetch
+
+    await_fetch("storage.data", Fetch(data, lambda: shutdown.begun or client.done, data_note(client)), shutdown)
+
+
+def data_note(client: MemberClient) -> Callable[[str], None]:
+    """Return a function that reports to the coordinator what is being fetched."""
 
     def report(text: str) -> None:
         client.note(protocol.DATA, text)
 
+    return report
+
+
+def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
+    """Run a fetch to its end. If it fails, end the job, or only this node if its disk is unfit."""
+    from ddpjob_runtime.launcher.fetch_data import FetchAbandoned, Unfit
+    from ddpjob_runtime.launcher.s3_reader import BucketRefusal
+
     try:
-        Fetch(data, lambda: shutdown.begun or client.done, report).run()
+        fetch.run()
     except BucketRefusal as error:
-        raise InitFailure(f"storage.data: {error}") from None
+        raise InitFailure(f"{field}: {error}") from None
     except Unfit as error:
-        shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", f"storage.data: {error}")
+        shutdown.exit(protocol.EXIT_UNFIT, "PreflightFailed", f"{field}: {error}")
     except FetchAbandoned:
         shutdown.block_if_begun()
 

@@ -83,9 +83,11 @@ class BucketPlace:
     prefix: str
     server: str
     region: str
+    field: str = "storage.data"
+    """The field of spec that names the place, for messages."""
 
     @classmethod
-    def read(cls, url: str, endpoint: str, region: str) -> BucketPlace:
+    def read(cls, url: str, endpoint: str, region: str, field: str = "storage.data") -> BucketPlace:
         """Return the place of s3://BUCKET/PREFIX.
 
         `endpoint`: the server's URL (empty: AWS); `region`: empty means us-east-1. Raises
@@ -96,7 +98,7 @@ class BucketPlace:
             raise BucketRefusal(f"{url!r}: write s3://BUCKET/FOLDER")
         where = region or "us-east-1"
         prefix, server = split.path.strip("/"), endpoint.rstrip("/") or _aws("s3", where)
-        return cls(url.rstrip("/"), split.netloc, f"{prefix}/" if prefix else "", server, where)
+        return cls(url.rstrip("/"), split.netloc, f"{prefix}/" if prefix else "", server, where, field)
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class Credentials:
     Identity. Without any of these, requests are not signed, which a public bucket allows.
     """
 
-    def __init__(self, variables: Mapping[str, str], region: str) -> None:
-        self._variables, self._region = variables, region
+    def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
+        self._variables, self._region, self._field = variables, region, field
         self._keys: Keys | None = None
         self._lock = threading.Lock()
 
@@ -159,7 +161,7 @@ class Credentials:
         if access or secret:
             here, missing = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")[:: 1 if access else -1]
             text = f"AWS_{missing} is missing or empty, although AWS_{here}"
-            raise BucketRefusal(f"{text}: set both in the Secret of storage.data.secretName, or in env without it")
+            raise BucketRefusal(f"{text}: set both in the Secret of {self._field}.secretName, or in env without it")
         return None
 
     def _fetch_role_keys(self, role: str, token: str) -> Keys:
@@ -284,6 +286,17 @@ class Reader:
             )
         return {name.lower(): value for name, value in response.getheaders()}, self._pieces(response)
 
+    def open_object(self, name: str) -> tuple[int, Iterator[bytes]]:
+        """Return an object's size and its pieces, without listing the bucket.
+
+        Raises Changed if there is no such object.
+        """
+        response = self._request(self._place.prefix + name, {}, {})
+        if response.length is None:
+            self.close()
+            raise BucketRefusal(f"{self._place.server} does not speak S3: it does not send the size of an object")
+        return response.length, self._pieces(response)
+
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
             piece = self._read(response.read1, PIECE)  # Not a whole piece, which takes minutes on a slow connection.
@@ -349,12 +362,12 @@ class Reader:
             return Changed(text)
         region = re.sub(r"[^-a-z0-9]", "", response.getheader("x-amz-bucket-region") or "")[:30]
         if region and region != place.region:
-            return BucketRefusal(f"{text}; the bucket is in another region: set storage.data.region to {region}")
+            return BucketRefusal(f"{text}; the bucket is in another region: set {place.field}.region to {region}")
         if status in (401, 403):
-            hint = "check the keys in storage.data.secretName and what they may read (s3:ListBucket, s3:GetObject)"
-            none = "there are no credentials, so the request was not signed; set storage.data.secretName"
+            hint = f"check the keys in {place.field}.secretName and what they may read (s3:ListBucket, s3:GetObject)"
+            none = f"there are no credentials, so the request was not signed; set {place.field}.secretName"
             return BucketRefusal(f"{text}; {none if keys is None else hint}")
-        return BucketRefusal(f"{text}; check storage.data.url, endpoint and region")
+        return BucketRefusal(f"{text}; check the bucket's name, endpoint and region in {place.field}")
 
 
 def _connection(server: str) -> http.client.HTTPConnection:

@@ -260,3 +260,32 @@ def test_a_command_without_the_right_to_be_executed(tmp_path: Path) -> None:
     assert note in fitted(tmp_path, command=["./n.sh"]).warnings
     program.chmod(0o755)
     assert note not in fitted(tmp_path, command=["./n.sh"]).warnings
+
+
+CODE = {"archive": "s3://team/code/a.tar.gz", "digest": "sha256:" + "0a" * 32}
+
+
+def test_code_from_a_bucket_is_looked_for_in_the_folder_that_it_is_fetched_to(tmp_path: Path) -> None:
+    fetched = tmp_path / "j" / "fetched-code" / ("0a" * 8)
+    for script, folder, expected in (
+        ("src/new.py", None, ("src/new.py", fetched)),
+        ("new.py", "/ddpjob-code/src", ("new.py", fetched / "src")),
+        ("/ddpjob-code/src/new.py", "/tmp", (str(fetched / "src/new.py"), Path("/tmp"))),
+    ):
+        local = fitted(tmp_path, script=script, code=CODE, **({"workingDir": folder} if folder else {}))
+        assert not local.problems and local.code == fetched
+        assert (local.spec.script, local.working_dir) == expected
+
+
+def test_workdir_runs_the_code_of_this_machine_in_place_of_the_bucket_s(tmp_path: Path) -> None:
+    local = fitted(tmp_path, Options(working_dir=tmp_path), code=CODE)
+    assert local.code is None and local.spec.code is None and local.working_dir == tmp_path
+    assert any("spec.code: is not fetched; the code in --workdir" in warning for warning in local.warnings)
+
+
+def test_keys_of_the_code_s_bucket_are_named_if_this_shell_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    local = fitted(tmp_path, code={**CODE, "secretName": "keys"})
+    assert any(problem.startswith("spec.code.secretName: Secret keys cannot be read") for problem in local.problems)
