@@ -12,8 +12,10 @@ continued, whatever their steps.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+import io
 import json
 import math
 import os
@@ -135,11 +137,12 @@ class Bucket:
         """The data prefixes of uploads that were given up. Each attempt has its own prefix."""
 
     @classmethod
-    def open(cls, url: str) -> Bucket:
+    def open(cls, url: str, *, endpoint: str = "", region: str = "") -> Bucket:
         """Open the bucket at a URL, s3://BUCKET/PREFIX or file:///FOLDER.
 
         Credentials, endpoint and region come from AWS's variables (AWS_ACCESS_KEY_ID,
         AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION) and from the pod's service account.
+        `endpoint` and `region` are for a machine without these variables.
 
         Raises:
             LibraryMissing: obstore is not installed.
@@ -157,7 +160,12 @@ class Bucket:
             ) from None
         options: dict[str, Any] = {"client_options": {"connect_timeout": "10s", "timeout": f"{_REQUEST_SECONDS}s"}}
         options["retry_config"] = {"max_retries": 2, "retry_timeout": datetime.timedelta(seconds=60)}
-        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+        known = os.environ.get
+        if endpoint and not known("AWS_ENDPOINT_URL"):
+            options["endpoint"] = endpoint
+        if region and not (known("AWS_REGION") or known("AWS_DEFAULT_REGION")):
+            options["region"] = region
+        endpoint = known("AWS_ENDPOINT_URL", "") or endpoint
         if endpoint.startswith("http://"):
             options["client_options"]["allow_http"] = True
         try:
@@ -247,6 +255,13 @@ class Bucket:
             os.fsync(file.fileno())
         if size != expected.size or digest.hexdigest() != expected.sha256:
             raise Damaged(f"{self.url}/{key} differs from the uploaded file in size or checksum")
+
+    def size_of(self, key: str) -> int | None:
+        """Return the size of an object in bytes; None if there is none. Raises BucketError."""
+        try:
+            return int(self._try("read", key, lambda: self._obs.head(self._store, key)["size"]))
+        except Damaged:
+            return None
 
     def scores(self, metric: str) -> dict[int, float]:
         """Return {step: score} as `put_scores` last wrote it; empty for a different metric.
@@ -439,10 +454,22 @@ class Bucket:
         self._try("written", entry.key, lambda: self._obs.put(self._store, entry.key, text))
         return entry
 
-    def _put(self, key: str, file: Path) -> None:
+    def put_file(self, key: str, file: Path, watch: Callable[[int], None]) -> None:
+        """Upload one file, which is not part of a checkpoint.
+
+        `watch` is called with the number of bytes that have been read. Raises BucketError, OSError.
+        """
+        self._put(key, file, watch)
+
+    def _put(self, key: str, file: Path, watch: Callable[[int], None] | None = None) -> None:
         size = file.stat().st_size
         piece = max(_SMALLEST_PART, size // _LARGEST_PARTS)
-        put, began = partial(self._obs.put, self._store, key, file, chunk_size=piece), time.monotonic()
+
+        def put(**options: Any) -> None:
+            with _Watched(file, watch) if watch else contextlib.nullcontext(file) as source:
+                self._obs.put(self._store, key, source, chunk_size=piece, **options)
+
+        began = time.monotonic()
         try:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
@@ -451,7 +478,7 @@ class Bucket:
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
             self._slow = True
-            self._put(key, file)
+            self._put(key, file, watch)
 
     def _sizes(self, prefix: str) -> dict[str, int]:
         """Return the size of each object below a prefix, by key."""
@@ -553,6 +580,19 @@ def files_of(path: Path) -> list[Path]:
         if not file.is_file() or not all(_NAME.fullmatch(name) for name in names):
             raise BucketError(f"{file}: only files with names of letters, digits and -_.=+@, can be copied")
     return found
+
+
+class _Watched(io.FileIO):
+    """A file that reports how many bytes have been read."""
+
+    def __init__(self, path: Path, watch: Callable[[int], None]) -> None:
+        super().__init__(path)
+        self._watch = watch
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = super().read(-1 if size is None else size)
+        self._watch(self.tell())
+        return found or b""
 
 
 def _is_of(name: str, file: File) -> bool:

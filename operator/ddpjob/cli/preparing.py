@@ -39,6 +39,8 @@ Differences from a cluster:
       replaced by free ports, so that several jobs can run side by side
   script, module
       relative to the current folder (or spec.workingDir, or --workdir)
+  code
+      fetched to RUNS/JOB/fetched-code; with --workdir, not used
   storage.data
       the hostPath if it exists, else RUNS/JOB/data, or --data
   storage.checkpoints
@@ -231,6 +233,9 @@ def schema() -> None:
 @click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where checkpoints are kept.")
 @click.option("--entry", default="", metavar="SCRIPT", help="The script in the FOLDER.")
 @click.option(
+    "--code", default="", metavar="s3://URL", help="Where a large FOLDER is uploaded. Default: the checkpoints' bucket."
+)
+@click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set any field of spec; the value is YAML."
 )
 @click.option("--fresh", is_flag=True, help="On this machine: start from scratch, although the name has checkpoints.")
@@ -242,9 +247,11 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     """Create a job from a manifest, a script or a folder.
 
     A manifest describes its jobs alone: options that describe one are refused, and objects of other kinds are named
-    and left out. A script or a folder of this machine travels with the job in a ConfigMap, up to 1 MiB, a folder
-    without its hidden files, __pycache__, node_modules, runs, wandb and mlruns. An absolute path that is not here is
-    one in the image; anything else is a module. On this machine (--local) the job runs in the background.
+    and left out. A script or a folder of this machine travels with the job in a ConfigMap. A folder of more than
+    1 MiB is uploaded to the checkpoints' bucket (or --code), once for each content. Hidden files, caches, outputs
+    (runs, wandb, mlruns), files that look like secrets, and what .ddpjobignore or .gitignore names, are left out. An
+    absolute path that is not here is one in the image; anything else is a module. On this machine (--local) the job
+    runs in the background.
 
     \b
     Example: ddpjob submit job.yaml --wait
@@ -370,7 +377,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
     given = {key: value for key, value in options.items() if key not in apart}
     given |= {"env": {name: value for name, _, value in pairs}, "settings": read_settings(options["settings"])}
     request = JobRequest(program=program, args=args, **given)
-    made = build(request, local=local)
+    made = build(request, local=local, say=print_note, upload=not options["dry_run"])
     check_made(made[-1])
     return [made]
 

@@ -216,14 +216,15 @@ class Client:
         memory: str = "",
         checkpoints: str | PathLike[str] = "",
         entry: str | PathLike[str] = "",
+        code: str = "",
         settings: Mapping[str, Any] | None = None,
     ) -> Job:
         """Creates a job that trains by a function, a script, a folder with one, or a module.
 
         `program`: a function travels as its source, so it imports and defines within it all that it
-        needs. A script or folder of this machine travels to a cluster too, each up to 1 MiB; a job
-        of this machine runs it where it is. Any other absolute path is a file in the image.
-        Anything else is a module's name.
+        needs. A script or folder of this machine travels to a cluster too; a folder of more than 1
+        MiB is uploaded to a bucket. A job of this machine runs it where it is. Any other absolute
+        path is a file in the image. Anything else is a module's name.
         `args`: a script's words, or a function's keyword arguments, which travel as JSON (a tuple
         arrives as a list).
         `image`: any image with Python and PyTorch; not used on this machine.
@@ -236,7 +237,8 @@ class Client:
         `cpu`, `memory`: of each node, such as "8" and "64Gi".
         `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every
         Kubernetes node.
-        `entry`: of a folder: the script in it.
+        `entry`: of a folder: the script in it. `code`: the s3:// folder for the upload; default: in
+        the bucket of `checkpoints`.
         `settings`: any other field of spec, such as {"recovery.maxRestarts": 3,
         "storage.sharedMemory": "8Gi"}; mappings join what the other parameters have set, and other
         values replace it.
@@ -259,9 +261,10 @@ class Client:
             JobRequest(
                 program=str(program), source=source, args=words, image=image, name=name, nodes=nodes, gpus=gpus,
                 procs=procs, spares=spares, min_nodes=min_nodes, max_nodes=max_nodes, mode=mode, env=env or {},
-                cpu=cpu, memory=memory, checkpoints=checkpoints, entry=entry, settings=settings or {},
+                cpu=cpu, memory=memory, checkpoints=checkpoints, entry=entry, code=code,
+                settings=settings or {},
             ),
-            local=self._backend.local,
+            local=self._backend.local, say=lambda text: print(text, file=sys.stderr),
         )  # fmt: skip
         check_made(bodies[-1])
         return self.get(self._backend.create(bodies))

@@ -17,6 +17,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.submitted_code import CODE_FOLDER, mount_code
 from ddpjob.api.yamltext import YamlError, read_documents, shown
 from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests.code_archive import IGNORE_FILE, CodePlace, Found, find_files, send
 from ddpjob.local.paths import job_folder
 
 SOURCE = "function.py"
@@ -24,7 +25,6 @@ SOURCE = "function.py"
 sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
 """Maximum total size of the files in bytes: an object may have 1 MiB, including its metadata."""
-_LEFT_OUT = ("__pycache__", "node_modules", "runs", "wandb", "mlruns")
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
@@ -55,15 +55,24 @@ class JobRequest:
     """
     entry: str | os.PathLike[str] = ""
     """The script in a folder."""
+    code: str = ""
+    """The s3:// folder for code that is too large for a ConfigMap. Default: the folder `code` of the
+    checkpoints' bucket."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with what other
     options set."""
 
 
-def build(request: JobRequest, *, local: bool) -> list[Json]:
+def _silent(text: str) -> None:
+    """Report nothing."""
+
+
+def build(request: JobRequest, *, local: bool, say: Callable[[str], None] = _silent, upload: bool = True) -> list[Json]:
     """Return the objects to create, the job last.
 
-    If `local`, code is used where it is, and an image is not needed.
+    If `local`, code is used where it is, and an image is not needed. A folder that is too large for
+    a ConfigMap is uploaded, unless `upload` is False. `say` reports files that are left out, and
+    the upload.
     """
     image = request.image or ("local" if local else "")
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
@@ -71,7 +80,7 @@ def build(request: JobRequest, *, local: bool) -> list[Json]:
     if not image and not of_class:
         raise Mistake("image (--image): missing; name any image with Python and PyTorch")
     name = request.name or _name(request)
-    needed = _program(request, name, spec, local=local)
+    needed, archive = _program(request, name, spec, say, local=local)
     spec["nodes"] = request.nodes
     optional = {"gpusPerNode": request.gpus, "procsPerNode": request.procs, "spares": request.spares or None}
     spec |= {name: value for name, value in optional.items() if value is not None}
@@ -92,6 +101,9 @@ def build(request: JobRequest, *, local: bool) -> list[Json]:
         spec["storage"] = {"checkpoints": _volume(os.fspath(request.checkpoints))}
     for path, value in _plain("settings (--set)", request.settings).items():
         _set(spec, path, value)
+    if archive is not None:
+        sent = send(archive, request.program, _code_place(request, spec, archive), say, upload=upload)
+        spec["code"] = {**sent, **(spec.get("code") or {})}
     job = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
     maps = [_config_map(name, files) for files in needed]
     for code, files in zip(maps, needed, strict=True) if not local else ():
@@ -106,38 +118,50 @@ def _name(request: JobRequest) -> str:
     return f"{words if words[:1].isalpha() else 'job'}-{secrets.token_hex(2)}"
 
 
-def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list[dict[str, bytes]]:
-    """Set script or module, and return the files that are sent with the job."""
+def _program(
+    request: JobRequest, name: str, spec: Json, say: Callable[[str], None], *, local: bool
+) -> tuple[list[dict[str, bytes]], Found | None]:
+    """Set script or module, and return the files for a ConfigMap, or the files for an archive."""
     program, path = request.program, Path(request.program)
     if not program:
         raise Mistake("the program's name is empty, perhaps because a shell variable is not set")
-    if request.entry and (request.source or not path.is_dir()):
-        raise Mistake(f"entry (--entry) names a script in a folder, and {program} is not a folder")
+    if request.source or not path.is_dir():
+        for option, given in (
+            ("entry (--entry) names a script in", request.entry),
+            ("code (--code) is for", request.code),
+        ):
+            if given:
+                raise Mistake(f"{option} a folder, and {program} is not a folder")
     if request.source:
         spec["script"] = f"{job_folder(name).code if local else CODE_FOLDER}/{SOURCE}"
-        return [_limited([(SOURCE, len(request.source.encode()), request.source.encode)], program)]
+        return [_limited([(SOURCE, len(request.source.encode()), request.source.encode)], program)], None
     if path.is_dir():
         entry = os.fspath(request.entry) or next((name for name in _ENTRIES if (path / name).is_file()), "")
         if not entry or not (path / entry).is_file():
             raise Mistake(f"{program}: is a folder; name the script in it with entry (--entry), such as {_ENTRIES[0]}")
         if local:
             spec |= {"script": str((path / entry).absolute()), "workingDir": str(path.absolute())}
-            return []
-        inside = Path(os.path.relpath(path / entry, path)).as_posix()
-        files = _limited(_files(path), program)
-        if inside not in files:
+            return [], None
+        inside, found = Path(os.path.relpath(path / entry, path)).as_posix(), find_files(path)
+        if inside not in found.files:
             raise Mistake(
                 f"entry (--entry) {entry}: is not among the files of {program} that are copied, which are all but "
-                f"hidden files, links to folders, and {', '.join(_LEFT_OUT)}"
+                f"hidden files, caches, outputs, secrets, links to folders, and what {IGNORE_FILE} or .gitignore names"
             )
+        for note in found.notes():
+            say(f"{program}: {note}")
+        if request.code or found.size > MOST_BYTES:
+            spec["script"] = inside  # Relative to the folder of the code.
+            return [], found
         spec |= {"script": f"{CODE_FOLDER}/{inside}", "workingDir": CODE_FOLDER}
-        return [files]
+        files = ((inside, file.stat().st_size, file.read_bytes) for inside, file in found.files.items())
+        return [_limited(files, program)], None
     if path.is_file():
         if local:
             spec["script"] = str(path.absolute())
-            return []
+            return [], None
         spec["script"] = f"{CODE_FOLDER}/{path.name}"
-        return [_limited([(path.name, path.stat().st_size, path.read_bytes)], program)]
+        return [_limited([(path.name, path.stat().st_size, path.read_bytes)], program)], None
     if path.is_absolute() and not local:
         spec["script"] = program  # The script is in the image.
     elif re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", program) and not program.endswith(".py"):
@@ -147,18 +171,28 @@ def _program(request: JobRequest, name: str, spec: Json, *, local: bool) -> list
             f"{program}: there is no such file or folder here; name a script in the image by its absolute path, and a "
             f"module by its name"
         )
-    return []
+    return [], None
+
+
+def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
+    """Return where the code is uploaded to. Raises Mistake if the request names no bucket."""
+    checkpoints = (spec.get("storage") or {}).get("checkpoints") or {}
+    url = request.code or (f"{str(checkpoints['url']).rstrip('/')}/code" if checkpoints.get("url") else "")
+    if not url:
+        raise Mistake(
+            f"{request.program}: contains more than {MOST_BYTES // 1024} KiB, the limit of a ConfigMap; set "
+            f"checkpoints (--checkpoints) or code (--code) to a bucket, s3://BUCKET/FOLDER, name what the job does not "
+            f"need in {IGNORE_FILE}, or put the code into the image"
+        )
+    if not url.startswith("s3://"):
+        raise Mistake(f"code (--code) {url}: write s3://BUCKET/FOLDER")
+    own = spec.get("code") or {}
+    endpoint, region = (str(own.get(name) or checkpoints.get(name) or "") for name in ("endpoint", "region"))
+    return CodePlace(url, endpoint, region)
 
 
 _File = tuple[str, int, Callable[[], bytes]]
 """Name, size, and a function that reads the content."""
-
-
-def _files(folder: Path) -> Iterator[_File]:
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") or part in _LEFT_OUT for part in inside.parts):
-            yield inside.as_posix(), path.stat().st_size, path.read_bytes
 
 
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
