@@ -7,8 +7,8 @@ import contextlib
 import gzip
 import http.client
 import io
+import itertools
 import pickle
-import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -369,27 +369,28 @@ def _code_archives() -> Target:
     from ddpjob_runtime.launcher.fetch_code import BadArchive, unpack
 
     above = scratch("code-archives")
-    archive, folder = above / "archive.tar.gz", above / "folder"
+    archive, folders = above / "archive.tar.gz", itertools.cycle(above / str(number) for number in range(500))
 
     def read(data: bytes) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder = next(folders)  # Removing it would be an act.
+        folder.mkdir(exist_ok=True)
         archive.write_bytes(gzip.compress(data, 1))
         try:
             unpack(archive, folder, most=2**20, most_files=100)
         finally:
-            assert {path.name for path in above.iterdir()} == {archive.name, folder.name}
+            assert all(path.name.isdecimal() or path == archive for path in above.iterdir())
             assert not any(path.is_symlink() for path in folder.rglob("*"))
 
     seeds = []
     for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         made = io.BytesIO()
         with tarfile.open(fileobj=made, mode="w", format=kind) as tar:
-            for name, type_, link in (
-                ("a.py", tarfile.REGTYPE, ""), ("lib", tarfile.DIRTYPE, ""), ("lib/" + "x" * 120, tarfile.REGTYPE, ""),
+            long = "lib/" + "x" * (90 if kind == tarfile.USTAR_FORMAT else 120)
+            for path, type_, link in (
+                ("a.py", tarfile.REGTYPE, ""), ("lib", tarfile.DIRTYPE, ""), (long, tarfile.REGTYPE, ""),
                 ("link", tarfile.SYMTYPE, "../up"), ("hard", tarfile.LNKTYPE, "a.py"),
             ):  # fmt: skip
-                member = tarfile.TarInfo(name)
+                member = tarfile.TarInfo(path)
                 member.type, member.linkname, member.size = type_, link, 3 if type_ == tarfile.REGTYPE else 0
                 if not link or kind == tarfile.GNU_FORMAT:
                     tar.addfile(member, io.BytesIO(b"abc"))

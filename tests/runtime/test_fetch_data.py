@@ -378,7 +378,7 @@ def test_a_bucket_that_changes_meanwhile_is_listed_again(server: Server, tmp_pat
     ("status", "headers", "code", "says"),
     [
         (403, {}, "AccessDenied", "storage.data.secretName"),
-        (404, {}, "NoSuchBucket", "NoSuchBucket .*check storage.data.url"),
+        (404, {}, "NoSuchBucket", "NoSuchBucket .*check the URL, endpoint and region in storage.data"),
         (301, {"x-amz-bucket-region": "eu-west-1"}, "PermanentRedirect", "set storage.data.region to eu-west-1"),
         (400, {}, "ExpiredToken", "ExpiredToken"),
     ],

@@ -367,7 +367,7 @@ class Reader:
             hint = f"check the keys in {place.field}.secretName and what they may read (s3:ListBucket, s3:GetObject)"
             none = f"there are no credentials, so the request was not signed; set {place.field}.secretName"
             return BucketRefusal(f"{text}; {none if keys is None else hint}")
-        return BucketRefusal(f"{text}; check the bucket's name, endpoint and region in {place.field}")
+        return BucketRefusal(f"{text}; check the URL, endpoint and region in {place.field}")
 
 
 def _connection(server: str) -> http.client.HTTPConnection:
