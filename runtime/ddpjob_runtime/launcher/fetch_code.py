@@ -9,8 +9,9 @@ made to escape from its folder, to fill the disk or to exhaust the memory. Three
 3. Sizes and counts are limited (protocol.MOST_*) and are checked while reading, since the numbers
    in an archive's headers may be wrong.
 
-Example: a 30 KiB archive that unpacks to 100 GiB of zeros ends after 8 GiB, because unpacked bytes
-are counted. One that claims a header of 4 GiB ends at once, because no single read may exceed 1 MiB.
+Example: a small archive that unpacks to 100 GiB of zeros ends after 8 GiB, because unpacked bytes
+are counted. An archive that claims a header of 4 GiB ends at once, because no single read may
+exceed 1 MiB.
 
     NAME                      a file of the archive
     .ddpjob-code-DIGEST       marker: the archive with this digest has been unpacked completely
