@@ -107,7 +107,7 @@ async def test_a_job_whose_pods_need_something_else_asks_again_and_is_not_called
     assert "Evicted" not in events(s)
     [changed] = [e.message for e in s.cluster.events if e.reason == "SpecChanged"]
     assert changed == (
-        "the quota that queue team has granted does not suit the job's spec any more: it asks again; "
+        "the quota that queue team has granted no longer fits the job's spec; the job requests it again; "
         "checkpoints are kept"
     )
 
@@ -129,7 +129,7 @@ async def test_pods_of_a_suspended_job_on_a_lost_host_go_before_the_coordinator(
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: not s.pods, limit=90)
     await s.passes(2)
-    assert conditions(s)["Suspended"]["message"] == "no pods run; set runPolicy.suspend to false to resume"
+    assert conditions(s)["Suspended"]["message"] == "no pods are running; set runPolicy.suspend to false to resume"
 
 
 async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
@@ -317,7 +317,7 @@ async def test_it_is_the_queue_that_had_granted_the_quota_that_takes_it_back() -
     kueue.evict()
     await s.until_phase("Queued")
     [evicted] = [e.message for e in s.cluster.events if e.reason == "Evicted"]
-    assert evicted.startswith("queue team takes the quota back: preempted")
+    assert evicted.startswith("queue team has withdrawn the quota: preempted")
     await s.passes(60)
     assert conditions(s)["Suspended"]["message"].startswith("waits in queue other for the quota of 2 pods")
 

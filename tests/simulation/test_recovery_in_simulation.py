@@ -430,7 +430,7 @@ async def test_a_coordinator_that_hears_nobody_is_replaced_and_the_pods_are_left
     assert {p.name for p in running(s)} == pods
     assert s.training.made - steps >= 60, "it trained all the while"
     assert reasons(s) == [("CoordinatorLost", False)]
-    assert "has not heard most of its members" in s.status["restarts"]["recent"][0]["message"]
+    assert "has not heard from most of its members" in s.status["restarts"]["recent"][0]["message"]
     assert s.phase == "Running"
 
 
