@@ -149,7 +149,9 @@ async def test_a_job_that_is_resumed_with_a_faulty_template_asks_for_no_quota_an
     await s.passes(10)
     assert s.phase == "Queued" and not kueue.workloads()
     message = conditions(s)["Suspended"]["message"]
-    assert message.startswith("asks queue team for nothing until spec.podTemplate is corrected: spec.podTemplate.spec")
+    assert message.startswith(
+        "requests no quota from queue team until spec.podTemplate is corrected: spec.podTemplate.spec"
+    )
     s.change_spec({"podTemplate": {}})
     await s.until_phase("Complete")
 
@@ -345,7 +347,7 @@ async def test_what_runs_keeps_its_quota_when_its_label_is_removed() -> None:
     s.change_spec({"nodes": 3})
     await s.passes(10)
     assert kueue.using() == 2 and s.status["nodes"]["ready"] == 2, "nobody else is granted what it uses"
-    assert conditions(s)["Admitted"]["message"].endswith("was removed: the job does not ask for a different quota")
+    assert conditions(s)["Admitted"]["message"].endswith("was removed, so the job does not request a different quota")
     kueue.evict()
     await s.until(lambda: not kueue.workloads(), limit=60)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["ready"] == 3)

@@ -255,7 +255,7 @@ async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
     await s.until(lambda: s.status["nodes"]["display"] == "3/3")
     s.machines.isolate(s.pods["job-1-0"], 60)
     await s.until(lambda: s.status["nodes"]["display"] == "2/3")
-    message = "2 of 3 nodes run together; pod job-1-0 runs, but has no contact with the coordinator"
+    message = "2 of 3 nodes run together; pod job-1-0 is running but has lost its connection to the coordinator"
     await s.until(lambda: conditions(s)["Running"]["message"] == message)
 
 
