@@ -279,7 +279,7 @@ class ClaimView:
     exists: bool = True
     access_modes: tuple[str, ...] = ()
     made_by: str = ""
-    """UID of the job that made the claim, which may be an earlier job; empty if no job made it."""
+    """UID of the job that made the claim, possibly an earlier job; empty if no job made it."""
     made_for: str = ""
     """Name of that job."""
     template: str = ""

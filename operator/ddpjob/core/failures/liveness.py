@@ -92,8 +92,9 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
 
 
 def _member_lost(pod: PodView, world: World) -> datetime | None:
-    """Return when the coordinator lost its connection to a pod that runs according to its kubelet.
+    """Return since when a running pod has had no connection to the coordinator.
 
-    Return None if it has not, or if it has lost most pods. In that case it is itself partitioned.
+    Return None if it has one. Return None, too, if the coordinator has lost most pods, because it
+    is then partitioned itself.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

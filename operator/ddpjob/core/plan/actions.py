@@ -59,7 +59,7 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 @dataclass(frozen=True)
 class PlannedActions:
-    """The actions, and the view in which slots to be created belong to the current round."""
+    """The actions, and the view. Its slots without a pod have the current round."""
 
     view: View
     actions: tuple[Action, ...]

@@ -87,7 +87,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
         return False, waits[0], f"{present}; {waits[1]}"
     placed = coordinator is not None and coordinator.host
     if report is None and not placed and not status.holds(ConditionType.RUNNING):
-        return False, NODES_MISSING, f"{present}; the coordinator's pod has no Kubernetes node yet"
+        return False, NODES_MISSING, f"{present}; the coordinator's pod has not been scheduled yet"
     if report is None:
         return status.holds(ConditionType.RUNNING), "CoordinatorUnreachable", f"{present}; {_unreachable(view)}"
     if report.attempt and report.state == CoordinatorState.FORMING and status.holds(ConditionType.RUNNING):

@@ -121,7 +121,7 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
     if "violates PodSecurity" in rejected.message:
         where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
         instead = "replace hostPath and nfs by claims, and remove hostNetwork and hostPort"
-        what += f"; set what is missing in {where}; {instead}"
+        what += f"; set the missing fields in {where}; {instead}"
     return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
 
 

@@ -32,7 +32,10 @@ NODES_MISSING = "NodesMissing"
 
 
 def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first pod that no scheduler considers; None if all are."""
+    """Return reason and message for the first pod that no scheduler has considered.
+
+    Return None if there is no such pod.
+    """
     for pod in pods:
         if pod.host or pod.ended or pod.main.running:
             continue
