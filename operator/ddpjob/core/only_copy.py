@@ -7,8 +7,8 @@ itself. Before it yields a gang's room, drops slots or moves a pod, it therefore
 pods hold the newest state.
 
 - If the deletion would remove the last copy, the operator waits.
-- There is one exception: a gang that waits for room yields its pods if another job waits for room
-  too. Otherwise the two jobs could wait for each other forever, each with half of its pods.
+- The exception is a gang that waits for room. It yields its pods if another job waits for room too,
+  because otherwise the two jobs could wait for each other forever, each with half of its pods.
 
 Example with 2 nodes, no checkpoints, and a cluster of two machines:
 

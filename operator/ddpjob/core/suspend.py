@@ -16,7 +16,7 @@ Example with 2 nodes and a coordinator:
      9 s  both nodes have ended: the coordinator is deleted
     11 s  no pods are left: the PodGroup is deleted, and the job waits
 
-Waiting for a class or quota takes the same way, with a different reason.
+A job that waits for a class or quota is treated in the same way, with a different reason.
 
 Why: docs/decisions/0017 for the quota.
 """

@@ -1,8 +1,8 @@
 """Second stage: attribute ended pods and the coordinator's new incidents to breaks.
 
 Each break has one cause. All other failures in it are consequences, which never count. The rules
-are in `failures.merge_causes`. This stage turns ends and incidents into findings for these rules,
-and handles what a list of findings cannot show:
+are in `failures.merge_causes`. This stage turns ends and incidents into findings for these rules.
+It also handles two cases that the findings alone cannot show:
 
 - The end of an idle spare does not break the group (`_was_idle`).
 - A `command` has no coordinator that reports which rank failed first. If one node fails, all others

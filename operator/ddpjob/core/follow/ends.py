@@ -1,10 +1,9 @@
 """First stage: find pods that have ended since the last reconcile, and show this in the status.
 
-Each slot is compared with its pod, and the coordinator with its own pod. "Ended" means that the pod
-can no longer be used: it has exited, is being deleted, has vanished, has been silent for too long,
-has an image for a different platform, or must leave an unhealthy node or make room for a spare.
-Each end gets its cause here. `attribution` then decides whether it is the cause of a break or a
-consequence.
+Each slot is compared with its pod, and the coordinator with its own pod. A pod has ended if it can
+no longer be used. It may have exited, vanished or been silent for too long, its image may be for a
+different platform, or it may have to leave an unhealthy or slow place. Each end gets its cause
+here. `attribution` then decides whether it is the cause of a break or a consequence.
 
 Some ends look like faults of a host, but are the job's own. They become InitFailure, which fails a
 job before its first step:

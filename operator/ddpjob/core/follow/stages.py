@@ -6,9 +6,9 @@
 4. `outcome`: whether the job fails
 5. `replacing`: the next attempts of ended pods, or a new generation
 
-Three groups skip later stages. If the group has finished, the job is complete. If the cause of an
-end is still awaited, nothing is recorded, and the next reconcile starts again. If the group has
-made its last step, ended pods are not replaced.
+Later stages are skipped in three cases. If the group has finished, the job is complete. If the
+cause of an end is still awaited, nothing is recorded, and the next reconcile starts again. If the
+group has made its last step, ended pods are not replaced.
 
 Example: a drain evicts pod train-1-0, and rank 0 loses its connection to it.
 

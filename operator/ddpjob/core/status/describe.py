@@ -6,7 +6,7 @@ it. Two rules apply to all of them:
 - Texts are stable. A text that changed at each reconcile would be written each time, and each write
   causes the next reconcile. So texts name times, not durations, and omit figures that flicker.
 - Conditions about rare trouble, such as NodesHealthy, are absent until the trouble first occurs.
-  After it, they stay and become true, so that users see that it is over.
+  Afterwards they stay and become true, so that users see that the trouble is over.
 
 Example of a pod on an unhealthy Kubernetes node, with no place to go:
 
