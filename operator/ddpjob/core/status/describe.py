@@ -203,7 +203,7 @@ FIRST_COPY = timedelta(minutes=30)
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Set CheckpointsCopied: whether checkpoints reach the bucket. Absent until a copy is missing."""
+    """Set CheckpointsCopied: whether checkpoints reach the bucket. Absent until one does not."""
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
     before = status.condition(ConditionType.CHECKPOINTS_COPIED)
