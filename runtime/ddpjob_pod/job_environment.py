@@ -59,7 +59,7 @@ class JobEnvironment:
     data_dir: str
     code_url: str
     code_digest: str
-    """Of the archive at code_url, as sha256:HEX."""
+    """SHA-256 of the archive at code_url, as sha256:HEX."""
     code_endpoint: str
     code_region: str
     code_dir: str

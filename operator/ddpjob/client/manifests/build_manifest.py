@@ -56,8 +56,10 @@ class JobRequest:
     entry: str | os.PathLike[str] = ""
     """The script in a folder."""
     code: str = ""
-    """The s3:// folder for code that is too large for a ConfigMap. Default: the folder `code` of the
-    checkpoints' bucket."""
+    """The s3:// folder for code that is too large for a ConfigMap.
+
+    Default: the folder `code` in the bucket of the checkpoints.
+    """
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with what other
     options set."""

@@ -55,7 +55,7 @@ class Found:
     """The files of a folder to send, and what was left out that its user may miss."""
 
     files: Mapping[str, Path]
-    """By path in the folder, sorted."""
+    """The files, by their paths in the folder, sorted."""
     secrets: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
 
