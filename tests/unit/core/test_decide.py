@@ -385,7 +385,7 @@ def test_a_suspended_job_is_polled_until_its_pods_are_gone() -> None:
     ("placed", "why"),
     [
         ({"host": "", "phase": "Pending"}, "a finalizer holds it"),
-        ({}, "a finalizer holds it, or its Kubernetes node n0 does not answer"),
+        ({}, "a finalizer holds it, or its Kubernetes node n0 is unreachable"),
     ],
 )
 def test_a_suspended_job_reports_which_pod_should_have_ended(placed: dict[str, str], why: str) -> None:
@@ -596,10 +596,10 @@ def test_a_sidecar_of_an_ended_program_does_not_outlive_a_suspension() -> None:
 
     assert said(replace(sidecar, deleted_at=NOW)) == "1 pod still terminating"
     down = {"n0": HostView(name="n0", ready=False, since=NOW, out_of_service=False)}
-    assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods run"), (
+    assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods are running"), (
         "no kubelet would confirm its end"
     )
-    assert said(ended).startswith("no pods run")
+    assert said(ended).startswith("no pods are running")
 
 
 def new_job(label: str = "", **spec: Any) -> DDPJob:
