@@ -81,7 +81,7 @@ TRAINER = (
     # Saved content can be restored in both formats, from fsdp to ddp to one process, and from other
     # Python versions.
     "test_checkpoint_dcp.py::test_content_comes_back_with_its_types",
-    "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_one_continue_from_each_other",
+    "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_from_each_other",
     "test_manifest.py",
     "test_other_pythons.py",
 )
