@@ -1,4 +1,9 @@
-"""What is known so far about why a round broke, while reports are still arriving."""
+"""What is known so far about why a round broke, while reports are still arriving.
+
+The verdict is the first of these that exists: the coordinator's own reason to end the round (a hang
+or a resize), a sure first cause, members that did not return to a new coordinator, any other first
+cause, and a member that left for an unknown reason.
+"""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ class Members:
     """The members (one per index), the missing members, and the pods that are never admitted again.
 
     Every line from a member requires the number of ready members. They are counted as states
-    change: with a thousand members, checking all of them for each line was half of the work until a
-    round began.
+    change: with a thousand members, checking all of them for each line was half of the work before
+    a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
