@@ -1,4 +1,4 @@
-"""Turns SIGTERM into a flag on which the ranks agree."""
+"""Makes SIGTERM set a flag on which the ranks agree."""
 
 from __future__ import annotations
 
