@@ -24,8 +24,8 @@ replicated state the other nodes continue. A sharded state would never be comple
 If a node dies during a transfer, the collective fails, and the job restarts from the states that
 are left.
 
-Example, 2 nodes, a copy every 10 steps: node 1 is lost after step 48. Node 0 holds step 40, the new
-node nothing. Both choose 40, node 0 sends it, and 8 steps are repeated.
+Example, 2 nodes, a copy every 10 steps: node 1 is lost after step 48. Node 0 holds step 40, and the
+new node holds nothing. Both choose 40, node 0 sends it, and 8 steps are repeated.
 
 Pickles come only from this job's own pods, whose program runs here anyway.
 """
@@ -298,7 +298,7 @@ class RankSnapshots:
         Args:
             every: steps between two copies, or AUTO.
             sharded: each rank has a part of the state; otherwise all ranks have the same state.
-            together: making the state is collective, although few ranks keep it.
+            together: all ranks must call `make`, although few ranks keep the state.
         """
         self._together = together
         self._store, self._exchange, self._order = store, exchange, order

@@ -114,7 +114,7 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
     if not job.may_have_snapshots:
         return None
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for leftover in _folders(job):  # of a start that was killed
+        for leftover in _folders(job):  # a killed start has left it
             shutil.rmtree(leftover, ignore_errors=True)
     with _early_exchange() as exchange:
         snapshots = open_memory(job, exchange, together=True)

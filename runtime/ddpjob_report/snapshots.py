@@ -164,7 +164,7 @@ class Snapshots:
         return {**alike, **self._large}
 
     def _own(self) -> bytes:
-        """Return this rank's private state, and put aside large states, which are shared."""
+        """Return this rank's private state. Large states are shared, so keep them in `_large`."""
         import torch
 
         objects: dict[str, Any] = {}

@@ -247,6 +247,6 @@ def _interfaces() -> dict[str, str]:
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
             except OSError:
-                continue  # without an IPv4 address
+                continue  # it has no IPv4 address
             found[socket.inet_ntoa(answer[20:24])] = name
     return found

@@ -501,7 +501,7 @@ def record(error: BaseException, path: str, code: int) -> None:
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
     try:
         with open(path) as file:  # noqa: PTH123
-            written = json.load(file)  # by the program's own @record
+            written = json.load(file)  # the program's own @record has written it
         if isinstance(written["message"]["extraInfo"], dict):
             said = with_inner_error(written["message"]["message"])
             written["message"]["message"] = said + causes(error, said)

@@ -20,7 +20,7 @@ class Evidence:
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
         self._losses: list[MemberLoss] = []
-        self._finishes: list[Finish] = []  # of ranks whose node has not finished
+        self._finishes: list[Finish] = []  # ranks whose node has not finished
         self._known: Verdict | None = None  # from the beginning: a hang, a planned restart
         self._absent: Verdict | None = None  # a member never came back, which explains everything except sure failures
         self._fallback: Verdict | None = None  # used if nothing better is known

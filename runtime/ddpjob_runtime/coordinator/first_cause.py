@@ -129,9 +129,9 @@ class Verdict:
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
     """Return how likely a failure is a consequence.
 
-    0: an error of its own; 1: an abort, which communication libraries use when a peer is gone, or
-    an NCCL error about this rank's own device; 2: a communication error; 3: it came after the
-    members were asked to end their workers.
+    0: its own error; 1: an abort, which communication libraries use when a peer is gone, or an NCCL
+    error about this rank's own device; 2: a communication error; 3: it came after the members were
+    asked to end their workers.
     """
     if ended_at is not None and failure.time > ended_at + ORDER_SECONDS:
         return 3

@@ -1,4 +1,4 @@
-"""Members: launchers that have said hello, and those that were lost or dismissed."""
+"""Connected launchers as members, and lists of the lost and dismissed members."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Members:
 
     @property
     def ready_count(self) -> int:
-        """How many members could begin a round."""
+        """Number of members that could begin a round."""
         return self._tally[MemberState.READY]
 
     def ready(self) -> list[Member]:

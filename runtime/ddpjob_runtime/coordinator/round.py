@@ -65,7 +65,7 @@ class RoundOwner(Protocol):
 class Round:
     """`world` members with group ranks from 0.
 
-    After a takeover, `members` contains only those that have returned.
+    After a takeover, `members` contains only members that have returned.
     """
 
     def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: RoundOwner, loop: Loop) -> None:
@@ -389,7 +389,7 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to end their workers, unless they were already asked as urgently."""
+        """Ask all members to end their workers, unless the last request was as urgent."""
         if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at

@@ -209,7 +209,7 @@ class Stacks:
     def describe(self) -> tuple[str, str]:
         """Return (where each rank is, all stacks within the traceback's limit).
 
-        Ranks that have ended or failed are named first, then those that the others wait for.
+        Ranks that have ended or failed are named first, then ranks that the others wait for.
         """
         over = protocol.RANK_ENDED, protocol.RANK_FAILED
         ranks = sorted(

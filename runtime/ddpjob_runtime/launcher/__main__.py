@@ -143,7 +143,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
                 ", ".join(f"DDPJOB_{name.upper()}" for name in missing)
             )
         )
-    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # of this job's coordinator, for the workers
+    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # the workers read the coordinator's version
     identity: dict[str, Any] = {
         "pod": job.pod,
         "pid": os.getpid(),

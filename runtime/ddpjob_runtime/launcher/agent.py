@@ -203,7 +203,7 @@ class CoordinatedAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _hurry(self, number: int) -> None:
-        """End a planned restart's grace period, because a peer that had to save too is gone."""
+        """Kill the workers of a planned restart, because a lost peer keeps them from saving."""
         if number == self._round and self._pcontext is not None:
             _kill_sessions(self._pcontext, spare_trackers=True)
 

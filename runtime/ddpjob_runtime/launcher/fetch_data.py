@@ -10,13 +10,13 @@ everything there. A pod that starts again with the same folder downloads only wh
 
 - The bucket is listed. An object counts as there if the record has its ETag, and the file still has
   the recorded size and time. Recorded files that the bucket no longer has are deleted.
-- Missing objects are downloaded by THREADS threads, from where a part of this boot ends.
+- THREADS threads download the missing objects, and continue partial downloads of this boot.
 - A part is renamed only if its size and checksums match. After WRONG_TRIES, the job fails.
 - Outages of the bucket are retried without a limit. A full disk makes the node unfit, so that the
   operator can use a different one. If the bucket changes meanwhile, it is listed again.
 
-Example: the pod is killed at 60 of 100 objects. Its successor lists the bucket, finds 60 in the
-record, and resumes the partial downloads at their lengths, which it first reads for the checksum.
+Example: the pod is killed at 60 of 100 objects. Its successor lists the bucket, finds 60 objects in
+the record, reads the partial downloads for their checksums, and continues them.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class ForkServer:
             event = json.loads(line)
             if "number" in event:
                 self._started[event["number"]] = event.get("problem") or event["pid"]
-                self._ended.pop(event["pid"], None)  # of an earlier worker with this pid
+                self._ended.pop(event["pid"], None)  # an earlier worker had this pid
             elif "importing" in event:
                 self._importing = event["importing"]
             elif "ready" in event:
@@ -461,7 +461,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
         _send(orders, number=order["number"], pid=0, problem=str(error))
         return
     if pid == 0:
-        os.setsid()  # as torchrun's workers
+        os.setsid()  # torchrun's workers have their own sessions too
         signal.set_wakeup_fd(-1)
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -487,7 +487,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         if not (os.environ.get("PYTHONFAULTHANDLER") or "faulthandler" in sys._xoptions or sys.flags.dev_mode):
-            faulthandler.disable()  # the launcher's
+            faulthandler.disable()  # the launcher has enabled it
         _redirect(order)
         _renew_libraries()
         shared = set(sys.modules)
