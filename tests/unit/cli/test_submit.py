@@ -162,9 +162,9 @@ def test_a_generated_name_on_this_machine() -> None:
         (["submit", "train.py", "--lr", "1"], "`ddpjob submit train.py -- --lr ...`"),
         (["submit", "train.py", "--node", "3"], "did you mean --min-nodes or --mode or --nodes?"),
         (["convert", "torchrun", "--nnodes=2", "a.py"], "`ddpjob convert -- torchrun --nnodes ...`"),
-        (["submit", "-f", "job.yaml"], "no option -f: `ddpjob submit job.yaml`"),
+        (["submit", "-f", "job.yaml"], "no option -f; write `ddpjob submit job.yaml`"),
         (["run", "--filename", "job.yaml"], "no option --filename: `ddpjob run job.yaml`"),
-        (["delete", "-f", "job.yaml"], "no option -f: `ddpjob delete JOB`"),
+        (["delete", "-f", "job.yaml"], "no option -f; write `ddpjob delete JOB`"),
     ],
 )
 def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
@@ -177,8 +177,8 @@ def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["torchrun", "train.py"], "spec.module: torchrun only starts a program"),
-        (["--", "python3", "train.py"], "spec.module: python3 only starts a program"),
+        (["torchrun", "train.py"], "spec.module: torchrun is a launcher"),
+        (["--", "python3", "train.py"], "spec.module: python3 is a launcher"),
         (["run.sh"], "run.sh is a shell script, and torchrun starts only Python scripts"),
     ],
 )
@@ -220,10 +220,10 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     assert main(["convert", "torchrun.yaml"]) == 0
     out, err = capsys.readouterr()
     assert read(out)[0]["spec"]["script"] == "a.py"
-    assert "torchrun.yaml: left out, not one of PyTorchJob, TrainJob: MPIJob, ConfigMap" in err
+    assert "torchrun.yaml: left out MPIJob, ConfigMap, because only PyTorchJob, TrainJob can be" in err
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
-    assert "contains none of PyTorchJob, TrainJob, but MPIJob; for other kinds, convert" in capsys.readouterr().err
+    assert "contains no PyTorchJob or TrainJob, only MPIJob; for other kinds, convert" in capsys.readouterr().err
     assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files were taken for a command line"
     assert len(read(capsys.readouterr().out)) == 2
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
@@ -235,7 +235,7 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
         '#!/bin/bash\n#SBATCH -N 4\nif :; then\n  echo "a: b: c"\nfi\nsrun torchrun a.py\n'
     )
     assert main(["convert", "job.sbatch"]) == 2
-    assert "job.sbatch: contains none of PyTorchJob, TrainJob; for other kinds, conv" in capsys.readouterr().err
+    assert "job.sbatch: contains no PyTorchJob or TrainJob; for other kinds, conv" in capsys.readouterr().err
     assert main(["convert", "--name", "i", "torchrun.yaml"]) == 2, "the option had no effect"
     assert "--name: only for a command line" in capsys.readouterr().err
     assert main(["convert", "--image", "other:1", "torchrun.yaml"]) == 0
@@ -249,15 +249,14 @@ def test_notes_on_a_job_of_a_generated_name(folder: Path, capsys: pytest.Capture
     (folder / "t.yaml").write_text(job)
     assert main(["convert", "t.yaml"]) == 0
     out, err = capsys.readouterr()
-    assert read(out)[0]["metadata"] == {"generateName": "t-"} and "# t-: script: a.py, the first of args" in err
+    assert read(out)[0]["metadata"] == {"generateName": "t-"} and "# t-: script: a.py was the first of args" in err
 
 
 def test_convert_without_an_image_says_only_that_one_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--", "torchrun", "--nnodes=2", "train.py"]) == 1
     [note] = capsys.readouterr().err.splitlines()
-    assert (
-        note == "# converted: spec.image: a command line names no image; write one with Python, PyTorch and the script"
-    )
+    missing = "a command line does not name one; write an image with Python, PyTorch and the script"
+    assert note == f"# converted: spec.image: {missing}"
 
 
 TWO = f"{JOB}---\n{JOB.replace('name: t', 'name: u')}"
