@@ -211,7 +211,7 @@ def test_arguments_of_the_image_s_entry_point_are_no_command() -> None:
     container["args"] = ["a.py", "--backend", "nccl"]
     made = convert(job)
     assert valid(made.job)["script"] == "a.py" and made.job["spec"]["args"] == ["--backend", "nccl"]
-    assert any("the image's own entry point was to run" in note for note in made.notes)
+    assert any("which the image's own entry point received" in note for note in made.notes)
 
 
 @pytest.mark.parametrize("line", ["exec torchrun a.py --lr 1", "torchrun a.py --lr 1"])
@@ -520,7 +520,7 @@ def test_a_line_that_was_copied_over_several_lines_is_one() -> None:
 @pytest.mark.parametrize(
     ("line", "sign"),
     [
-        ("torchrun a.py\npython b.py", "a line's end: no shell starts a script or module"),
+        ("torchrun a.py\npython b.py", "a line break: no shell starts a script or module"),
         ("torchrun a.py # all", "#: no shell starts"),
     ],
 )
@@ -562,7 +562,7 @@ def test_python_alone_is_one_process_whatever_torchrun_would_start(given: dict[s
 
 def test_a_number_that_python_alone_only_counted_is_noted() -> None:
     made = convert(_of_four_gpus(["python", "a.py"], nprocPerNode="4"))
-    assert valid(made.job) and ["procsPerNode: python started one process in a pod" in n for n in made.notes] == [True]
+    assert valid(made.job) and ["procsPerNode: python started one process per pod" in n for n in made.notes] == [True]
 
 
 @pytest.mark.parametrize(

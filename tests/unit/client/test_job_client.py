@@ -281,7 +281,7 @@ def test_logs_that_are_broken_off_leave_no_reader(monkeypatch: pytest.MonkeyPatc
 
 def test_logs_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
-    with pytest.raises(Mistake, match="no logs of rank 7 of j; the ranks are 0 to 1"):
+    with pytest.raises(Mistake, match="no logs for rank 7 of j; the ranks are 0 to 1"):
         list(client(place).logs("j", rank=7))
     with pytest.raises(Mistake, match="no pod of slot 9 of j; the slots are 0 to 1"):
         list(client(place).logs("j", index=9))
