@@ -67,7 +67,7 @@ def _suspend(backend: Backend, job: str, wanted: bool) -> None:
 @command_of_job
 @with_backend
 def suspend(backend: Backend, job: str) -> None:
-    """Suspend a job. Its pods save a checkpoint and end; the job stays.
+    """Suspend a job; its pods save a checkpoint and end.
 
     \b
     Example: ddpjob suspend first

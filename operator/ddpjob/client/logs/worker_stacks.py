@@ -59,7 +59,7 @@ if not found:
     print("no worker in this pod writes stacks; the pod is starting, or runs a command without torchrun")
 """
 )
-"""Prints the stacks of its pod's ranks, using the signal that the launcher sends after a hang."""
+"""Prints the stacks of its pod's ranks, using the signal that the launcher sends in a hang."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
