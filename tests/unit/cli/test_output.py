@@ -48,7 +48,7 @@ def test_a_template_is_filled_in_as_kubectl_does(template: str, text: str) -> No
     ("template", "words"),
     [
         ("", "no path"),
-        ("status.phase", "write it in braces"),
+        ("status.phase", "write one in braces"),
         ("{status.phase}", "{status.phase} is not a path; write it as {.status.phase}"),
         ("{.status", "{ has no counterpart"),
         ("{.status[}", "{.status[}: "),

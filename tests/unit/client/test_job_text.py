@@ -71,7 +71,7 @@ def test_of_a_script_that_says_nothing_it_is_said_once_how_to_know_what_was_repe
     body = job(phase="Running", restarts={**restarted(continuedFrom="unknown"), "unknownRepeats": 1})
     said = "\n".join(describe(body, [], [], NOW))
     assert said.count("unknown") == 2 and "Repeated:   unknown after 1 restart\n" in said
-    assert "ddpjob_report.Snapshots makes it known" in said and "0 steps" not in said
+    assert "ddpjob_report.Snapshots reports it" in said and "0 steps" not in said
     assert "repeated (" not in said, "the script has not said so"
     spoke = restarted(continuedFrom="storage") | {"unknownRepeats": 1}
     said = "\n".join(describe(job(phase="Running", restarts=spoke), [], [], NOW))
