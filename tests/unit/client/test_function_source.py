@@ -209,7 +209,7 @@ def test_what_cannot_travel_is_named(
         ({}, "missing a required argument: 'lr'; args are its keyword arguments"),
         ({"lr": 1, "rl": 1}, "got an unexpected keyword argument 'rl'"),
         ({"lr": {1}}, "the argument lr cannot be written as JSON: Object of type set"),
-        ({"lr": {1: 2}}, "the argument lr has the key 1, and keys of JSON are text; pass a list of pairs"),
+        ({"lr": {1: 2}}, "the argument lr has the key 1, but JSON keys must be text; pass a list of pairs"),
         ({"lr": [{"a": ({None: 2},)}]}, "the argument lr has the key None"),
     ],
 )

@@ -126,7 +126,7 @@ class ApiServer:
         return self._parsed(response, text)
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
-        """Return the JSON response to GET.
+        """Return the JSON response to a GET request.
 
         Return None if the object does not exist or the user may not read it.
         """
@@ -138,7 +138,7 @@ class ApiServer:
             raise
 
     def existing(self, path: str) -> Json | None:
-        """Return the JSON response to GET; None if the object does not exist."""
+        """Return the JSON response to a GET request; None if the object does not exist."""
         try:
             return self.request("GET", path)
         except ApiRefusal as refusal:

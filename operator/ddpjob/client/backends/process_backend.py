@@ -273,8 +273,8 @@ class ProcessBackend:
         before = (_record(folder) or {}).get("metadata", {}).get("uid")
         with output.open("wb") as log:
             run = subprocess.Popen(
-                # -P, because files in this folder belong to the job; the command `ddpjob` does the
-                # same.
+                # -P keeps files in this folder, which belong to the job, from being imported. The
+                # command `ddpjob` does not import them either.
                 [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest), *(["--fresh"] if fresh else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip

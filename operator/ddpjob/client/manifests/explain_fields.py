@@ -180,10 +180,7 @@ def editor_schema() -> dict[str, Any]:
 
 
 def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """Convert `schema` into `made`, including descriptions and messages.
-
-    Patterns are converted for JavaScript.
-    """
+    """Add descriptions, defaults and patterns from `schema` to `made`, at all depths."""
     for word in ("description", "default"):
         if word in schema:
             made[word] = " ".join(schema[word].split()) if word == "description" else schema[word]

@@ -142,7 +142,7 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
             raise Mistake(f"{name}: the argument {key} cannot be written as JSON: {error}") from error
         if others := [*_other_keys(value)]:
             raise Mistake(
-                f"{name}: the argument {key} has the key {others[0]!r}, and keys of JSON are text; "
+                f"{name}: the argument {key} has the key {others[0]!r}, but JSON keys must be text; "
                 "pass a list of pairs, or convert the keys in the function"
             )
     return json.dumps(dict(args))

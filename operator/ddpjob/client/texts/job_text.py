@@ -448,7 +448,7 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 SAID = "message "
-"""Name prefix of remedies that are found by an error's text."""
+"""Prefix of the names of remedies for messages that contain the rest of the name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
 """A status in parentheses, which begins the page's text if the reason belongs to a true
 condition."""
