@@ -35,7 +35,7 @@ def doctor(place: Place) -> int:
     torch, GPUs, /dev/shm, ports and disk.
 
     \b
-    Exit code: 0 all checks passed, 1 a check failed, 3 the cluster cannot be reached.
+    Exit code: 0 all checks passed, 1 a check failed, 3 no cluster was reached.
     Example: ddpjob doctor --local
              ddpjob doctor -n research
     """

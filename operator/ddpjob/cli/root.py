@@ -19,7 +19,7 @@ PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
 
 \b
 Begin here:
-  ddpjob init train.py         write a manifest, and show what your script needs
+  ddpjob init train.py         write a manifest and see what the script needs
   ddpjob run job.yaml          train on this machine
   ddpjob submit job.yaml       train on the cluster of your kubeconfig
   ddpjob top                   watch all jobs

@@ -143,7 +143,7 @@ def test_objects_of_other_kinds_are_named(capsys: pytest.CaptureFixture[str]) ->
     Path("job.yaml").write_text(JOB + OTHER_KIND)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
     out, err = capsys.readouterr()
-    assert "ConfigMap" not in out and "not ConfigMap settings; `kubectl apply -f job.yaml` can" in err
+    assert "ConfigMap" not in out and "not ConfigMap settings; `kubectl apply -f job.yaml` creates" in err
 
 
 def test_a_generated_name_on_this_machine() -> None:
@@ -163,7 +163,7 @@ def test_a_generated_name_on_this_machine() -> None:
         (["submit", "train.py", "--node", "3"], "did you mean --min-nodes or --mode or --nodes?"),
         (["convert", "torchrun", "--nnodes=2", "a.py"], "`ddpjob convert -- torchrun --nnodes ...`"),
         (["submit", "-f", "job.yaml"], "no option -f; write `ddpjob submit job.yaml`"),
-        (["run", "--filename", "job.yaml"], "no option --filename: `ddpjob run job.yaml`"),
+        (["run", "--filename", "job.yaml"], "no option --filename; write `ddpjob run job.yaml`"),
         (["delete", "-f", "job.yaml"], "no option -f; write `ddpjob delete JOB`"),
     ],
 )

@@ -93,7 +93,10 @@ REFUSED = {
         "script that it starts, "
         'or write command: ["bash", "run.sh"] instead of script (',
     ),
-    "a notebook": (JOB.replace("script: b.py", "script: a/b.ipynb"), "`jupyter nbconvert --to script b.ipynb` makes"),
+    "a notebook": (
+        JOB.replace("script: b.py", "script: a/b.ipynb"),
+        "`jupyter nbconvert --to script b.ipynb` converts",
+    ),
     "512m": (
         in_spec("resources: {limits: {memory: 512m}}"),
         "512m is 0.512 bytes, which is too small to be intended; did you mean 512Mi?",

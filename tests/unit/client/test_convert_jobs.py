@@ -363,7 +363,7 @@ def test_claims_of_devices_are_kept() -> None:
     pod["containers"][0]["resources"] = {"limits": {"cpu": 3}, "claims": [{"name": "gpu"}]}
     spec = valid(convert(job).job)
     assert spec["resources"] == {"limits": {"cpu": 3}} and spec["gpusPerNode"] == 0
-    assert any("a process for each device of resourceClaims: write their number" in n for n in convert(job).notes)
+    assert any("a process for each device of resourceClaims, so write their number" in n for n in convert(job).notes)
     assert spec["podTemplate"]["spec"] == {
         "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}],
         "containers": [{"name": "trainer", "resources": {"claims": [{"name": "gpu"}]}}],
@@ -497,7 +497,7 @@ def test_shared_memory_that_others_mount_stays_theirs() -> None:
     spec = valid(made.job)
     assert spec["storage"] == {"sharedMemory": "16Gi"}
     assert [volume["name"] for volume in spec["podTemplate"]["spec"]["volumes"]] == ["shm", "data"]
-    assert any("the volume shm: is also mounted elsewhere" in note for note in made.notes)
+    assert any("the volume shm is also mounted elsewhere" in note for note in made.notes)
 
 
 def test_selectors_of_their_labels_are_noted() -> None:
@@ -673,11 +673,11 @@ def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shar
 @pytest.mark.parametrize(
     ("command", "context", "noted"),
     [
-        (["bash", "-c", "apt-get update && apt-get install -y git && torchrun a.py"], {}, "command: runs apt-get, and"),
-        (["bash", "-c", "/usr/sbin/sshd; torchrun a.py"], {}, "command: runs sshd, and"),
+        (["bash", "-c", "apt-get update && apt-get install -y git && torchrun a.py"], {}, "command: runs apt-get;"),
+        (["bash", "-c", "/usr/sbin/sshd; torchrun a.py"], {}, "command: runs sshd;"),
         (["bash", "-c", "pip install adapt-x && torchrun /opt/apt/a.py"], {}, ""),
         (["torchrun", "a.py", "apt"], {}, ""),
-        (["torchrun", "a.py"], {"runAsUser": 0}, "securityContext.runAsUser: 0, and"),
+        (["torchrun", "a.py"], {"runAsUser": 0}, "securityContext.runAsUser: 0;"),
         (["torchrun", "a.py"], {"runAsUser": 0, "privileged": True}, ""),
         (["torchrun", "a.py"], {"runAsUser": 1000}, ""),
     ],

@@ -175,7 +175,7 @@ def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypat
                         lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip
     with pytest.raises(Mistake, match="too_large: contains more than 1008 KiB"):
         train(too_large, image="a")
-    with pytest.raises(Mistake, match=r"train\.py: not a manifest"):
+    with pytest.raises(Mistake, match=r"train\.py: the name of a manifest must"):
         client(place).submit("train.py")
     with pytest.raises(Mistake, match=r"metadata\.name: required, but missing; name the job \(the manifest\)"):
         client(place).submit({"kind": "DDPJob"})

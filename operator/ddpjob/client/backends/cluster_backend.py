@@ -394,7 +394,7 @@ class ClusterBackend:
             try:
                 self.delete(name)
             except Mistake as other:
-                left = f"{str(mistake) or 'Ctrl-C'}; job {name} had been created and could not be deleted: {other}"
+                left = f"{str(mistake) or 'Ctrl-C'}; job {name} was created, but could not be deleted: {other}"
                 raise Mistake(f"{left}; `ddpjob delete {name}` deletes it") from mistake
             raise
         return name
