@@ -413,7 +413,7 @@ class Client:
         change(self._backend, _name(job), {"runPolicy": {"suspend": False}})
 
     def kill(self, pod: str | PodLine) -> None:
-        """Kill a pod, as `kubectl delete pod --force --grace-period=0` does, to see the job recover."""
+        """Kill a pod to see the job recover, as `kubectl delete pod --force --grace-period=0`."""
         self._backend.kill(pod if isinstance(pod, str) else pod.name)
 
     def delete(self, job: str | Job) -> None:

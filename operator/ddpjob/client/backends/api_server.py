@@ -339,7 +339,7 @@ class BearerServer(ApiServer):
 
 
 def _keepalive_options() -> list[tuple[int, int, int]]:
-    """Return options with which a waiting socket notices an unreachable host within half a minute."""
+    """Return options for sockets that notice an unreachable host within half a minute."""
     from urllib3.connection import HTTPConnection
 
     options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]

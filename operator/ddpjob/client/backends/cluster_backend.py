@@ -101,8 +101,8 @@ class ClusterBackend:
         """Return the path of an object in the namespace, or of the collection.
 
         `plural` is DDPJobs, events or a kind of the core API. Raises Mistake if `name` is not a
-        valid object name. An empty name, from an unset shell variable, would turn a request to delete one
-        job into a request to delete all.
+        valid object name. An empty name, from an unset shell variable, would turn a request to
+        delete one job into a request to delete all.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
             raise Mistake(f"{name!r} is not a valid object name")

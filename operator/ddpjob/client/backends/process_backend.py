@@ -45,8 +45,8 @@ _POLL = 0.3
 _STARTED_SECONDS = 30.0
 """Maximum number of seconds until a new `ddpjob run` has written its record."""
 _STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
-"""Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set to
-false."""
+"""Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
+to false."""
 
 
 def has_jobs() -> bool:
@@ -211,7 +211,7 @@ class ProcessBackend:
             raise Mistake(f"{path}: {error.strerror}") from error
 
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
-        """Return the folder and the record of the pod's job, whose name is a prefix of the pod's name.
+        """Return the folder and the record of the pod's job, whose name is a prefix of the pod's.
 
         If the jobs exp and exp-1 exist, exp-1-0 is a pod of exp.
         """

@@ -479,7 +479,7 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
 
 
 def _of_trainer(value: Any, name: str | None) -> Any:
-    """Return a copy in which resource references to the container `name` name the trainer instead."""
+    """Return a copy in which resource references to the container `name` name the trainer."""
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
     if not isinstance(value, Mapping):

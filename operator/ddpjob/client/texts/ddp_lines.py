@@ -1,8 +1,8 @@
 """The lines that turn a script for one GPU into one whose ranks train together.
 
 A script with its own training loop needs eight lines: `import os`, the group, this rank's GPU, the
-sampler, the model, the sampler's epoch, saving on one rank, and the end of the group. They work with
-and without GPUs and under any torchrun, and no other line changes. For example:
+sampler, the model, the sampler's epoch, saving on one rank, and the end of the group. They work
+with and without GPUs and under any torchrun, and no other line changes. For example:
 
     line 31      loader = DataLoader(data, sampler=torch.utils.data.DistributedSampler(data))
 
@@ -45,8 +45,8 @@ _OF_FRAMEWORK = {
         ("import ddpjob_report.accelerate", "DDPJobTracker", "docs/own-scripts.md#accelerate"),
     ),
 }
-"""Maps a framework to (arguments to add, description, (import, word, page)). A script that contains the
-word already has the arguments."""
+"""Maps a framework to (arguments to add, description, (import, word, page)). A script that contains
+the word already has the arguments."""
 
 
 @dataclass(frozen=True)

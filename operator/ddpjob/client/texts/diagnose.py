@@ -140,7 +140,7 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 def _rollout(deployment: Json, where: str) -> Diagnosis:
     """Check whether all replicas are ready and have the newest revision.
 
-    After a faulty change, the newest replica never becomes ready, but earlier replicas keep running.
+    After a faulty change, the newest replica never becomes ready, and earlier ones keep running.
     """
     meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
