@@ -164,7 +164,7 @@ def test_a_generated_name_works_on_this_machine() -> None:
     ("words", "said"),
     [
         (["submit", "train.py", "--lr", "1"], "`ddpjob submit train.py -- --lr ...`"),
-        (["submit", "train.py", "--node", "3"], "did you mean --min-nodes or --mode or --nodes?"),
+        (["submit", "train.py", "--node", "3"], "did you mean --code or --mode or --nodes?"),
         (["convert", "torchrun", "--nnodes=2", "a.py"], "`ddpjob convert -- torchrun --nnodes ...`"),
         (["submit", "-f", "job.yaml"], "no option -f; write `ddpjob submit job.yaml`"),
         (["run", "--filename", "job.yaml"], "no option --filename; write `ddpjob run job.yaml`"),
