@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import threading
@@ -20,6 +21,7 @@ from ddpjob.client.texts.job_text import phase, readable
 from ddpjob.core.view import is_number
 
 if TYPE_CHECKING:
+    from ddpjob.client.job_html import MetricCurve
     from ddpjob.client.logs.log_follower import LogFollower
 
 
@@ -110,6 +112,10 @@ class Job:
     def metrics(self) -> Sequence[Mapping[str, float]]:
         """Reads the metrics as `Client.metrics` does."""
         return self._asked().metrics(self)
+
+    def plot(self, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
+        """Draws the metric as `Client.plot` does."""
+        return self._asked().plot(self, metric, output=output)
 
     def _asked(self) -> Client:
         if self.returned_by is None:
@@ -202,6 +208,7 @@ class Client:
         program: Callable[..., object] | str | Path,
         *,
         args: Sequence[str | PathLike[str]] | Mapping[str, Any] = (),
+        packages: Sequence[str] = (),
         image: str = "",
         name: str = "",
         nodes: int = 1,
@@ -226,6 +233,8 @@ class Client:
         Anything else is a module's name.
         `args`: a script's words, or a function's keyword arguments, which travel as JSON (a tuple
         arrives as a list).
+        `packages`: of a function: requirements that pip installs in each pod before the function
+        runs, such as ["einops>=0.8"], unless the image has them. They never replace its torch.
         `image`: any image with Python and PyTorch; not used on this machine.
         `name`: default: the program's name and four letters.
         `gpus`, `procs`: of each node; default: one GPU and one process per GPU. gpus=0 trains on
@@ -251,8 +260,10 @@ class Client:
 
             if not isinstance(args, Mapping) and len(args):
                 raise TypeError("args of a function must be a mapping of its keyword arguments, such as {'epochs': 3}")
-            source, words = script_of(program, args if isinstance(args, Mapping) else {}), ()
+            source, words = script_of(program, args if isinstance(args, Mapping) else {}, packages), ()
             program = str(getattr(program, "__name__", ""))
+        elif packages:
+            raise Mistake("packages: only for a function; install what a script needs in its image")
         if isinstance(words, str | PathLike | Mapping):
             raise TypeError("args of a script must be a list of its words, such as ['--epochs', '3']")
         bodies = build(
@@ -268,17 +279,7 @@ class Client:
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
         """Creates the job of a manifest: a mapping, or a YAML file with one DDPJob."""
-        from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
-
-        if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
-            raise Mistake(
-                f"{manifest}: not a manifest, whose name ends in {', '.join(SUFFIXES)}; pass a script to train()"
-            )
-        read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
-        body = {key: value for key, value in read.items() if key != "status"}
-        if isinstance(manifest, Mapping):
-            check_made(body, "the manifest")
-        return self.get(self._backend.create([body]))
+        return self.get(self._backend.create([_read_manifest(manifest)]))
 
     def list(self) -> tuple[Job, ...]:
         """All jobs, the oldest first."""
@@ -356,13 +357,43 @@ class Client:
 
     def metrics(self, job: str | Job) -> Sequence[Mapping[str, float]]:
         """A row for each reported step: `step`, `loss`, ...; numbers of the test set begin with
-        `eval_`. `pandas.DataFrame(client.metrics(job)).plot("step", "loss")` draws the loss.
+        `eval_`.
 
         Raises Mistake if the job has reported no steps, or on a cluster if no pod runs.
         """
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
 
         return rows_of(read_metrics(self._backend.metrics(self.get(job).name)))
+
+    def frame(self, job: str | Job) -> Any:
+        """The metrics as a pandas.DataFrame, a row per step. Raises Mistake without pandas."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise Mistake("frame() needs pandas: pip install pandas; metrics() returns the same rows") from error
+        return pandas.DataFrame(self.metrics(job)).set_index("step")
+
+    def plot(self, job: str | Job, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
+        """The curve of a metric over the steps, which a notebook shows; dashed lines mark restarts.
+
+        `metric`: a name of `metrics`. `output`: also write it to this .svg file. Raises Mistake if
+        fewer than two steps have the metric.
+        """
+        from ddpjob.client.job_html import MetricCurve
+        from ddpjob.client.texts.metric_series import read_metrics, rows_of
+
+        name = _name(job)
+        if output is not None and Path(output).suffix != ".svg":
+            raise Mistake(f"output={str(output)!r}: must end in .svg; `ddpjob plot {name} -o FILE` draws .png and .pdf")
+        series = read_metrics(self._backend.metrics(self.get(name).name))
+        rows = rows_of(series)
+        curve = MetricCurve(metric, [(row["step"], row[metric]) for row in rows if metric in row], series.starts[1:])
+        if len(curve.points) < 2:
+            known = sorted({column for row in rows for column in row} - {"step"})
+            raise Mistake(f"{name} has no {metric} of two steps yet; its metrics are {', '.join(known) or 'empty'}")
+        if output is not None:
+            Path(output).write_text(curve._repr_svg_(), encoding="utf-8")
+        return curve
 
     def stacks(self, job: str | Job) -> Mapping[str, str]:
         """What the ranks of each running pod are doing, by the pod's name. Training continues."""
@@ -372,8 +403,8 @@ class Client:
         return {pod.name: text for pod, text in stacks(self._backend, running)}
 
     def rerun(self, job: str | Job, *, fresh: bool = False) -> Job:
-        """Starts an ended job again, from its last checkpoint; `fresh`: from scratch, only on this
-        machine.
+        """Starts an ended job again, from its last checkpoint; `fresh`: from scratch, and the old
+        checkpoints stay.
         """
         from ddpjob.client.rerun_jobs import rerun
 
@@ -397,6 +428,20 @@ class Client:
     def pods(self, job: str | Job) -> Sequence[PodLine]:
         """The job's pods: the coordinator's, then those of each slot."""
         return self._backend.pods(self.get(job).name)
+
+    def validate(self, manifest: str | Path | Mapping[str, Any]) -> None:
+        """Checks a manifest as `ddpjob validate` does, without a cluster. Raises Mistake, with a
+        line for each fault.
+        """
+        _read_manifest(manifest)
+
+    def restart(self, job: str | Job, *, timeout: float = 600) -> None:
+        """Replaces all pods of a job, after a checkpoint: suspends it, waits until they have ended,
+        and resumes it.
+        """
+        from ddpjob.client.restart_jobs import restart
+
+        restart(self._backend, _name(job), timeout)
 
     def scale(self, job: str | Job, nodes: int) -> None:
         """Changes the number of nodes, in place: the group restarts from its last checkpoint."""
@@ -439,6 +484,19 @@ class ProgressLine:
         if self._wanted and text != self._last:
             self._last, self._width = text, max(self._width, len(text))
             print(f"\r{text.ljust(self._width)}", end="\n" if job.ended else "", flush=True)
+
+
+def _read_manifest(manifest: str | Path | Mapping[str, Any]) -> Json:
+    """Return a checked manifest without its status. Raises Mistake."""
+    from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
+
+    if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
+        raise Mistake(f"{manifest}: not a manifest, whose name ends in {', '.join(SUFFIXES)}; pass a script to train()")
+    read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
+    body = {key: value for key, value in read.items() if key != "status"}
+    if isinstance(manifest, Mapping):
+        check_made(body, "the manifest")
+    return body
 
 
 def _name(job: str | Job) -> str:
