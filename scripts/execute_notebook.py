@@ -62,7 +62,7 @@ def main() -> None:
     saved = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DDPJOB_RUNS"] = str(Path(folder) / "runs")
-        ran = nbformat.reads(json.dumps(saved), as_version=4)  # type: ignore[no-untyped-call]
+        ran = nbformat.reads(json.dumps(saved), as_version=4)
         resources = {"metadata": {"path": folder}}
         nbclient.NotebookClient(ran, timeout=600, kernel_name="python3", resources=resources).execute()
     number = 0

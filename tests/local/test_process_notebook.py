@@ -76,4 +76,5 @@ def test_the_notebook_shows_a_recovery(tmp_path: Path, monkeypatch: pytest.Monke
     assert job.phase == "Complete" and Client("local").list() == ()
     restarts = [(restart.pod, restart.reason, restart.counted) for restart in names["seen"].status.restarts.recent]
     assert restarts == [(victim.name, "Deleted", False)]
-    assert names["curve"].label.endswith(" to 400") and "stroke-dasharray" in names["curve"]._repr_svg_()
+    assert names["curve"].label.endswith(" to 400, on a logarithmic scale")
+    assert "stroke-dasharray" in names["curve"]._repr_svg_()

@@ -11,6 +11,8 @@ from ddpjob.api.job_status import utc_now
 from ddpjob.client.texts.job_text import header, row
 
 _WIDTH, _HEIGHT, _POINTS = 480, 90, 480
+_LOG_FROM = 20
+"""The scale is logarithmic from this ratio of the largest to the smallest number."""
 _COLOURS = {"Running": "#1a7f37", "Complete": "#1a7f37", "Failed": "#cf222e"}
 _OTHER = "#9a6700"
 
@@ -48,15 +50,25 @@ class MetricCurve:
     def label(self) -> str:
         """The numbers at both ends, in words."""
         (first, begin), (last, end) = self.points[0], self.points[-1]
-        return f"{self._name} from {begin:.4g} to {end:.4g}, steps {first:g} to {last:g}"
+        scale = ", on a logarithmic scale" if self._is_logarithmic else ""
+        return f"{self._name} from {begin:.4g} to {end:.4g}, steps {first:g} to {last:g}{scale}"
+
+    @property
+    def _is_logarithmic(self) -> bool:
+        """Whether a straight scale would show only the beginning, as of most losses."""
+        numbers = [number for _, number in self.points]
+        return min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers)
 
     def _repr_svg_(self) -> str:
         """Show the curve in a notebook; dashed lines mark restarts."""
         first, last = self.points[0][0], self.points[-1][0]
         numbers = [number for _, number in self.points]
+        if self._is_logarithmic:
+            numbers = [math.log(number) for number in numbers]
         low, high = min(numbers), max(numbers)
         across, up = max(last - first, 1) / _WIDTH, ((high - low) or 1.0) / (_HEIGHT - 4)
-        drawn = " ".join(f"{(step - first) / across:.1f},{(high - y) / up + 2:.1f}" for step, y in self.points)
+        steps = [(step - first) / across for step, _ in self.points]
+        drawn = " ".join(f"{x:.1f},{(high - y) / up + 2:.1f}" for x, y in zip(steps, numbers, strict=True))
         marks = "".join(
             f'<path d="M{(step - first) / across:.1f} 0V{_HEIGHT}" stroke="#9a6700" stroke-dasharray="3"/>'
             for step in self._restarts

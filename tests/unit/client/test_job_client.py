@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 from ddpjob import Client, Job, JobFailed, Mistake, Progress
 from ddpjob.client.backends.backend import LogOptions, PodLine
+from ddpjob.client.job_html import MetricCurve
 from ddpjob.client.manifests.build_manifest import CODE_FOLDER, MOST_BYTES
 
 Json = dict[str, Any]
@@ -386,6 +387,13 @@ def test_a_plot_is_a_curve_that_a_notebook_shows_and_a_file(tmp_path: Path) -> N
         seen.plot("recall")
     with pytest.raises(Mistake, match=r"must end in \.svg; `ddpjob plot j"):
         seen.plot(output="a.png")
+
+
+def test_a_curve_that_falls_far_has_a_logarithmic_scale() -> None:
+    curve = MetricCurve("loss", [(1, 1.0), (2, 0.1), (3, 0.01)])
+    assert curve.label == "loss from 1 to 0.01, steps 1 to 3, on a logarithmic scale"
+    assert 'points="0.0,2.0 240.0,45.0 480.0,88.0"' in curve._repr_svg_()
+    assert "logarithmic" not in MetricCurve("accuracy", [(1, 0.0), (2, 0.9)]).label
 
 
 def test_a_plot_marks_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
