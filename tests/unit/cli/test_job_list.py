@@ -71,7 +71,7 @@ def test_at_80_columns_the_figures_of_a_job_are_seen_and_at_200_all() -> None:
 
 def test_the_room_of_a_dropped_column_goes_to_the_names() -> None:
     figures = {"display": "epoch 212/300 70 %", "lossDisplay": "0.5955", "speedDisplay": "24,595/s"}
-    name = "a-name-of-twenty-5-chars"
+    name = "a-name-of-twenty-3-char"
     lines = text(JobList().frame([job(name, "Restarting", **figures)], NOW, 80, 24))
     assert "LOSS" not in lines[1] and lines[2].startswith(f"{name}  Restarting")
 

@@ -49,7 +49,7 @@ def test_a_script_is_written_as_lines_that_a_person_can_review(text: str, capsys
     Path("train.py").write_text(text)
     assert main(["submit", "--cluster", "--image", "x", "--name", "t", "--dry-run", "train.py"]) == 0
     written = capsys.readouterr().out
-    assert all(f"    {line}\n" in written for line in text.splitlines()) and "train.py: |" in written
+    assert all(f"    {line}\n" in written for line in text.splitlines() if line) and "train.py: |" in written
     assert read(written)[0]["data"]["train.py"] == yaml.safe_load(written.split("---")[0])["data"]["train.py"] == text
 
 
