@@ -20,7 +20,7 @@ class _Ended(Mistake):
 
 def restart(backend: Backend, job: str, timeout: float) -> None:
     """Replace the job's pods. Raises Mistake, also if they do not end within `timeout` seconds."""
-    backend.pods(job)  # Without the right to list them, the job would be suspended and not resumed.
+    backend.pods(job)  # Fail first without the right to list pods.
     change(backend, job, {"runPolicy": {"suspend": True}})
     try:
         _wait_until_suspended(backend, job, timeout)
@@ -51,7 +51,7 @@ def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
                 return
             patience.answered()
         except Mistake as mistake:
-            patience.bear(mistake)
+            patience.tolerate(mistake)
         if time.monotonic() > end:
             raise Mistake(f"{job}: its pods did not end within {timeout} s")
         time.sleep(0.3)
