@@ -58,8 +58,8 @@ COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"
 )
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
-BACKWARD = "_engine_run_backward"
-"""DDP exchanges gradients in this call."""
+COLLECTIVE_CALLS = {"_engine_run_backward", "_wait_for_ranks"}
+"""Functions in which DDP exchanges gradients, and ddpjob_pod.rank_snapshots waits for the ranks."""
 
 
 class Look:
@@ -241,7 +241,7 @@ def is_in_collective(text: str) -> bool:
     """Whether the main thread waits in a collective, or in a backward pass, which ends with one."""
     frame = _innermost(text)
     return frame is not None and (
-        COLLECTIVE_FILES.search(frame["file"]) is not None or frame["name"].strip() == BACKWARD
+        COLLECTIVE_FILES.search(frame["file"]) is not None or frame["name"].strip() in COLLECTIVE_CALLS
     )
 
 
