@@ -569,7 +569,7 @@ class RankSnapshots:
         self.settle()
         if not self.cadence.is_due(step):
             return
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         pace = (began - self._since) / self._steps if self._cost.copy else 0.0
         keeps = self._writes and not self._lacks
         cost = self._cost._replace(pace=pace, keeps=float(keeps), needed=float(self._lacks))
@@ -595,8 +595,11 @@ class RankSnapshots:
             self.settle()
         self._since, self._steps = time.perf_counter(), 0
         if self._copies > _FIRST_COPIES:
-            exchange = exchanged - exchanges
-            self._cost = Cost(self._since - began - exchange, exchange)
+            exchange = 0.0 if later else exchanged - exchanges
+            waits = self._sharded or self._stream is not None  # For the other node, or for the device.
+            # Otherwise, time that other processes took meanwhile is not a cost of the copy.
+            copying = self._since - began - exchange if waits else time.thread_time() - worked
+            self._cost = Cost(copying, exchange)
 
     def _settles_later(self) -> bool:
         """Whether a background thread completes the next copy.
