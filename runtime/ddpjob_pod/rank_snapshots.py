@@ -343,7 +343,7 @@ class _Copy:
             writing.complete(self.moment)
 
 
-class _Background:
+class _Finisher:
     """A thread that finishes copies, one after the other."""
 
     def __init__(self) -> None:
@@ -405,7 +405,7 @@ class RankSnapshots:
         self._views: dict[int, tuple[int, _Places, list[Any]]] = {}
         self._stream: Any = None
         self._pending: _Copy | None = None
-        self._background: _Background | None = None
+        self._background: _Finisher | None = None
         self.settles_early = False
         """Whether the caller calls `settle` before each step of the optimizer."""
         self._owns_room = 0
@@ -589,7 +589,7 @@ class RankSnapshots:
         if self._sharded:
             self._copy_to_neighbour(copy.moment)
         elif later:
-            self._background = self._background or _Background()
+            self._background = self._background or _Finisher()
             self._background.finish(copy)
         elif copy.event is None:
             self.settle()

@@ -315,7 +315,7 @@ class Lazy:
 @pytest.fixture
 def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     """All copies after the first one are completed as late as possible. Each step is copied."""
-    monkeypatch.setattr(rank_snapshots, "_Background", Lazy)
+    monkeypatch.setattr(rank_snapshots, "_Finisher", Lazy)
     monkeypatch.setattr(rank_snapshots, "_FIRST_COPIES", 1)
     monkeypatch.setattr(rank_snapshots, "SHARE", 1e9)
 
