@@ -301,7 +301,7 @@ class Restored:
 
 @dataclass
 class _Copy:
-    """A copy that is not yet complete. A background thread or `RankSnapshots.settle` completes it."""
+    """An unfinished copy. A background thread or `RankSnapshots.settle` completes it."""
 
     step: int
     moment: Moment
@@ -600,7 +600,7 @@ class RankSnapshots:
         self._since, self._steps = time.perf_counter(), 0
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
-            waits = self._sharded or self._stream is not None  # For the other node, or for the device.
+            waits = self._sharded or self._stream is not None  # For a different node or the device.
             # Otherwise, time that other processes took meanwhile is not a cost of the copy.
             copying = self._since - began - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)

@@ -137,7 +137,7 @@ class Snapshots:
         link.post(self._snapshots.news())
 
     def _settle_early(self) -> None:
-        """Complete the last copy before each optimizer step, so that `take` need not wait for it."""
+        """Complete the last copy before each optimizer step, so that `take` need not wait."""
         import torch
 
         assert self._snapshots is not None
