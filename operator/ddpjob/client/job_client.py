@@ -369,7 +369,7 @@ class Client:
         return rows_of(read_metrics(self._backend.metrics(self.get(job).name)))
 
     def frame(self, job: str | Job) -> Any:
-        """Return the metrics as a pandas.DataFrame, a row per step. Raises Mistake without pandas."""
+        """Return the metrics as a pandas.DataFrame with a row per step. It needs pandas."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
