@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_harness import Json, Machine
+from git_server import commit
+from git_server import serving as serving_git
+from process_harness import Json, Machine, manifest
 from s3_server import BUCKET, Server, serving
 
 pytest.importorskip("obstore", reason="pip install obstore")
@@ -87,3 +89,19 @@ def test_a_large_folder_is_uploaded_once_and_trains_from_the_bucket(server: Serv
     assert run.process.returncode == 1 and run.condition("Failed")["reason"] == "InitFailure", run.everything()
     assert "not code.digest" in run.condition("Failed")["message"]
     assert not list(run.folder.glob("fetched-code/*/train.py"))
+
+
+def test_a_job_of_a_repository_runs_its_commit_with_the_machine_s_git(machine: Machine) -> None:
+    with serving_git(machine.folder / "git") as server:
+        wanted = commit(
+            server.root / "p", {"train.py": SCRIPT, "lib/__init__.py": "", "lib/model.py": "NAME = 'first'"}
+        )
+        commit(server.root / "p", {"lib/model.py": "NAME = 'second'"})
+        code = {"git": {"url": f"{server.url}/p", "ref": "main", "commit": wanted}}
+        run = machine.run(manifest(script="train.py", nodes=1, code=code, recovery={"mode": "Fast"}))
+        assert run.process.returncode == 0, run.everything()
+        assert f"first [] {wanted[:16]} []" in "\n".join(map(run.log, run.pods()))
+        code["git"]["commit"] = "0" * 40
+        server.root.rename(machine.folder / "away")
+        run = machine.run(manifest("gone", script="train.py", nodes=1, code=code))
+        assert run.process.returncode == 2 and "spec.code.git: 000000000000 of http" in run.output

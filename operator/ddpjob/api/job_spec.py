@@ -169,14 +169,30 @@ class DataVolume(BucketVolume):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Code:
-    """Code that pods fetch before the workers start: an archive in a bucket."""
+class GitCode:
+    """A commit of a git repository. `ref` is the branch or tag that it was resolved from."""
 
-    archive: str
-    digest: str
+    url: str
+    commit: str
+    ref: str | None = None
+    secret_name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """Code that pods fetch before the workers start: an archive in a bucket, or a commit."""
+
+    archive: str | None = None
+    digest: str | None = None
     endpoint: str | None = None
     region: str | None = None
     secret_name: str | None = None
+    git: GitCode | None = None
+
+    @property
+    def version(self) -> str:
+        """The commit, or the digits of the archive's digest. It determines the content."""
+        return self.git.commit if self.git else (self.digest or "").rpartition(":")[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -235,6 +235,7 @@ def schema() -> None:
 @click.option(
     "--code", default="", metavar="s3://URL", help="Where a large FOLDER is uploaded. Default: the checkpoints' bucket."
 )
+@click.option("--git", default="", metavar="URL[@REF]", help="The repository that has the SCRIPT or MODULE.")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set any field of spec; the value is YAML."
 )
@@ -260,6 +261,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     Example: ddpjob submit job.yaml --wait
              ddpjob submit --nodes 2 --gpus 8 --image IMAGE train.py -- --lr 1
              ddpjob submit --image IMAGE --dry-run -o yaml ./src --entry train.py
+             ddpjob submit --image IMAGE --git https://github.com/me/project@main train.py
     """
 
     local = place.is_local()

@@ -20,6 +20,7 @@ from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
+from ddpjob.local.clone_code import CloneError, clone
 from ddpjob.local.local_platform import NoFreePorts, free_ports
 from ddpjob.local.paths import JobFolder, RunFolder, job_folder
 from ddpjob.local.record import AlreadyRunning, held, write_atomically
@@ -86,10 +87,15 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
         # Get the ports before checkpoints are set aside, because no run can start without ports.
         ports = free_ports()
         holding.callback(ports[1].close)
+        code, to = job.local_spec.spec.code, job.local_spec.code
+        if code is not None and code.git is not None and to is not None:
+            clone(code.git, to)
         template = storage.claim_template
         disposable = template is not None and template.when_deleted is WhenDeleted.DELETE
         run = prepare(job.folder, fresh=fresh, now=utc_now(), disposable=disposable)
         write_atomically(run.manifest, json.dumps(job.body, indent=1))
+    except CloneError as error:
+        raise BadInput(str(error)) from error
     except OSError as error:
         at = error.filename or job.folder.path
         raise BadInput(f"{at}: {error.strerror}; set DDPJOB_RUNS to a different folder for runs") from error

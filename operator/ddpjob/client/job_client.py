@@ -225,6 +225,7 @@ class Client:
         checkpoints: str | PathLike[str] = "",
         entry: str | PathLike[str] = "",
         code: str = "",
+        git: str = "",
         settings: Mapping[str, Any] | None = None,
     ) -> Job:
         """Create a job that runs a function, a script, a folder with a script, or a module.
@@ -249,6 +250,8 @@ class Client:
         Kubernetes node.
         `entry`: the script to start in a folder. `code`: the s3:// folder for the upload; by default
         a folder in the bucket of `checkpoints`.
+        `git`: "URL" or "URL@REF" of a repository, whose REF is resolved to a commit now. `program`
+        is then a path in it, or a module.
         `settings`: any other fields of spec, such as {"recovery.maxRestarts": 3,
         "storage.sharedMemory": "8Gi"}. Mappings are merged with the values of other parameters, and
         other values replace them.
@@ -274,7 +277,7 @@ class Client:
                 program=str(program), source=source, args=words, image=image, name=name, nodes=nodes, gpus=gpus,
                 procs=procs, spares=spares, min_nodes=min_nodes, max_nodes=max_nodes, mode=mode, env=env or {},
                 cpu=cpu, memory=memory, checkpoints=checkpoints, entry=entry, code=code,
-                settings=settings or {},
+                git=git, settings=settings or {},
             ),
             local=self._backend.local, say=lambda text: print(text, file=sys.stderr),
         )  # fmt: skip

@@ -76,7 +76,10 @@ class Leader:
         changed, signals = self.accounts.changed, settings.node_health
         self.caches = Caches(rest, self.wake, self.hosts_changed, watched, mine, changed, signals)
         platform = Platform(
-            operator_key=settings.key, operator_peer=settings.peer, metrics_peers=settings.metrics_peers
+            operator_key=settings.key,
+            operator_peer=settings.peer,
+            metrics_peers=settings.metrics_peers,
+            git_image=settings.code_image,
         )
         self.report_watch, self.notifier = ReportWatch(self.queue.add), Notifier(settings.receivers, self.queue.add)
         helpers = coordinators, platform, self.report_watch, self.notifier

@@ -15,6 +15,7 @@ from ddpjob.api.job_classes import JobClasses
 from ddpjob.api.job_spec import Json
 from ddpjob.controller.notifier import Receivers
 from ddpjob.core.world import HealthSignals
+from ddpjob.objects.platform import Platform
 from ddpjob.objects.pod_template import problems
 
 PREFIX = "DDPJOB_OPERATOR_"
@@ -61,6 +62,8 @@ class Settings:
     node_health: HealthSignals = field(default_factory=HealthSignals)
     """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) of unhealthy nodes, as lists in JSON. A
     final * makes an entry a prefix."""
+    code_image: str = Platform.git_image
+    """The image whose git clones spec.code.git."""
     classes: JobClasses = field(default_factory=JobClasses)
     """CLASSES is {NAME: {namespaces, spec, queue, fixed, limits}} in JSON."""
 
@@ -125,6 +128,7 @@ class Settings:
             log_level=log_level,
             receivers=_receivers(peers("RECEIVERS", dict, "{}"), text("RECEIVERS_FOLDER", ""), text("NOTIFY_LINK", "")),
             node_health=_signals(words("NODE_CONDITIONS"), words("NODE_TAINTS")),
+            code_image=text("CODE_IMAGE", "") or cls.code_image,
             classes=_classes(peers("CLASSES", dict, "{}")),
         )
 

@@ -21,6 +21,8 @@ from ddpjob.api.job_status import QueueStatus
 
 TRAINER_CONTAINER = "trainer"
 COORDINATOR_CONTAINER = "coordinator"
+CODE_CONTAINER = "ddpjob-code"
+"""The init container that clones spec.code.git."""
 
 NAME_TAKEN = 409
 """HTTP status Conflict: the `Rejection.status` if another owner's object has the name."""

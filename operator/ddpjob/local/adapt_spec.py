@@ -74,7 +74,7 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
     data = _data(spec, folder, options)
     given = data if options.data is not None else None
     on_cpu = spec.gpus_per_node > 0 and spec.gpu_resource == NVIDIA and not enough
-    code = folder.fetched_code / spec.code.digest.rpartition(":")[2][:16] if spec.code else None
+    code = folder.fetched_code / spec.code.version[:16] if spec.code else None
     working_dir = options.working_dir or _working_dir(spec, code)
     problems = [
         *_without_torch(spec),

@@ -34,6 +34,8 @@ class Platform:
     """A folder to use instead of spec.storage.checkpoints' mount path; None: the mount path."""
     code_path: str | None = None
     """A folder to use for spec.code instead of CODE_FOLDER; None: CODE_FOLDER."""
+    git_image: str = "docker.io/alpine/git:2.49.1"
+    """The image whose git clones spec.code.git. It has sh."""
     operator_peer: Json | None = None
     """The operator's pods as a NetworkPolicy peer; None: they are unknown, and no policy is
     created."""

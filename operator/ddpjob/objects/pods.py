@@ -31,6 +31,7 @@ from ddpjob.core.world import (
     gang_name,
     node_pod_name,
 )
+from ddpjob.objects.git_clone import build_clone
 from ddpjob.objects.isolation import token_variable
 from ddpjob.objects.platform import COORDINATOR_HOSTNAME, Platform
 from ddpjob.objects.pod_template import SNAPSHOT_PATH
@@ -39,6 +40,7 @@ from ddpjob.objects.service import RUNTIME_FOLDER, make_object, metadata
 from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_node, trainer_of
 
 RUNTIME_VOLUME, SNAPSHOT_VOLUME, FETCHED_CODE_VOLUME = "ddpjob-runtime", "ddpjob-snapshots", "ddpjob-code"
+_CODE_MOUNT: Json = {"name": FETCHED_CODE_VOLUME, "mountPath": CODE_FOLDER}
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """Keys of the Secret in storage.checkpoints.secretName, and variables that AWS tools read. The last
 one is optional."""
@@ -81,6 +83,7 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
         **_pod_basics(job, status, name),
         "containers": containers,
         "volumes": _volumes(job, status),
+        **_clone(job, platform),
     }
     affinity = _affinity(job, status)
     if affinity:
@@ -500,7 +503,7 @@ def _data_bucket(job: DDPJob) -> list[Json]:
 def _code(job: DDPJob, platform: Platform) -> list[Json]:
     """Return the variables with spec.code for the launcher."""
     code = job.spec.code
-    if code is None:
+    if code is None or code.git:
         return []
     values = {
         "URL": code.archive,
@@ -511,6 +514,14 @@ def _code(job: DDPJob, platform: Platform) -> list[Json]:
     }
     found: list[Json] = [{"name": CODE_PREFIX + name, "value": value} for name, value in values.items() if value]
     return [*found, *_keys(code.secret_name, CODE_PREFIX)]
+
+
+def _clone(job: DDPJob, platform: Platform) -> Json:
+    """Return the init container for spec.code.git as a part of the pod's spec."""
+    git = job.spec.code.git if job.spec.code else None
+    if git is None:
+        return {}
+    return {"initContainers": [build_clone(git, platform.git_image, _CODE_MOUNT, job.spec.env)]}
 
 
 def _keys(secret: str | None, prefix: str) -> list[Json]:
@@ -657,7 +668,7 @@ def _mounts(job: DDPJob, platform: Platform) -> list[Json]:
     if job.spec.recovery.keeps_snapshots:
         mounts.append({"name": SNAPSHOT_VOLUME, "mountPath": SNAPSHOT_PATH})
     if job.spec.code:
-        mounts.append({"name": FETCHED_CODE_VOLUME, "mountPath": CODE_FOLDER})
+        mounts.append(dict(_CODE_MOUNT))
     for name, volume in (
         ("ddpjob-checkpoints", storage.checkpoints or Volume(mount_path=storage.checkpoint_path, read_only=False)),
         ("ddpjob-data", storage.data),

@@ -561,6 +561,24 @@ def test_a_pod_whose_init_container_failed_is_kept_with_its_log(job: DDPJob) -> 
     assert failed.name not in [action.name for action in over.actions if isinstance(action, DeletePod)]
 
 
+@pytest.mark.parametrize(("code", "phase"), [(78, Phase.FAILED), (1, Phase.RESTARTING)])
+def test_a_commit_that_a_repository_lacks_ends_the_job_and_a_silent_server_does_not(code: int, phase: Phase) -> None:
+    waiting = ContainerView(waiting_reason="PodInitializing")
+    clone = ContainerView(
+        started=NOW, exit_code=code, reason="Error", message="code.git: https://h/p has no commit 1f2e"
+    )
+    failed = a_pod(0, waiting, phase="Failed", init_containers={"ddpjob-code": clone})
+    world = World(pods=(failed, a_pod(1, ContainerView(started=NOW))), runtime=OFFERED, runtime_offered=OFFERED)
+    status = decide(a_job(), world, NOW + timedelta(seconds=5)).status
+    assert status.phase is phase
+    if phase is Phase.FAILED:
+        [condition] = [c for c in status.conditions if c.type == "Failed"]
+        assert condition.reason == "InitFailure" and "https://h/p has no commit 1f2e" in condition.message
+    other = a_pod(0, waiting, phase="Failed", init_containers={"mine": clone})
+    world = replace(world, pods=(other, world.pods[1]))
+    assert decide(a_job(), world, NOW + timedelta(seconds=5)).status.phase is Phase.RESTARTING
+
+
 @pytest.mark.parametrize(("code", "phase"), [(42, Phase.FAILED), (2, Phase.RESTARTING)])
 def test_a_rule_for_an_exit_code_also_holds_for_init_containers(code: int, phase: Phase) -> None:
     job = a_job(recovery={"rules": [{"cause": "ExitCode", "exitCodes": [42], "action": "Fail"}]})

@@ -18,6 +18,7 @@ from ddpjob.api.submitted_code import CODE_FOLDER, mount_code
 from ddpjob.api.yamltext import YamlError, read_documents, shown
 from ddpjob.client.backends.backend import Mistake
 from ddpjob.client.manifests.code_archive import IGNORE_FILE, CodePlace, Found, find_files, send
+from ddpjob.client.manifests.git_commit import resolve
 from ddpjob.local.paths import job_folder
 
 SOURCE = "function.py"
@@ -26,6 +27,7 @@ is on sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
 """Maximum size of all files in bytes, because an object may have 1 MiB including its metadata."""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
+_MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
 
@@ -60,6 +62,8 @@ class JobRequest:
 
     Default: the folder `code` in the bucket of the checkpoints.
     """
+    git: str = ""
+    """URL or URL@REF of a git repository that has the program, a path in it or a module."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with the values
     of other options."""
@@ -103,6 +107,8 @@ def build(request: JobRequest, *, local: bool, say: Callable[[str], None] = _sil
         spec["storage"] = {"checkpoints": _volume(os.fspath(request.checkpoints))}
     for path, value in _plain("settings (--set)", request.settings).items():
         _set(spec, path, value)
+    if request.git:
+        spec["code"] = {"git": {**resolve(request.git), **(spec.get("code") or {}).get("git", {})}}
     if archive is not None:
         sent = send(archive, request.program, _code_place(request, spec, archive), say, upload=upload)
         spec["code"] = {**sent, **(spec.get("code") or {})}
@@ -127,6 +133,14 @@ def _program(
     program, path = request.program, Path(request.program)
     if not program:
         raise Mistake("the program's name is empty, perhaps because a shell variable is not set")
+    if request.git:
+        if request.entry or request.code or request.source:
+            raise Mistake(
+                "entry (--entry) and code (--code) cannot be used with git (--git); name a path in the repository"
+            )
+        is_module = re.fullmatch(_MODULE, program) and not program.endswith(".py")
+        spec["module" if is_module else "script"] = program
+        return [], None
     if request.source or not path.is_dir():
         for option, given in (
             ("entry (--entry) names a script in", request.entry),
@@ -166,7 +180,7 @@ def _program(
         return [_limited([(path.name, path.stat().st_size, path.read_bytes)], program)], None
     if path.is_absolute() and not local:
         spec["script"] = program  # The script is in the image.
-    elif re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", program) and not program.endswith(".py"):
+    elif re.fullmatch(_MODULE, program) and not program.endswith(".py"):
         spec["module"] = program
     else:
         raise Mistake(

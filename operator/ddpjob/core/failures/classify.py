@@ -46,7 +46,7 @@ from ddpjob_runtime.protocol import (
 )
 
 from ddpjob.api.job_status import Restart
-from ddpjob.core.world import ContainerView, HostView, PodView, Role, is_down
+from ddpjob.core.world import CODE_CONTAINER, ContainerView, HostView, PodView, Role, is_down
 
 _TRACEBACK_LIMIT = 3000
 """Maximum number of characters of a traceback. The end is kept, because it names the error."""
@@ -347,6 +347,8 @@ def _never_began(pod: PodView) -> End:
             why = f"init container {name} of pod {pod.name} ended with exit code {container.exit_code}"
             why += f": {written.message or container.reason}"
             cause = Cause.START_ERROR if container.reason in _CANNOT_START else Cause.EXIT_CODE
+            if name == CODE_CONTAINER and container.exit_code == EXIT_INIT_FAILURE:
+                cause = Cause.INIT_FAILURE  # The repository does not have the commit.
             return End(
                 Cause.OOM_KILLED if container.reason == "OOMKilled" else cause,
                 why.rstrip(": "),

@@ -1,0 +1,63 @@
+"""Resolves URL@REF to a commit, with this machine's git and its user's credentials."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from typing import Any
+
+from ddpjob.client.backends.backend import Mistake
+
+_SECONDS = 60.0
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_MOST_LINES = 1000
+
+
+def resolve(text: str) -> dict[str, Any]:
+    """Return url, ref and commit of `URL` or `URL@REF`, as in the field code.git.
+
+    REF is a branch, a tag or a whole commit; default: HEAD. Raises Mistake.
+    """
+    url, at, ref = text.partition("@")
+    if not re.match(r"https?://[^/@]+/", url):
+        remedy = "write https://HOST/PATH or https://HOST/PATH@REF, without a user name (see code.git.secretName)"
+        raise Mistake(f"git (--git) {_without_password(text)}: {remedy}")
+    if at and not re.fullmatch(r"[A-Za-z0-9_][-A-Za-z0-9_./+#=]*", ref):
+        raise Mistake(f"git (--git) {text}: REF must be a branch, a tag or a whole commit")
+    if _COMMIT.fullmatch(ref):
+        return {"url": url, "commit": ref}
+    ref = ref or "HEAD"
+    found = _listed(url, ref)
+    # A tag's own object is not a commit: its line ends with ^{}. git matches the end of a name, so
+    # `main` also lists refs/heads/old/main.
+    names = (f"refs/tags/{ref}^{{}}", f"refs/tags/{ref}", f"refs/heads/{ref}", ref)
+    commit = next((found[name] for name in names if name in found), "")
+    if not commit:
+        raise Mistake(
+            f"git (--git) {url} has no branch or tag {ref}; write a branch, a tag or a whole commit (40 digits)"
+        )
+    return {"url": url, "ref": ref, "commit": commit}
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"//[^/]*@", "//...@", text)
+
+
+def _listed(url: str, ref: str) -> dict[str, str]:
+    if shutil.which("git") is None:
+        raise Mistake("git (--git): this machine has no git to find the commit; write URL@COMMIT with the whole commit")
+    command = ["git", "ls-remote", "--", url, ref, f"{ref}^{{}}"]
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, "GIT_ALLOW_PROTOCOL": "http:https"}, capture_output=True, text=True,
+            timeout=_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise Mistake(f"git (--git) {url}: no response within {_SECONDS:.0f} s; write URL@COMMIT instead") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["git ls-remote failed"]
+        raise Mistake(f"git (--git) {url}: {said[0][:300]}")
+    lines = (line.partition("\t") for line in done.stdout.splitlines()[:_MOST_LINES])
+    return {name: commit for commit, _, name in lines if _COMMIT.fullmatch(commit)}

@@ -1,0 +1,29 @@
+"""Clones spec.code.git on this machine, with its own git and its user's credentials."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from ddpjob.api.job_spec import GitCode
+from ddpjob.objects.git_clone import SCRIPT, variables
+
+_SHOWN = 500
+
+
+class CloneError(Exception):
+    """The commit cannot be cloned. The message has git's own words."""
+
+
+def clone(git: GitCode, folder: Path) -> None:
+    """Clone the commit into the folder, unless it is there. Raises CloneError, OSError."""
+    if shutil.which("git") is None:
+        raise CloneError("spec.code.git: this machine has no git; install it, or name a folder with --workdir DIR")
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **variables(git, str(folder), "1 0")}
+    done = subprocess.run(["sh", "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join(done.stderr.split())[-_SHOWN:]
+        raise CloneError(f"spec.code.git: {git.commit[:12]} of {git.url} cannot be cloned: {said}")

@@ -1,0 +1,117 @@
+"""Clones one commit for spec.code.git before the workers start, by a shell script.
+
+On Kubernetes an init container of each node pod runs the script, with the image that the chart
+names, because a job's image need not contain git. On one machine `ddpjob run` runs it with the
+machine's git. Three rules make the same manifest give the same code.
+
+1. The manifest names a commit. `ddpjob submit --git URL@REF` resolves REF once; a branch that moves
+   later changes nothing, also for a pod that is replaced days later.
+2. Exactly that commit is fetched, without history. A server that refuses this gets a request for
+   REF; the commit must be in it.
+3. The script gets all values as variables, so no URL or name can become a part of it.
+
+Example: with url https://github.com/me/project, ref main and commit 1f2e..., the script runs
+`git fetch --depth 1 URL 1f2e...` and `git checkout 1f2e...`.
+
+The container runs as a user without rights, with a read-only root. Only it has the credentials, and
+git sends them to this URL only. The trainer's container and the cloned folder do not have them.
+
+Why: docs/decisions/0029.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpjob_runtime.protocol import EXIT_INIT_FAILURE
+
+from ddpjob.api.job_spec import GitCode, Json
+from ddpjob.core.world import CODE_CONTAINER
+
+DONE = ".git/ddpjob-cloned"
+"""A file that exists once the folder holds the whole commit."""
+_USER = 65532
+_PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
+PAUSES = "1 5 15 30 0"
+"""Seconds after each attempt to fetch. Later attempts are new pods, which recovery counts."""
+
+SCRIPT = f"""\
+set -eu
+umask 0
+cd "$DDPJOB_CODE_DIR"
+[ ! -e {DONE} ] || exit 0
+fetch() {{
+    git -c http.lowSpeedLimit=1000 -c http.lowSpeedTime=60 fetch --quiet --no-tags "$@"
+}}
+git init --quiet .
+fetched=
+for pause in $DDPJOB_GIT_PAUSES; do
+    if fetch --depth 1 -- "$DDPJOB_GIT_URL" "$DDPJOB_GIT_COMMIT" || fetch -- "$DDPJOB_GIT_URL" "$DDPJOB_GIT_REF"; then
+        fetched=yes
+        break
+    fi
+    sleep $pause
+done
+if [ -z "$fetched" ]; then
+    echo "code.git: $DDPJOB_GIT_URL cannot be fetched; check url, ref and secretName" >&2
+    exit 1
+fi
+if ! git checkout --quiet --force --detach "$DDPJOB_GIT_COMMIT"; then
+    echo "code.git: $DDPJOB_GIT_URL has no commit $DDPJOB_GIT_COMMIT in $DDPJOB_GIT_REF" >&2
+    exit {EXIT_INIT_FAILURE}
+fi
+touch {DONE}
+echo "code.git: commit $DDPJOB_GIT_COMMIT of $DDPJOB_GIT_URL"
+"""
+
+
+def variables(git: GitCode, folder: str, pauses: str) -> dict[str, str]:
+    """Return the script's variables. `pauses`: seconds after each attempt, separated by spaces."""
+    return {
+        "DDPJOB_CODE_DIR": folder,
+        "DDPJOB_GIT_URL": git.url,
+        "DDPJOB_GIT_REF": git.ref or "HEAD",
+        "DDPJOB_GIT_COMMIT": git.commit,
+        "DDPJOB_GIT_PAUSES": pauses,
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ALLOW_PROTOCOL": "http:https",
+    }
+
+
+def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> Json:
+    """Build the init container. `env` is the job's, whose proxies it uses."""
+    settings = {"safe.directory": "*"}
+    found: list[Json] = [v for v in env if v["name"].upper() in _PROXIES and "value" in v]
+    if git.secret_name:
+        settings[f"credential.{git.url}.helper"] = (
+            '!f() { echo "username=${DDPJOB_GIT_USER:-git}"; echo "password=$DDPJOB_GIT_PASSWORD"; }; f'
+        )
+        for name, key in (("DDPJOB_GIT_USER", "username"), ("DDPJOB_GIT_PASSWORD", "password")):
+            source: Json = {"name": git.secret_name, "key": key, "optional": key == "username"}
+            found.append({"name": name, "valueFrom": {"secretKeyRef": source}})
+    values = {
+        **variables(git, mount["mountPath"], PAUSES),
+        "HOME": "/",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+    }
+    values["GIT_CONFIG_COUNT"] = str(len(settings))
+    for number, (key, value) in enumerate(settings.items()):
+        # The kubelet replaces $(NAME) and $$ in values; the helper has neither.
+        values |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return {
+        "name": CODE_CONTAINER,
+        "image": image,
+        "command": ["sh", "-c", SCRIPT],
+        "env": [*found, *({"name": name, "value": value} for name, value in values.items())],
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"cpu": "1", "memory": "1Gi"},
+        },
+        "securityContext": {
+            "runAsUser": _USER, "runAsGroup": _USER, "runAsNonRoot": True, "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [dict(mount)],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }  # fmt: skip
