@@ -248,8 +248,8 @@ class Client:
         `cpu`, `memory`: per node, such as "8" and "64Gi".
         `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every
         Kubernetes node.
-        `entry`: the script to start in a folder. `code`: the s3:// folder for the upload; by default
-        a folder in the bucket of `checkpoints`.
+        `entry`: the script to start in a folder. `code`: the s3:// folder for the upload; by
+        default a folder in the bucket of `checkpoints`.
         `git`: "URL" or "URL@REF" of a repository, whose REF is resolved to a commit now. `program`
         is then a path in it, or a module.
         `settings`: any other fields of spec, such as {"recovery.maxRestarts": 3,
