@@ -6,7 +6,8 @@ columns out.
 Rule: jobs that have not ended come first, the newest first. Ended jobs are folded into one line
 that counts them; `e` unfolds them. The list never has more lines or columns than the terminal:
 
-1. the wide columns are dropped until the rest fits (DURATION, ATRISK, REASON),
+1. the wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION,
+   REASON),
 2. then names are cut in their middle, to no fewer than 16 characters,
 3. then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
 
@@ -32,7 +33,7 @@ from ddpjob.cli.output import STATE_COLOURS, printable
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
 from ddpjob.client.texts.job_text import header, phase, row
 
-_DROPPED = ("ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
+_DROPPED = ("GPUHOURS", "ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
 """Columns in the order in which they are dropped; "" cuts the names."""
 _NAME, _GAP = 16, 2
 _FIXED = 4

@@ -24,6 +24,7 @@ from ddpjob.core.plan.queue import plan_queue_actions
 from ddpjob.core.plan.wind_down import complete, fail
 from ddpjob.core.status.describe import describe
 from ddpjob.core.status.events import change_events, restart_events
+from ddpjob.core.status.gpu_seconds import count_gpu_seconds
 from ddpjob.core.status.notifications import with_notifications
 from ddpjob.core.status.restarting import judge_preflight
 from ddpjob.core.view import View
@@ -52,14 +53,15 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     a decision continues from a new observation.
 
     Nothing is decided for a job that is being deleted or belongs to another controller. Otherwise
-    GATES come first, in order, and then `_run`. Finally, notifications for the job's receiver are
-    added to any decision.
+    GATES come first, in order, and then `_run`. Finally, notifications for the job's receiver and
+    its GPU seconds are added to any decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
     selector = f"{LABEL_UID}={job.uid},{LABEL_ROLE}={Role.NODE}"
     status = replace(job.status, observed_generation=job.generation, selector=selector)
-    return with_notifications(job, world, now, _decide(View(job, status, world, now)))
+    decision = with_notifications(job, world, now, _decide(View(job, status, world, now)))
+    return count_gpu_seconds(job, world, now, decision)
 
 
 def _decide(view: View) -> Decision:

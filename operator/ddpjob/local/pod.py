@@ -51,17 +51,25 @@ class Pod:
     """A pod that starts its containers when it is constructed.
 
     Raises OSError if their logs cannot be written. `inherited` is the environment to which the
-    manifest's variables are added.
+    manifest's variables are added. `devices` are the machine's devices that the pod may use, by
+    resource name.
     """
 
     def __init__(
-        self, manifest: Json, folder: RunFolder, inherited: dict[str, str], working_dir: Path, now: datetime
+        self,
+        manifest: Json,
+        folder: RunFolder,
+        inherited: dict[str, str],
+        working_dir: Path,
+        now: datetime,
+        devices: dict[str, int] | None = None,
     ) -> None:
         meta, labels = manifest["metadata"], manifest["metadata"]["labels"]
         self.name, self.uid = str(meta["name"]), str(uuid.uuid4())
         self.role = Role(labels[LABEL_ROLE])
         self._labels, self._folder, self._working_dir = labels, folder, working_dir
         self.created = now
+        self.devices = devices or {}
         self.deleted_at: datetime | None = None
         self.grace = int(manifest["spec"].get("terminationGracePeriodSeconds", 30))
         self.views: dict[str, ContainerView] = {}
@@ -161,6 +169,7 @@ class Pod:
             deleted_at=self.deleted_at,
             containers=dict(self.views),
             grace_seconds=self.grace,
+            devices=self.devices,
         )
 
     def _phase(self) -> str:

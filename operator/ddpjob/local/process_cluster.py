@@ -186,8 +186,11 @@ class ProcessCluster:
         gpus = self.local_spec.visible_gpus(int(index)) if index is not None else ""
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
+        devices = {self.local_spec.spec.gpu_resource: len(gpus.split(","))} if gpus else {}
         try:
-            self.pods[name] = Pod(manifest, self.folder, environment, self.local_spec.working_dir, self.clock())
+            self.pods[name] = Pod(
+                manifest, self.folder, environment, self.local_spec.working_dir, self.clock(), devices
+            )
         except OSError as error:
             raise Refused(507, f"pod {name} cannot be started: {error}") from error
 
