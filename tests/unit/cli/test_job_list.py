@@ -69,6 +69,14 @@ def test_at_80_columns_the_figures_of_a_job_are_seen_and_at_200_all() -> None:
     assert any("sweep-lr" in line and "…" in line for line in text(unfolded.frame(sixty(), NOW, 80, 24)))
 
 
+def test_the_gpu_hours_of_all_jobs_are_summed_whatever_their_status_holds() -> None:
+    bodies = [job("a", "Running"), job("b", "Failed"), job("c", "Complete")]
+    assert text(JobList().frame(bodies, NOW, 80, 24))[0] == "1 running, 1 failed, 1 complete"
+    for body, seconds in zip(bodies, (3600, 36_000, "many"), strict=True):
+        body["status"]["gpuSeconds"] = seconds
+    assert text(JobList().frame(bodies, NOW, 80, 24))[0] == "1 running, 1 failed, 1 complete; 11.0 GPU hours"
+
+
 def test_keys_move_find_unfold_open_and_quit() -> None:
     jobs, bodies = JobList(), [job(f"j{at:02}", "Running", at % 24) for at in range(30)] + [job("old", "Failed")]
     assert "old" not in "".join(text(jobs.frame(bodies, NOW, 80, 10)))
