@@ -140,7 +140,7 @@ async def test_a_job_created_suspended_and_resumed_without_its_class_names_it() 
     s.change_spec({"runPolicy": {"suspend": False}})
     await s.passes(30)
     suspended = conditions(s)["Suspended"]
-    assert suspended["reason"] == "ClassMissing" and "the job waits until the platform team" in suspended["message"]
+    assert suspended["reason"] == "ClassMissing" and "ask the platform team to add the class" in suspended["message"]
     assert not s.pods and events(s) == ["Suspended", "ClassMissing"]
     platform_team_sets(s, h100=H100)
     await s.until_phase("Complete")

@@ -94,7 +94,7 @@ async def test_a_job_of_volcanos_gets_a_gang_unless_its_pods_name_one() -> None:
         assert (hint in conditions(s)["Scheduled"]["message"]) is bool(wanted), "its scheduler has not said anything"
     s = Simulation({"nodes": 2, "scheduling": {"schedulerName": "volcano", "gang": True}})
     await s.passes(3)
-    assert "no PodGroups of Volcano in this cluster" in conditions(s)["Scheduled"]["message"] and not s.nodes()
+    assert "no Volcano PodGroups in this cluster" in conditions(s)["Scheduled"]["message"] and not s.nodes()
 
 
 @pytest.mark.parametrize("gang", [True, False])

@@ -107,7 +107,7 @@ async def test_a_job_whose_pods_need_something_else_asks_again_and_is_not_called
     assert "Evicted" not in events(s)
     [changed] = [e.message for e in s.cluster.events if e.reason == "SpecChanged"]
     assert changed == (
-        "the quota that queue team has granted does not suit the job's spec any more: it asks again; "
+        "the quota that queue team has granted no longer fits the job's spec; the job requests it again; "
         "checkpoints are kept"
     )
 
@@ -129,7 +129,7 @@ async def test_pods_of_a_suspended_job_on_a_lost_host_go_before_the_coordinator(
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: not s.pods, limit=90)
     await s.passes(2)
-    assert conditions(s)["Suspended"]["message"] == "no pods run; set runPolicy.suspend to false to resume"
+    assert conditions(s)["Suspended"]["message"] == "no pods are running; set runPolicy.suspend to false to resume"
 
 
 async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
@@ -149,7 +149,9 @@ async def test_a_job_that_is_resumed_with_a_faulty_template_asks_for_no_quota_an
     await s.passes(10)
     assert s.phase == "Queued" and not kueue.workloads()
     message = conditions(s)["Suspended"]["message"]
-    assert message.startswith("asks queue team for nothing until spec.podTemplate is corrected: spec.podTemplate.spec")
+    assert message.startswith(
+        "requests no quota from queue team until spec.podTemplate is corrected: spec.podTemplate.spec"
+    )
     s.change_spec({"podTemplate": {}})
     await s.until_phase("Complete")
 
@@ -317,7 +319,7 @@ async def test_it_is_the_queue_that_had_granted_the_quota_that_takes_it_back() -
     kueue.evict()
     await s.until_phase("Queued")
     [evicted] = [e.message for e in s.cluster.events if e.reason == "Evicted"]
-    assert evicted.startswith("queue team takes the quota back: preempted")
+    assert evicted.startswith("queue team has withdrawn the quota: preempted")
     await s.passes(60)
     assert conditions(s)["Suspended"]["message"].startswith("waits in queue other for the quota of 2 pods")
 
@@ -345,7 +347,7 @@ async def test_what_runs_keeps_its_quota_when_its_label_is_removed() -> None:
     s.change_spec({"nodes": 3})
     await s.passes(10)
     assert kueue.using() == 2 and s.status["nodes"]["ready"] == 2, "nobody else is granted what it uses"
-    assert conditions(s)["Admitted"]["message"].endswith("was removed: the job does not ask for a different quota")
+    assert conditions(s)["Admitted"]["message"].endswith("was removed, so the job does not request a different quota")
     kueue.evict()
     await s.until(lambda: not kueue.workloads(), limit=60)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["ready"] == 3)

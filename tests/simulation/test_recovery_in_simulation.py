@@ -255,7 +255,7 @@ async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
     await s.until(lambda: s.status["nodes"]["display"] == "3/3")
     s.machines.isolate(s.pods["job-1-0"], 60)
     await s.until(lambda: s.status["nodes"]["display"] == "2/3")
-    message = "2 of 3 nodes run together; pod job-1-0 runs, but has no contact with the coordinator"
+    message = "2 of 3 nodes run together; pod job-1-0 is running but has lost its connection to the coordinator"
     await s.until(lambda: conditions(s)["Running"]["message"] == message)
 
 
@@ -430,7 +430,7 @@ async def test_a_coordinator_that_hears_nobody_is_replaced_and_the_pods_are_left
     assert {p.name for p in running(s)} == pods
     assert s.training.made - steps >= 60, "it trained all the while"
     assert reasons(s) == [("CoordinatorLost", False)]
-    assert "has not heard most of its members" in s.status["restarts"]["recent"][0]["message"]
+    assert "has not heard from most of its members" in s.status["restarts"]["recent"][0]["message"]
     assert s.phase == "Running"
 
 

@@ -263,7 +263,7 @@ def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = recorded(tmp_path, monkeypatch)
-    said = "no pods run; set runPolicy.suspend to false to resume"
+    said = "no pods are running; set runPolicy.suspend to false to resume"
     conditions = [{**DONE, "type": "Suspended", "message": said}, {**DONE, "type": "Running", "status": "False"}]
     status = {"conditions": conditions}
     write_record(folder, {**ProcessBackend().job("j"), "status": status, "local": {}})

@@ -380,7 +380,7 @@ def test_a_suspended_job_is_looked_at_until_its_pods_are_gone() -> None:
     ("placed", "why"),
     [
         ({"host": "", "phase": "Pending"}, "a finalizer holds it"),
-        ({}, "a finalizer holds it, or its Kubernetes node n0 does not answer"),
+        ({}, "a finalizer holds it, or its Kubernetes node n0 is unreachable"),
     ],
 )
 def test_a_suspended_job_says_which_pod_should_have_ended(placed: dict[str, str], why: str) -> None:
@@ -585,8 +585,10 @@ def test_a_sidecar_beside_a_program_that_has_ended_does_not_outlive_a_suspension
 
     assert said(replace(sidecar, deleted_at=NOW)) == "1 pod still terminating"
     down = {"n0": HostView(name="n0", ready=False, since=NOW, out_of_service=False)}
-    assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods run"), "nobody would confirm its end"
-    assert said(ended).startswith("no pods run")
+    assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods are running"), (
+        "nobody would confirm its end"
+    )
+    assert said(ended).startswith("no pods are running")
 
 
 def new_job(label: str = "", **spec: Any) -> DDPJob:

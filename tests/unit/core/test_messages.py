@@ -91,7 +91,7 @@ def test_a_coordinator_without_a_kubernetes_node_is_not_called_unreachable() -> 
             events += [e for e in decision.events if e.reason == "CoordinatorUnreachable"]
             condition = job.status.condition(ConditionType.RUNNING)
             assert condition is not None and condition.reason == "NodesMissing"
-            assert condition.message == "2 of 2 nodes run; the coordinator's pod has no Kubernetes node yet"
+            assert condition.message == "2 of 2 nodes run; the coordinator's pod has not been scheduled yet"
         assert not events
 
 

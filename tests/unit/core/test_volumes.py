@@ -166,7 +166,7 @@ def test_the_jobs_own_and_one_kept_for_it_serve() -> None:
         ),
         ({"template": "another"}, "made by this job from a different claimTemplate"),
         ({"made_by": "earlier", "owners": ("earlier",)}, "an earlier job"),
-        ({"owners": ("x",)}, "removed with another object"),
+        ({"owners": ("x",)}, "will be deleted with its owner"),
         ({"owners": ("uid",)}, "to keep it, run kubectl patch pvc job-checkpoints --namespace space --patch '{"),
         ({"deleting": True}, "is being removed"),
     ],

@@ -38,7 +38,7 @@ def test_a_scheduler_that_does_not_exist_is_named_with_its_field() -> None:
     assert silent.reason == "SchedulerSilent"
     assert silent.message == (
         "pod job-0-0: no scheduler has reported on it since 2026-01-01T00:00:00Z; "
-        "check that the scheduler fair-share runs, which spec.scheduling.schedulerName names"
+        "check that the scheduler fair-share (spec.scheduling.schedulerName) is running"
     )
     assert "resource claims" in shown(ConditionType.SCHEDULED, 30, *pods).message
     coordinator = replace(COORDINATOR, host="", phase="Pending", containers={})
@@ -69,8 +69,7 @@ def test_volumes_that_cannot_be_mounted_are_shown_with_where_to_look() -> None:
     assert found.reason == "PodNotPrepared"
     assert found.message == (
         "0 of 2 nodes run; pod job-0-0 on Kubernetes node n0 has waited for its volumes or its network since "
-        "2026-01-01T00:00:00Z: a Secret, a folder or a driver may be missing, which `kubectl describe pod job-0-0` "
-        "names"
+        "2026-01-01T00:00:00Z: a Secret, a folder or a driver may be missing; see `kubectl describe pod job-0-0`"
     )
     coordinator = replace(COORDINATOR, containers={}, scheduled=later(0), prepared=False, address="")
     found = shown(ConditionType.RUNNING, 30, pod(0), pod(1), coordinator)
