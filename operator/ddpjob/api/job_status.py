@@ -131,7 +131,7 @@ _MOST = 10**9
 """Maximum value of a count or a number in a status. A value one above it can still be written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of seconds, which may be summed over many devices. Every JSON reader reads it exactly."""
+"""A number of seconds, summed over many devices. Every JSON reader reads it exactly."""
 _Moment = Annotated[datetime, AfterValidator(_computable)]
 _Time = Annotated[_Moment, PlainSerializer(format_time)]
 _OptionalTime = Annotated[_Moment | None, PlainSerializer(format_time), _OMIT_EMPTY]
