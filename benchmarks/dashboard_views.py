@@ -44,7 +44,7 @@ _NAMES = (
     "llama-sft",
     "whisper-small",
     "bert-pretrain",
-    "vit-b16",
+    "vit-b16-imagenet21k-learning-rate-3",
     "detr-coco",
     "digits",
     "moe-8x7b",
