@@ -51,7 +51,8 @@ class Pod:
     """A pod that starts its containers when it is constructed.
 
     Raises OSError if their logs cannot be written. `inherited` is the environment to which the
-    manifest's variables are added. `devices` are the machine's devices that the pod may use, by
+    manifest's variables are added. `delay` is in seconds; a command that cannot be executed then
+    fails with a shell's exit code. `devices` are the machine's devices that the pod may use, by
     resource name.
     """
 
@@ -62,12 +63,13 @@ class Pod:
         inherited: dict[str, str],
         working_dir: Path,
         now: datetime,
+        delay: float = 0.0,
         devices: dict[str, int] | None = None,
     ) -> None:
         meta, labels = manifest["metadata"], manifest["metadata"]["labels"]
         self.name, self.uid = str(meta["name"]), str(uuid.uuid4())
         self.role = Role(labels[LABEL_ROLE])
-        self._labels, self._folder, self._working_dir = labels, folder, working_dir
+        self._labels, self._folder, self._working_dir, self._delay = labels, folder, working_dir, delay
         self.created = now
         self.devices = devices or {}
         self.deleted_at: datetime | None = None
@@ -94,6 +96,8 @@ class Pod:
             self._memory.mkdir(parents=True, exist_ok=True)
             environment[SNAPSHOT_FOLDER] = str(self._memory)
         words = argument_vector(container, variables)
+        if self._delay:
+            words = ["sh", "-c", f'sleep {self._delay}; exec "$0" "$@"', *words]
         log = self._folder.log(self.name, name)
         process: subprocess.Popen[bytes] | None = None
         with log.open("ab") as output:

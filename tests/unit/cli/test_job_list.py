@@ -79,6 +79,13 @@ def test_the_gpu_hours_of_all_jobs_are_summed_whatever_their_status_holds() -> N
     assert text(JobList().frame(bodies, NOW, 80, 24))[0] == "1 running, 1 failed, 1 complete; 11.0 GPU hours"
 
 
+def test_the_room_of_a_dropped_column_goes_to_the_names() -> None:
+    figures = {"display": "epoch 212/300 70 %", "lossDisplay": "0.5955", "speedDisplay": "24,595/s"}
+    name = "a-name-of-twenty-3-char"
+    lines = text(JobList().frame([job(name, "Restarting", **figures)], NOW, 80, 24))
+    assert "LOSS" not in lines[1] and lines[2].startswith(f"{name}  Restarting")
+
+
 def test_keys_move_find_unfold_open_and_quit() -> None:
     jobs, bodies = JobList(), [job(f"j{at:02}", "Running", at % 24) for at in range(30)] + [job("old", "Failed")]
     assert "old" not in "".join(text(jobs.frame(bodies, NOW, 80, 10)))

@@ -45,13 +45,18 @@ class History:
 
 
 def read(run: Path) -> History:
-    """Return the history of a run, given its folder or file.
+    """Return the history of a run, given its file, its folder or its checkpoint folder.
 
     Raises TrainerError if the run has no metrics.
     """
     path = run / METRICS if run.is_dir() else run
+    if run.is_dir() and not path.is_file() and (run / "run" / METRICS).is_file():
+        path = run / "run" / METRICS  # `run` is a checkpoint.dir.
     if not path.is_file():
-        raise TrainerError(f"{path} does not exist; name the folder of a run, which contains {METRICS}")
+        raise TrainerError(
+            f"{path} does not exist; name the run folder, which contains {METRICS} and which training names in its "
+            "first line"
+        )
     folder = path.resolve().parent
     history = History(title=folder.parent.name if folder.name == "run" else folder.name)
     try:

@@ -109,7 +109,7 @@
       const lines = found.starts.length ? " Dashed lines: training began again after a restart; shaded: the steps that it repeated." : "";
       note.textContent = found.curves.length
         ? `Over steps, from ${found.source}.${lines} ${why}`
-        : `Nothing to draw yet: ${why || found.source}.`;
+        : `No curves: ${why || "this job has reported no steps"}.`;
     } catch {
       note.textContent = "The curves cannot be read at present.";
     } finally {
