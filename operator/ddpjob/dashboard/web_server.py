@@ -35,7 +35,7 @@ from ddpjob.client.backends.backend import (
     Unreachable,
 )
 from ddpjob.client.logs.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
-from ddpjob.client.texts.job_text import phase, restart_counts, took, why
+from ddpjob.client.texts.job_text import gpu_hours, phase, restart_counts, took, why
 from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.repeated import UNKNOWN, repeats
@@ -124,6 +124,7 @@ class Dashboard:
             "cause_first": put_cause_first,
             "repeats": lambda restart: repeats(restart) or (UNKNOWN if restart.continued_from == UNKNOWN else ""),
             "counted": count,
+            "gpu_hours": gpu_hours,
             "number": lambda n: f"{n:,}".replace(",", "\u202f"),
         }
         self._pages.globals |= {
