@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ddpjob.api.job_spec import Json
+from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob
 from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.client.backends.process_backend import ProcessBackend
@@ -47,6 +47,21 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
 
 def where_it_begins(name: str, resumes: bool) -> str:
     return f"it resumes from {name}/checkpoints (--fresh starts from scratch)" if resumes else "it starts from scratch"
+
+
+def checkpoints_that_stay(body: Json) -> str:
+    """Return where a deleted job's checkpoints stay on a cluster; empty if they go or have no place."""
+    storage = (body.get("spec") or {}).get("storage") or {}
+    volume = storage.get("checkpoints") or {}
+    template = volume.get("claimTemplate") or {}
+    if url := volume.get("url"):
+        return f"the checkpoints in {url}"
+    if claim := volume.get("claimName"):
+        return f"the checkpoints in the claim {claim}"
+    if volume.get("hostPath"):
+        return f"the checkpoints in {volume['hostPath']} of the Kubernetes nodes"
+    stays = template and template.get("whenDeleted") != WhenDeleted.DELETE
+    return "the checkpoints in its claim" if stays else ""
 
 
 def _manifest(body: Json) -> Json:
