@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 from ddpjob_pod.metrics_log import METRICS
 
 from ddpjob_trainer.errors import TrainerError
+
+_OF_EVERY_JOB = ("run", "checkpoints", "")
+"""Names of folders that every job has, so they do not tell runs apart."""
 
 
 @dataclass
@@ -21,9 +25,15 @@ class History:
     """The start line of each incarnation."""
     steps: list[list[dict[str, Any]]] = field(default_factory=list)
     """The step lines of each incarnation."""
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluated: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The evaluation lines of each incarnation."""
     end: float = 0.0
     """Time of the last line."""
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All evaluation lines."""
+        return [row for rows in self.evaluated for row in rows]
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
@@ -53,7 +63,8 @@ def read(run: Path) -> History:
     if not path.is_file():
         raise TrainerError(f"{path} does not exist; name the folder of a run, which contains {METRICS}")
     folder = path.resolve().parent
-    history = History(title=folder.parent.name if folder.name == "run" else folder.name)
+    named = next((place for place in (folder, *folder.parents) if place.name not in _OF_EVERY_JOB), folder)
+    history = History(title=named.name)
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -70,6 +81,7 @@ def read(run: Path) -> History:
         row["time"] -= began
         history.end = max(history.end, row["time"])
         _sort_in(history, row)
+    _place_epochs(history)
     if not any(history.steps):
         raise TrainerError(f"{path} has no steps yet; wait until the run has trained some steps")
     return history
@@ -79,7 +91,46 @@ def _sort_in(history: History, row: dict[str, Any]) -> None:
     if row["event"] == "start":
         history.incarnations.append(row)
         history.steps.append([])
-    elif row["event"] == "step" and history.steps and row.get("loss") is not None:
+        history.evaluated.append([])
+    elif row["event"] == "step" and history.steps and "step" in row:
         history.steps[-1].append(row)
-    elif row["event"] == "eval":
-        history.evaluations.append(row)
+    elif row["event"] == "eval" and history.steps and "step" in row:
+        history.evaluated[-1].append(row)
+
+
+def _place_epochs(history: History) -> None:
+    """Give each line its position in epochs: a step in the middle of the second is at 1.5.
+
+    A line without an epoch gets the position of the last step before it. Fractions, which Hugging
+    Face's Trainer reports, are used as they are.
+    """
+    rows = [row for part in history.steps for row in part if isinstance(row.get("epoch"), (int, float))]
+    known = {row["step"]: row["epoch"] for row in rows}
+    steps = sorted(known)
+    if all(epoch == int(epoch) for epoch in known.values()):
+        known = _spread(steps, known)
+    for part in (*history.steps, *history.evaluated):
+        for row in part:
+            at = bisect.bisect_right(steps, row["step"]) - 1
+            if at >= 0:
+                row["epochs"] = known[steps[at]]
+
+
+def _spread(steps: list[int], epochs: dict[int, float]) -> dict[int, float]:
+    """Return positions that spread the steps of an epoch evenly, from the steps that ended epochs.
+
+    The last epoch may be unfinished, so it is at least as long as the one before.
+    """
+    ends: dict[float, int] = {}
+    for step in steps:
+        ends[epochs[step]] = step
+    order, length = sorted(ends), 1
+    begin = 0 if order[:1] == [1] else min(steps, default=1) - 1
+    spans: dict[float, tuple[int, int]] = {}
+    for epoch in order:
+        length = max(ends[epoch] - begin, length if epoch == order[-1] else 1, 1)
+        spans[epoch], begin = (begin, length), ends[epoch]
+    return {
+        step: epoch - 1 + min(1.0, max(0.0, (step - spans[epoch][0]) / spans[epoch][1]))
+        for step, epoch in epochs.items()
+    }
