@@ -1,6 +1,7 @@
 """Whether hangs end by themselves: plants each kind in a group of its own, without any setting.
 
     python -m benchmarks.hangs [--kinds loader,gil] [--together 3] [--patience 240] [--csv FILE]
+    python -m benchmarks.hangs --calm MINUTES     groups that never hang (calm.py)
 
 A group is one node with two ranks, of which rank 1 hangs after 15 s of training (plants.py). Each
 row says how many seconds later the coordinator ended the round, how many until the next step, and
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hangs import calm
 from benchmarks.hangs.plants import KINDS
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.recovery.groups import Fast, NotRecovered, Shape
@@ -87,12 +89,17 @@ def plant(kind: str, patience: float) -> Outcome:
 def main() -> int:
     """Plant the kinds, print a row for each, and return 1 if one of them is not ok."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", help="default all")
     parser.add_argument("--together", type=int, default=3, help="number of groups at a time")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds after which a hang counts as not found")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--calm", type=float, metavar="MINUTES", help="look for false alarms instead, for as long")
     options = parser.parse_args()
-    kinds = options.kinds.split(",")
+    if options.calm is not None:
+        kinds = options.kinds.split(",") if options.kinds else list(calm.PERIOD)
+        with ThreadPoolExecutor(len(kinds)) as pool:
+            return 1 if any(list(pool.map(partial(calm.watch, minutes=options.calm), kinds))) else 0
+    kinds = options.kinds.split(",") if options.kinds else KINDS
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"--kinds: unknown: {', '.join(sorted(unknown))}; known: {', '.join(KINDS)}")
     outcomes = []

@@ -26,10 +26,13 @@ COORDINATOR = 0
 
 
 class Hosts:
-    """Hosts 0, 1, ... with the addresses 10.78.0.1, 10.78.0.2, ..."""
+    """Hosts 0, 1, ... with the addresses 10.78.0.1, 10.78.0.2, ...
 
-    def __init__(self, number: int) -> None:
-        self._prefix, self._number = f"cut{os.getpid()}", number
+    `name` distinguishes the hosts of groups that one process runs at once.
+    """
+
+    def __init__(self, number: int, name: str = "") -> None:
+        self._prefix, self._number = f"cut{os.getpid()}{name}", number
 
     def address(self, host: int) -> str:
         """Return the host's address."""
