@@ -58,12 +58,12 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
-    """Return losses and test accuracies in the order of steps, and the number of starts."""
+    """Return losses and test accuracies in the order of steps, and the number of restarts."""
     losses, accuracies = series.steps.get("loss", {}), series.evaluations.get("accuracy", {})
     return (
         [losses[step] for step in sorted(losses)],
         [accuracies[step] for step in sorted(accuracies)],
-        len(series.starts),
+        series.restarts,
     )
 
 
@@ -78,14 +78,14 @@ def curves(text: str, job: str) -> Iterator[str]:
     Raises Mistake if there are no steps.
     """
     series = read_metrics(text)
-    losses, accuracies, starts = points(series)
+    losses, accuracies, restarts = points(series)
     if not (losses or series.not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics contain no step yet; wait until it has trained some steps")
     if is_cut(text):
         # The first start is in the part that is cut off.
-        yield f"{job}: at least {count(starts, 'restart')}; {CUT}"
+        yield f"{job}: at least {count(restarts + bool(series.starts), 'restart')}; {CUT}"
     else:
-        yield f"{job}: {count(max(starts - 1, 0), 'restart')}"
+        yield f"{job}: {count(restarts, 'restart')}"
     if losses:
         yield from _loss_chart(losses)
     yield from filter(None, (series.after_last_loss(), series.missing_beginning()))
@@ -125,10 +125,10 @@ def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
         positions.append(where)
     right = max(max(place.values()) for where in positions for place in where if place)
     for number, (job, series) in enumerate(runs):
-        losses, accuracies, starts = points(series)
+        losses, accuracies, restarts = points(series)
         parts = [f"{max(series.made)} steps", f"loss {losses[-1]:.4g}" if losses else "no loss"]
         parts += [f"accuracy {accuracies[-1]:.2%}"] if accuracies else []
-        parts += [count(starts - 1, "restart")] if starts > 1 else []
+        parts += [count(restarts, "restart")] if restarts else []
         yield _styled(number, f"{_letter(number)} {job}: {', '.join(parts)}")
         for note in filter(None, (series.after_last_loss(), series.missing_beginning())):
             yield f"  {note}"

@@ -50,7 +50,7 @@ def where_it_begins(name: str, resumes: bool) -> str:
 
 
 def checkpoints_that_stay(body: Json) -> str:
-    """Return where a deleted job's checkpoints stay on a cluster; empty if they go or have no place."""
+    """Return where a deleted job's checkpoints stay on a cluster; empty if none stay."""
     storage = (body.get("spec") or {}).get("storage") or {}
     volume = storage.get("checkpoints") or {}
     template = volume.get("claimTemplate") or {}

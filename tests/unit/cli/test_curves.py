@@ -54,7 +54,7 @@ LINES = [
 
 
 def test_a_repeated_step_counts_once_and_garbage_not_at_all() -> None:
-    assert points(read_metrics("\n".join(LINES))) == ([8.0, 4.0, 1.0], [0.5, 0.9], 2)
+    assert points(read_metrics("\n".join(LINES))) == ([8.0, 4.0, 1.0], [0.5, 0.9], 1)
 
 
 def test_a_curve_goes_from_its_least_value_to_its_greatest() -> None:
@@ -354,3 +354,9 @@ def test_curves_without_their_beginning_say_where_they_begin() -> None:
     note = "the curves begin after step 30, where training continued from a checkpoint"
     assert note in list(curves("\n".join(rows), "j"))
     assert note not in list(curves("\n".join(RESTARTED), "j"))
+
+
+def test_a_job_that_continues_an_earlier_one_has_not_restarted() -> None:
+    starts = [row("start", 0, run="a"), row("step", 1, loss=1.0), row("start", 1, run="a"), row("step", 2, loss=1.0)]
+    text = "\n".join([*starts, row("start", 2, run="b"), row("step", 3, loss=1.0)])
+    assert next(iter(curves(text, "j"))) == "j: 1 restart"

@@ -24,7 +24,7 @@ _TRAIN, _TEST, _SPEED, _RANKS, _RESTART = BLUE, "#ea580c", "#0d9488", "#7c3aed",
 _OF_RUNS = [_TRAIN, _TEST, _SPEED, _RANKS, _RESTART, "#ca8a04", "#db2777", "#475569", "#65a30d", "#0891b2"]
 _RESTARTS_NAMED = 12
 _APART = 0.03
-"""Minimum distance of two named restarts, as a share of the axis, so that no name covers another."""
+"""Minimum distance of two named restarts, as a share of the axis. Closer names would overlap."""
 _LOG_FROM = 20
 """The loss has a logarithmic scale from this ratio of the largest to the smallest."""
 
@@ -96,12 +96,12 @@ def _headline(histories: list[History]) -> str:
     last = [incarnation for incarnation in history.steps if incarnation][-1][-1]
     found = _last_accuracy(history)
     accuracy = "" if found is None else f", test accuracy {found:.2%}"
-    restarts = len(history.incarnations) - 1
+    restarts = history.restarts
     return f"{history.title}: {last['step']} steps, {restarts} restart{'' if restarts == 1 else 's'}{accuracy}"
 
 
 def _label(history: History) -> str:
-    restarts = len(history.incarnations) - 1
+    restarts = history.restarts
     found = _last_accuracy(history)
     accuracy = "" if found is None else f", {found:.2%}"
     return f"{history.title}{accuracy}" + (f", {restarts} restart{'' if restarts == 1 else 's'}" if restarts else "")
@@ -219,14 +219,14 @@ def _smooth(values: list[float], reach: int = 4) -> list[float]:
 
 def _mark_restarts(panels: list[Axes], history: History, unit: float) -> None:
     named, last = 0, float("-inf")
-    for stopped, going in history.gaps:
+    for stopped, going, is_restart in history.gaps:
         for panel in panels:
             panel.axvspan(stopped / unit, going / unit, color=_RESTART, alpha=0.12, linewidth=0)
             panel.axvline(going / unit, color=_RESTART, linewidth=1, linestyle="--")
         if named < _RESTARTS_NAMED and going - last >= _APART * history.end:
             named, last = named + 1, going
             panels[0].annotate(
-                f"restart, {going - stopped:.1f} s",
+                f"{'restart' if is_restart else 'next run'}, {going - stopped:.1f} s",
                 (going / unit, 1),
                 (4, -4),
                 xycoords=("data", "axes fraction"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,18 @@ class History:
         return [row for rows in self.evaluated for row in rows]
 
     @property
-    def gaps(self) -> list[tuple[float, float]]:
-        """(time of the last step, time of the next step) around each restart."""
+    def restarts(self) -> int:
+        """Number of restarts, without the starts of later jobs that continued in the folder."""
+        return sum(map(_is_restart, self.incarnations, self.incarnations[1:]))
+
+    @property
+    def gaps(self) -> list[tuple[float, float, bool]]:
+        """(time of the last step, time of the next step, whether it is a restart) around starts."""
         found = []
-        for before, after in zip(self.steps, self.steps[1:], strict=False):
+        parts = list(zip(self.incarnations, self.steps, strict=True))
+        for (first, before), (second, after) in pairwise(parts):
             if before and after:
-                found.append((before[-1]["time"], after[0]["time"]))
+                found.append((before[-1]["time"], after[0]["time"], _is_restart(first, second)))
         return found
 
     @property
@@ -52,6 +59,10 @@ class History:
             for incarnation, steps in zip(self.incarnations, self.steps, strict=True)
             if steps
         ]
+
+
+def _is_restart(before: dict[str, Any], start: dict[str, Any]) -> bool:
+    return bool(before.get("run") == start.get("run"))
 
 
 def read(run: Path) -> History:

@@ -4,7 +4,7 @@ Each row has one text per job. Arguments are compared by name, whatever their or
 `--lr 0.1`, `--lr=0.1` and `optim.lr=0.1` are the rows `--lr` and `optim.lr` with the value 0.1. A
 job without the argument has an empty text.
 
-Readers look for what differs, so `Row.differs` tells these rows from the rest.
+Readers look for what differs, so `Row.differs` marks these rows.
 """
 
 from __future__ import annotations

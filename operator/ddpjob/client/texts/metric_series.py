@@ -41,7 +41,7 @@ class Origin:
     start: int
     """The number of the start in which they were made."""
     time: float | None
-    """In Unix seconds of the writer's clock."""
+    """Unix seconds of the writer's clock."""
 
 
 @dataclass
@@ -57,6 +57,8 @@ class MetricSeries:
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
     """The steps after which training began, initially and after each restart."""
+    restarts: int = 0
+    """Number of starts that were not the first of a job. Several jobs may have used the folder."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
     """Stretches of steps that were made again: the step after which training began, and the last
     one that is known to have been made before."""
@@ -188,7 +190,7 @@ def _is_step(value: object) -> bool:
 
 def read_metrics(text: str) -> MetricSeries:
     """Read all numbers from the lines that can be read."""
-    series, newest = MetricSeries(), 0
+    series, newest, run = MetricSeries(), 0, ""
     for line in text.splitlines():
         try:
             row = json.loads(line)
@@ -199,6 +201,8 @@ def read_metrics(text: str) -> MetricSeries:
         time = float(time) if is_number(time) and 0 <= time < LARGEST else None
         series.began = min(series.began, math.inf if time is None else time)
         if event == "start":
+            before, run = run, str(row.get("run", ""))[:8]
+            series.restarts += bool(series.starts) and before == run
             series.starts.append(row["step"] if _is_step(row.get("step")) else 0)
             if series.starts[-1] < newest:
                 series.repeated.append((series.starts[-1], newest))
@@ -207,7 +211,9 @@ def read_metrics(text: str) -> MetricSeries:
             continue
         step = row["step"]
         origins = series.made if event == "step" else series.evaluated
-        origins[step] = Origin(max(len(series.starts) - 1, 0), time)
+        # A step that the newest start cannot have made again keeps its origin.
+        if step not in origins or step + (event == "eval") > (series.starts or [-1])[-1]:
+            origins[step] = Origin(max(len(series.starts) - 1, 0), time)
         if is_number(epoch := row.get("epoch")) and abs(epoch) < _LAST_EPOCH:
             series.epochs[step] = float(epoch)
         if event == "step":
